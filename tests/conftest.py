@@ -11,6 +11,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from agents import ended
 from commands import call, call_json  # noqa: F401 - fixtures of every test
 from lastgood.run import memory_place
 from lastgood.testing import FaultyFiles
@@ -59,7 +60,11 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         pytest.skip("needs a tmpfs at /dev/shm")
     with tempfile.TemporaryDirectory(prefix="lastgood-test-", dir="/dev/shm") as folder:
         monkeypatch.setenv(memory_place.VARIABLE, folder)
-        yield Path(folder)
+        try:
+            yield Path(folder)
+        finally:
+            for one in Path(folder).glob("lastgood-*/*"):
+                ended(str(one))
 
 
 @pytest.fixture(scope="session")

@@ -7,23 +7,19 @@ from pathlib import Path
 
 import pytest
 
+import lastgood
+from agents import until
 from harness import steps
-from lastgood.run import memory_place, paths
 from lastgood_lab.worlds import world
-from ranked_memory import trained
+from ranked_memory import folder, trained
 
 pytestmark = pytest.mark.slow
 
 
-def folder(home: Path, node: str, memory: Path) -> Path:
-    environ = {"LASTGOOD_NODE": node, memory_place.VARIABLE: str(memory)}
-    return Path(memory_place.url_of(home, environ).removeprefix(paths.MEMORY))
-
-
-def killed(nodes: list[str], memory: Path, home: Path, upto: int) -> None:
-    """Train until `upto`; then every rank is killed."""
+def killed(nodes: list[str], memory: Path, home: Path, upto: int, with_agents: bool = False) -> None:
+    """Train until `upto`; then every rank is killed, and the agents first unless `with_agents`."""
     size = len(nodes)
-    world(size, trained, nodes, memory, home, upto, True, dies=tuple(range(size)))
+    world(size, trained, nodes, memory, home, upto, True, with_agents, dies=tuple(range(size)))
 
 
 @pytest.mark.parametrize("nodes", [["a", "a"], ["a", "b"], ["a", "a", "b", "b"]], ids="".join)
@@ -51,6 +47,14 @@ def test_every_rank_knows_what_a_save_survives(tmp_path: Path, memory: Path) -> 
     """A rank other than 0 never learned that a save with added metrics was committed."""
     for found in world(2, trained, ["a", "b"], memory, tmp_path / "home", 6):
         assert found["survives"][0] and found["survives"][2], "it is in memory on every rank"
+
+
+@pytest.mark.parametrize("nodes", [["a", "a"], ["a", "b"]], ids="".join)
+def test_the_agents_of_all_nodes_complete_a_save_after_every_rank_died(tmp_path: Path, memory: Path, nodes) -> None:
+    home = tmp_path / "home"
+    killed(nodes, memory, home, 6, with_agents=True)
+    until(lambda: steps(home) == [4, 6])
+    assert lastgood.open(home).verify(6).good
 
 
 def test_a_lost_node_takes_the_run_back_to_what_the_home_has(tmp_path: Path, memory: Path) -> None:

@@ -8,8 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import lastgood
-from lastgood.run import memory_place
+from agents import ended, state, until
+from lastgood.run import memory_place, paths
 from lastgood_lab.campaigns.rank_jobs import PATIENCE, Loop
+
+
+def folder(home: Path, node: str, memory: Path) -> Path:
+    """The memory of a run on the node of this name."""
+    environ = {"LASTGOOD_NODE": node, memory_place.VARIABLE: str(memory)}
+    return Path(memory_place.url_of(home, environ).removeprefix(paths.MEMORY))
 
 
 def opened(loop: Loop, node: str, memory: Path, home: Path, **options: Any) -> lastgood.Checkpointer:
@@ -21,11 +28,19 @@ def opened(loop: Loop, node: str, memory: Path, home: Path, **options: Any) -> l
 
 
 def trained(
-    rank: int, size: int, nodes: Sequence[str], memory: Path, home: Path, upto: int, killed: bool = False
+    rank: int,
+    size: int,
+    nodes: Sequence[str],
+    memory: Path,
+    home: Path,
+    upto: int,
+    killed: bool = False,
+    with_agents: bool = True,
 ) -> dict[str, Any]:
     """Restore and train; returns the restored step, the losses, and what the last save survives on this rank.
 
-    `nodes`: the node of each rank. `killed`: the process is killed after the last save is committed.
+    `nodes`: the node of each rank. `killed`: the process is killed after the last save is committed. `with_agents`:
+    otherwise the agent of the node is killed before.
     """
     loop = Loop("fsdp" if size > 1 else "plain", size)
     with opened(loop, nodes[rank], memory, home) as ckpt:
@@ -37,6 +52,11 @@ def trained(
             assert save is not None
             save.committed()
         if killed:
+            if with_agents:
+                until(lambda: (found := state(folder(home, nodes[rank], memory))) and found.attached)
+            else:
+                ckpt.wait()
+                ended(str(folder(home, nodes[rank], memory)))
             os._exit(9)
         survives = [save.durable("process"), save.durable()] if losses else []
         labelled = ckpt.save(upto, metrics={"loss": 1.0}) if losses else None

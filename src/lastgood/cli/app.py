@@ -22,7 +22,21 @@ from rich.text import Text
 
 from .. import __version__
 from ..errors import LastgoodError, NotInstalled
-from . import compare, copying, exporting, importing, listing, mending, show, sizing, sweep, tiers, tuning, verify
+from . import (
+    agent,
+    compare,
+    copying,
+    exporting,
+    importing,
+    listing,
+    mending,
+    show,
+    sizing,
+    sweep,
+    tiers,
+    tuning,
+    verify,
+)
 from .answer import BROKEN_PIPE, INTERRUPTED, USAGE
 from .answer import Answer as Answer
 from .terminal import clean, console
@@ -64,6 +78,7 @@ app.command("export")(exporting.export)
 app.command("import")(importing.import_file)
 app.command("tune")(tuning.tune)
 app.command("plan")(sizing.plan)
+app.add_typer(agent.agent, name="agent")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 
 from ..format.commit import Survey
 from ..records import Generation, GenerationId
+from .restore import lineage
+from .retention import Keep, wanted
 
 
 def holder(places: Sequence[Mapping[GenerationId, Generation]], at: GenerationId) -> int | None:
@@ -21,6 +23,26 @@ def holder(places: Sequence[Mapping[GenerationId, Generation]], at: GenerationId
     have = [index for index, generations in enumerate(places) if at in generations]
     # guard: whole-copy-preferred
     return next((index for index in have if places[index][at].restorable), have[0] if have else None)
+
+
+def lacking(here: Survey, there: Survey, everywhere: Survey, keep: Keep) -> list[Generation]:
+    """The generations that a place lacks: the newest good one, and those that its retention selects by step or label.
+
+    `here`: what the place holds from which is copied. `there`: what the other place holds, whose retention is `keep`. A
+    copy that was not read back, or that lacks a label, counts as absent. `everywhere`: what all places hold. The newest
+    comes first.
+    """
+    chain = lineage(everywhere).chain
+    whole = (at for at in chain if at in everywhere.generations and everywhere.generations[at].restorable)
+    newest, lacks = next(whole, None), list[Generation]()
+    for one in (here.generations[at] for at in chain if at in here.generations):
+        copy = there.generations.get(one.id)
+        # guard: unfinished-copy-finished-at-opening
+        done = copy is not None and (copy.verified or bool(copy.unfit)) and copy.commit == one.commit
+        selected = wanted(keep, one.step, one.commit.milestone, one.commit.metrics)
+        if one.restorable and not done and (selected or one.id == newest):
+            lacks.append(one)
+    return lacks
 
 
 def is_packed(files: int, committed: bool, packs: bool) -> bool:

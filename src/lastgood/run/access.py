@@ -98,6 +98,7 @@ def for_writing(
     take_over: bool = True,
     several: bool = False,
     spill: str | None = None,
+    own_claims: int = 0,
 ) -> Iterator[Tier]:
     """Open a run for writing and hold its lock until the context ends. A missing directory is created.
 
@@ -105,7 +106,7 @@ def for_writing(
     many saves may be in flight, for slots only. `persist` (default "direct"): how slots are written, for slots only.
     `take_over` (default True): whether a process that has the run open in an object store, or ended without closing it,
     is replaced; otherwise RunLocked is raised. `several` (default False): as for `Slots`. `spill` (default
-    None): as for `MemoryFiles`, for memory only.
+    None): as for `MemoryFiles`, for memory only. `own_claims` (default 0): as for `claims.claimed`.
     Raises NotARun, NotWritable, RunLocked, NoSpace, TierDown; Refused for a `mode` or `persist` that does not fit.
     """
     place = paths.parsed(path)
@@ -125,7 +126,7 @@ def for_writing(
     if place.kind == "objects":
         objects = _objects(root)
         _require_no_other_files(root, set(objects.list("")))
-        with claims.claimed(objects, take_over) as held:
+        with claims.claimed(objects, take_over, own_claims) as held:
             yield PackedTier(held)
         return
     _require_no_other_files(root, _names_at(root, in_slots) or set())

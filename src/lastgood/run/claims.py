@@ -190,10 +190,11 @@ def common_order(tiers: Sequence[Tier], least: int) -> int:
 
 
 @contextlib.contextmanager
-def claimed(objects: Objects, take_over: bool) -> Iterator[ClaimedTier]:
+def claimed(objects: Objects, take_over: bool, own_claims: int = 0) -> Iterator[ClaimedTier]:
     """Claim a run for writing; the claim ends with the block.
 
     `take_over`: whether a claim that has not ended is replaced. Otherwise RunLocked is raised, and nothing is changed.
+    `own_claims` (default 0): claims up to this number are replaced in any case: their processes have ended.
     Raises Refused if the store ignores the condition of a creation, and what its requests raise.
     """
     for _ in range(_TRIES):
@@ -201,7 +202,7 @@ def claimed(objects: Objects, take_over: bool) -> Iterator[ClaimedTier]:
         newest = max(_orders(listing), default=0)
         left_open = newest > 0 and not _has_ended(listing, newest)
         if left_open:
-            _note_open(objects, newest, take_over)
+            _note_open(objects, newest, take_over or newest <= own_claims)  # guard: newer-claim-not-taken-over
         orders = [newest, *(one.order for one in map(layout.parse_incarnation, objects.list("incarnations")) if one)]
         order = max(orders) + 1
         try:

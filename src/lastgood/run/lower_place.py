@@ -22,7 +22,7 @@ from ..engine.arena import Arena
 from ..errors import Cancelled, LastgoodError, NotWritable, Overtaken, TimedOut, Unavailable
 from ..format import commit
 from ..limits import CHUNK_BYTES, EXAMINATION_CHUNKS
-from ..policy import restore
+from ..policy.places import lacking
 from ..policy.retention import wanted
 from ..ports import Mendable, Tier
 from ..records import Generation, GenerationId
@@ -124,16 +124,11 @@ class LowerPlace:
         copies that were interrupted is deleted first.
         """
         self.writer.remove_unfinished_copies()
-        source, here = self._source, self.writer.known.survey.generations
-        chain, everywhere = restore.lineage(source.everywhere).chain, source.everywhere.generations
-        newest = next((at for at in chain if at in everywhere and everywhere[at].restorable), None)
-        for one in source.durable_lineage():
-            selected = wanted(self.writer.keep, one.step, one.commit.milestone, one.commit.metrics)
-            copy = here.get(one.id)
-            # guard: unfinished-copy-finished-at-opening
-            done = copy is not None and (copy.verified or bool(copy.unfit)) and copy.commit == one.commit
-            if one.restorable and not done and (selected or one.id == newest):
-                self.add(one, True)
+        source = self._source
+        with source.lock:
+            lacks = lacking(source.survey, self.writer.known.survey, source.everywhere, self.writer.keep)
+        for one in lacks:
+            self.add(one, True)
 
     def waiting(self) -> int:
         """How many generations wait for their copy."""

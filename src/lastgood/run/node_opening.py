@@ -14,14 +14,17 @@ from typing import cast
 
 from ..coordination.rounds import RankGroup
 from ..coordination.single_rank import AnyRanks
-from ..errors import Damaged, NameTaken, Refused
+from ..errors import Damaged, LastgoodError, NameTaken, Refused
 from ..format import commit, layout, sealed
 from ..policy.parts import divided
 from ..ports import Tier
 from ..records import Finding, Generation, RunHeader, Seal, judged
-from . import access, copying
+from ..storage.directory import Disk
+from . import access, copying, paths
+from .agent_link import AgentLink, AgentSpec, CopyTo
 from .known import KnownRun
 from .node_disks import FETCHED, SUBJECT, NodeDisks, NodeFiles, Nodes, NodeTier, NodeView, Own
+from .outcomes import Outcomes
 from .planned_save import RunOptions
 from .rank_requests import Requests, RequestServer
 
@@ -40,6 +43,10 @@ def opened(path: str | os.PathLike[str], options: RunOptions, ranks: AnyRanks) -
             here = [str(ranks.rank)] if in_slots else access.identity(path)
             nodes = Nodes(tuple(topic.agree(here, lambda posts: [posts.index(one) for one in posts])))
             leads = nodes.leaders[ranks.rank] == ranks.rank
+            agent = AgentLink(paths.parsed(path).root) if leads and paths.parsed(path).kind == "memory" else None
+            if agent is not None:
+                storage.callback(agent.close)
+                agent.attach()  # guard: agent-attached-before-opening
             if leads:
                 own = storage.enter_context(_opened_own(path, options, ranks, in_slots))
                 own.delete(FETCHED)
@@ -49,13 +56,13 @@ def opened(path: str | os.PathLike[str], options: RunOptions, ranks: AnyRanks) -
             disk = cast(Own, own)
             topic.agree((nodes.leaders[ranks.rank], _run_of(disk)), _require_one_run)
         if not isinstance(ranks, RankGroup) or not nodes.others:
-            yield NodeDisks(disk, nodes, None) if ranks.is_coordinator else NodeView(disk, nodes, leads)
+            yield NodeDisks(disk, nodes, None, agent) if ranks.is_coordinator else NodeView(disk, nodes, leads, agent)
         elif ranks.is_coordinator:
             requests = Requests(ranks, SUBJECT, nodes.others)
             storage.callback(requests.end)
-            yield NodeDisks(disk, nodes, requests)
+            yield NodeDisks(disk, nodes, requests, agent)
         else:
-            view = NodeView(disk, nodes, leads)
+            view = NodeView(disk, nodes, leads, agent)
             if leads:
                 view.server = RequestServer(ranks, SUBJECT, NodeFiles(disk))
                 storage.callback(view.server.close)
@@ -149,3 +156,20 @@ def parts(tier: Tier, ranks: AnyRanks, generation: Generation) -> list[list[int]
     if isinstance(tier, NodeDisks):
         return divided(written, tier.nodes.leaders, tier.held(generation))
     return divided(written, [0] * ranks.size)
+
+
+def start_agent(tier: Tier, options: RunOptions, claims: Sequence[Tier], outcomes: Outcomes) -> None:
+    """Start the agent of the memory that this process leads, if the front is memory. Called once the run is open.
+
+    `claims`: the places below, as they are opened. `outcomes`: receives what writing raises.
+    """
+    if not isinstance(tier, NodeTier) or tier.agent is None:
+        return
+    assert isinstance(tier.own, Disk)
+    order = max((getattr(one, "order", 0) for one in claims), default=0)
+    places = [CopyTo(url=paths.parsed(one.path).url, keep=one.keep) for one in options.below]
+    spec = AgentSpec(format=layout.FORMAT, places=places, order=order, spill=options.spill(tier.place))
+    try:
+        tier.agent.start(tier.own, spec)
+    except LastgoodError as error:
+        outcomes.put(error)

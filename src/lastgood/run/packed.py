@@ -95,6 +95,7 @@ class PackedTier:
         self._inner = inner
         self.place, self.reads_at_once = inner.place, inner.reads_at_once
         self.tree, self.point = inner.tree, inner.point
+        self.order = getattr(inner, "order", 0)
         self.next_order = getattr(inner, "next_order", None)  # only a tier that is claimed has it
         self._lock = threading.Lock()
         self._folders = OrderedDict[str, _Folder]()

@@ -32,12 +32,11 @@ from ..errors import Cancelled, LastgoodError, NoSpace, Overtaken, Refused, Time
 from ..events import Event, EventKind
 from ..limits import WORKERS
 from ..records import Generation, GenerationId
-from . import paths
+from . import node_opening, paths
 from .chunk_queue import ChunkQueue
 from .follower import Follower
 from .known import Environment
 from .node_disks import NodeDisks
-from .node_opening import complete_records, note_lost_parts
 from .outcomes import Outcomes
 from .places import Below, opened_front, unite
 from .planned_save import PlannedSave, RunOptions
@@ -112,14 +111,16 @@ class Pipeline:
                     environment=environment,
                 )
                 if isinstance(disk, NodeDisks):
-                    complete_records(disk, self.run.known)
-                    note_lost_parts(self.run.known)
+                    node_opening.complete_records(disk, self.run.known)
+                    node_opening.note_lost_parts(self.run.known)
                 opening.agree(None, lambda _: None)  # the other ranks wait for it in `opened_front`
             self.places = below.opened(self.run, options.algorithm, self.outcomes, pools)
             opening.agree(None, lambda _: None)  # every rank has now opened the run
             pools.pop_all()  # from now on `close` ends the threads
             self._storage = storage.pop_all()
         self.upkeep = Upkeep(self.run, self.outcomes, options.scrub, self._busy)
+        start = node_opening.start_agent, self.run.tier, options, below.tiers, self.outcomes
+        self._work.append(self._upkeep_thread.submit(*start))
         self._unreported = weakref.finalize(self, self.outcomes.report_unreported)
 
     def _start_threads(self, options: RunOptions, readers: int, pools: contextlib.ExitStack) -> None:
@@ -435,6 +436,8 @@ class Pipeline:
         def give_way() -> bool:
             return bool(self._flights)  # guard: upkeep-yields-to-saves
 
+        if (agent := getattr(self.run.tier, "agent", None)) is not None:
+            agent.check()
         if give_way() or not self.upkeep.after_save(give_way):
             return
         if self.upkeep.scrub_is_due():

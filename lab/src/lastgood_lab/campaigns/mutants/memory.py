@@ -1,19 +1,30 @@
-"""Mutants of the safeguards of memory: its limits, its owner, and what stays in it."""
+"""Mutants of the safeguards of memory and of its agent: limits, owners, what stays, and who may remove it."""
 
 from __future__ import annotations
 
-from .change import Never
+from .change import Never, Remove, Swap
 from .record import Mutant, table
-
-TESTS = ("memory_limits", "memory_files", "memory_runs")
 
 MUTANTS: tuple[Mutant, ...] = (
     *table(
         "memory",
-        TESTS,
+        ("memory_limits", "memory_files", "memory_runs"),
         ("memory is taken beyond the limit of the control group", "memory-limit-before-reserve", Never()),
         ("a folder that another user made first is used", "memory-of-another-user-refused", Never()),
         ("a folder on a disk is used as memory", "memory-is-a-tmpfs", Never()),
         ("milestones stay in memory for ever", "memory-keeps-no-milestones", Never()),
+    ),
+    *table(
+        "agent",
+        ("agent", "ranks_memory"),
+        ("COMMIT is copied before the files of other nodes", "commit-copied-after-all-nodes", Never()),
+        ("another user is served", "agent-serves-own-user", Never()),
+        ("the memory of an open run is removed", "open-memory-not-removed", Swap("access.LOCK", '"other"')),
+        ("memory is removed although a save came since the copies", "new-saves-not-removed", Never()),
+        ("a folder has two agents", "one-agent-for-a-folder", Swap("LOCK", "str(os.getpid())")),
+        ("a fork keeps the connection of its parent open", "link-not-inherited-by-fork", Remove()),
+        ("an agent that does not answer goes on beside the new one", "silent-agent-killed", Remove()),
+        ("a newer process in a bucket is replaced", "newer-claim-not-taken-over", Swap("newest <= own_claims", "True")),
+        ("an agent copies while the run is opened", "agent-attached-before-opening", Remove()),
     ),
 )

@@ -1,0 +1,328 @@
+"""The agent of one run in memory: waits until no training process is attached, then copies, lingers, and removes it.
+
+    attached  a training process has the run open: it makes the copies, and the agent waits
+    draining  none is attached: what is missing in the places below is copied (drain.py), until nothing is missing
+    lingering everything is copied: the memory is kept for the next training process, for a while
+    ended     the memory is removed
+
+One thread serves the socket; another one copies. The agent ends early only after SIGTERM or SIGINT; the memory then
+stays, and the next opening of the run copies what is missing.
+
+Invariants
+  1. Memory is removed only if all places have what it holds, and no training process is attached or has the run open.
+  2. An answer to "attach" comes after the copies have stopped, so agent and training process never copy at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Event
+
+import msgspec
+
+from .. import reporting
+from ..errors import Cancelled, LastgoodError
+from ..format import layout
+from ..io.files import Lock
+from ..io.memory_files import MemoryFiles
+from ..run import access, paths
+from ..run.agent_link import (
+    LINGER_SECONDS,
+    LOCK,
+    MESSAGE_LIMIT_BYTES,
+    PROTOCOL,
+    SPEC,
+    AgentSpec,
+    Answer,
+    Request,
+    listening,
+    user_of,
+)
+from ..run.lower_place import PAUSES_SECONDS
+from ..storage.directory import Disk
+from .drain import drained
+
+FIRST_SECONDS = 2.0
+"""How long a new agent waits for the training process that has started it to attach."""
+CONNECTIONS_LIMIT = 256
+"""So many processes may be connected at once; others are refused."""
+
+
+class Peer:
+    """One connection, and what has been received of its next request."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection, self.data = connection, b""
+        self.attached = self.waits = False
+        """whether it is a training process; whether its request is answered once the copies have stopped"""
+        self.ends = False
+        """whether it has asked for the end"""
+
+
+class Server:
+    """The agent of the memory folder `folder`. `listener`: its socket. `linger_seconds`: as LINGER_SECONDS."""
+
+    def __init__(self, folder: str, listener: socket.socket, linger_seconds: float) -> None:
+        self._folder, self._listener, self._linger_seconds = folder, listener, linger_seconds
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._wake_receiver.setblocking(False)
+        self._wake_sender.setblocking(False)
+        self._selector.register(self._wake_receiver, selectors.EVENT_READ)
+        self._peers: dict[socket.socket, Peer] = {}
+        self._stop = Event()
+        self._copies: Future[list[str]] | None = None
+        self._missing: list[str] = []
+        self._copied: list[str] = []
+        """the generations that were in memory when everything was copied"""
+        self._failures = 0
+        self._next_at: float | None = time.monotonic() + FIRST_SECONDS
+        """when to copy next, by the monotonic clock; None: everything is copied"""
+        self._kept_until = 0.0
+        """when the memory is to be removed, once everything is copied"""
+        self._signalled = self._removed = False
+
+    def run(self) -> None:
+        """Serve until the memory is removed or a signal comes."""
+        with ThreadPoolExecutor(1, "lastgood-agent") as worker, self._signals():
+            while not self._removed and not self._signalled:
+                self._serve_once()
+                self._note_copies()
+                now = time.monotonic()
+                if self._attached() or self._copies is not None:
+                    continue
+                if self._next_at is not None and now >= self._next_at:
+                    self._stop.clear()
+                    self._copies = worker.submit(self._copy)
+                    self._copies.add_done_callback(lambda _: self._wake())
+                elif self._next_at is None and (now >= self._kept_until or self._asked_to_end()):
+                    self._remove()
+            self._stop.set()
+        self._answer_all()
+        for one in [*self._peers]:
+            self._leave(one)
+        self._selector.close()
+        for end in (self._listener, self._wake_receiver, self._wake_sender):
+            end.close()
+
+    # ---- the socket ----------------------------------------------------------------------------------------
+
+    def _serve_once(self) -> None:
+        """Wait for the next event or time, and serve the connections that have something to read."""
+        for key, _ in self._selector.select(self._timeout_seconds()):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif key.fileobj is self._wake_receiver:
+                with contextlib.suppress(BlockingIOError):
+                    self._wake_receiver.recv(64)
+            else:
+                assert isinstance(key.fileobj, socket.socket)
+                self._receive(self._peers[key.fileobj])
+
+    def _timeout_seconds(self) -> float | None:
+        if self._attached() or self._copies is not None:
+            return None
+        until = self._kept_until if self._next_at is None else self._next_at
+        return max(0.0, until - time.monotonic())
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return
+        if user_of(connection) != os.geteuid() or len(self._peers) >= CONNECTIONS_LIMIT:  # guard: agent-serves-own-user
+            connection.close()
+            return
+        connection.setblocking(False)
+        self._peers[connection] = Peer(connection)
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _receive(self, peer: Peer) -> None:
+        try:
+            part = peer.connection.recv(4096)
+        except BlockingIOError:
+            return
+        except OSError:
+            part = b""
+        peer.data += part
+        if not part or len(peer.data) > MESSAGE_LIMIT_BYTES:
+            self._leave(peer.connection)
+            return
+        while b"\n" in peer.data and peer.connection in self._peers:
+            line, _, peer.data = peer.data.partition(b"\n")
+            self._serve(peer, line)
+
+    def _serve(self, peer: Peer, line: bytes) -> None:
+        try:
+            request = msgspec.json.decode(line, type=Request)
+        except msgspec.MsgspecError as error:
+            self._send(peer, f"this is no request: {error}")
+            self._leave(peer.connection)
+            return
+        if request.protocol != PROTOCOL:
+            what = f"this agent speaks version {PROTOCOL} of the protocol, and not {request.protocol}"
+            self._send(peer, what)
+        elif request.call == "attach":
+            peer.attached = peer.waits = True
+            self._stop.set()
+            self._next_at, self._failures = 0.0, 0
+            self._answer_waiting()
+        elif request.call == "end" and self._attached():
+            self._send(peer, "a training process is attached; end it first")
+        elif request.call == "end":
+            peer.ends, self._next_at, self._failures = True, 0.0, 0
+        else:
+            self._send(peer)
+
+    def _answer_waiting(self) -> None:
+        if self._copies is None:
+            for peer in [one for one in self._peers.values() if one.waits]:
+                peer.waits = False
+                self._send(peer)
+
+    def _answer_all(self) -> None:
+        """Answer those who have asked for the end: with what is missing, or with nothing."""
+        for peer in [one for one in self._peers.values() if one.ends]:
+            peer.ends = False
+            self._send(peer, "" if self._removed else "it was ended by a signal")
+
+    def _send(self, peer: Peer, error: str = "") -> None:
+        answer = Answer(
+            protocol=PROTOCOL, process=os.getpid(), attached=self._attached(), missing=self._missing, error=error
+        )
+        with contextlib.suppress(OSError):  # it is told nothing if it does not read its short answer
+            peer.connection.send(msgspec.json.encode(answer) + b"\n")
+
+    def _leave(self, connection: socket.socket) -> None:
+        """Forget a connection. If it was the last training process, the copies begin."""
+        self._selector.unregister(connection)
+        del self._peers[connection]
+        connection.close()
+
+    def _attached(self) -> int:
+        return sum(one.attached for one in self._peers.values())
+
+    def _asked_to_end(self) -> bool:
+        return any(one.ends for one in self._peers.values())
+
+    # ---- copies --------------------------------------------------------------------------------------------
+
+    def _copy(self) -> list[str]:
+        """On the worker: one attempt. Raises Cancelled if a training process attaches meanwhile."""
+        spec = read_spec(self._folder)
+        if spec is None:
+            return []  # no training process has opened the run completely: there is nothing to copy
+        memory = Disk(MemoryFiles(self._folder, spec.spill), self._folder, place=f"{paths.MEMORY}{self._folder}")
+        self._copied = sorted(memory.list("gen"))
+        return drained(memory, spec, self._stop.is_set)
+
+    def _note_copies(self) -> None:
+        """Take the result of an attempt that has ended, and decide when the next one begins."""
+        if self._copies is None or not self._copies.done():
+            return
+        copies, self._copies = self._copies, None
+        try:
+            self._missing = copies.result()
+        except Cancelled:
+            self._answer_waiting()
+            return
+        except Exception as error:  # noqa: BLE001 - memory is kept, and the next attempt may succeed
+            self._missing = [f"{type(error).__name__}: {error}"]
+        now = time.monotonic()
+        if not self._missing:
+            self._next_at, self._failures, self._kept_until = None, 0, now + self._linger_seconds
+        else:
+            self._next_at = now + PAUSES_SECONDS[min(self._failures, len(PAUSES_SECONDS) - 1)]
+            self._failures += 1
+            # The first attempt often comes before the system has released the locks of a killed process.
+            if self._failures > 1 and self._failures & (self._failures - 1) == 0:
+                reporting.warning(f"{self._folder}: attempt {self._failures}: {'; '.join(self._missing)}")
+            for peer in [one for one in self._peers.values() if one.ends]:
+                peer.ends = False
+                self._send(peer, f"not everything could be copied: {'; '.join(self._missing)}")
+        self._answer_waiting()
+
+    def _remove(self) -> None:
+        """Remove the memory, unless a process has the run open."""
+        try:
+            lock = Lock(os.path.join(self._folder, access.LOCK))  # guard: open-memory-not-removed
+        except OSError:
+            self._next_at = time.monotonic() + PAUSES_SECONDS[-1]
+            return
+        try:
+            if sorted(_names(os.path.join(self._folder, "gen"))) != self._copied:  # guard: new-saves-not-removed
+                self._next_at = 0.0
+                return
+            spec = read_spec(self._folder)
+            if spec is not None and spec.spill is not None:
+                shutil.rmtree(spec.spill, ignore_errors=True)
+            shutil.rmtree(self._folder, ignore_errors=True)
+        finally:
+            lock.close()
+        self._removed = True
+
+    # ---- signals -------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGTERM and SIGINT end the agent. They are received by the loop, wherever they come."""
+
+        def note(number: int, frame: object) -> None:
+            self._signalled = True
+
+        before = {one: signal.signal(one, note) for one in (signal.SIGTERM, signal.SIGINT)}
+        wakeup = signal.set_wakeup_fd(self._wake_sender.fileno(), warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(wakeup)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            self._wake_sender.send(b"\0")
+
+
+def serve(folder: str, linger_seconds: float = LINGER_SECONDS, ready: Callable[[], None] = lambda: None) -> bool:
+    """Be the agent of a memory folder until it is removed. Returns False at once if there is an agent already.
+
+    `ready`: called once the agent listens, or is not needed.
+    """
+    try:
+        lock = Lock(os.path.join(folder, LOCK))  # guard: one-agent-for-a-folder
+    except BlockingIOError:
+        ready()
+        return False
+    try:
+        listener = listening(folder)
+        ready()
+        Server(folder, listener, linger_seconds).run()
+    finally:
+        lock.close()
+    return True
+
+
+def _names(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
+
+
+def read_spec(folder: str) -> AgentSpec | None:
+    """What a training process has written for the agent; None if there is nothing that can be read."""
+    try:
+        with open(os.path.join(folder, SPEC), "rb") as file:
+            return layout.decode(file.read(), AgentSpec, SPEC)
+    except (OSError, LastgoodError):
+        return None

@@ -1,0 +1,126 @@
+"""`lastgood agent`: the agents of this user on this machine: their state, one in the foreground, and their end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Annotated, Any
+
+import typer
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from ..agent.server import serve
+from ..errors import NotARun, TierDown
+from ..run import agent_link, memory_place, paths
+from ..units import size
+from .answer import Answer
+from .arguments import Json, Run
+from .terminal import clean
+from .texts import new_table, plural
+
+agent = typer.Typer(
+    help="Agents keep saves in memory when the training process ends, and copy them.", no_args_is_help=True
+)
+
+
+@agent.command("status")
+def status(as_json: Json = False) -> Answer:
+    """The memory of all runs of this user on this machine, and its agents. Exit code 5 if an agent does not answer."""
+    rows = [state_of(folder) for folder in _folders()]
+    silent = [row for row in rows if row["agent"] == "silent"]
+    return Answer({"runs": rows}, _view(rows), TierDown.exit_code if silent else 0)
+
+
+@agent.command("run")
+def run(
+    run: Run,
+    linger_seconds: Annotated[
+        float, typer.Option("--linger", min=0.0, help="Seconds for which copied memory is kept. Default 600.")
+    ] = agent_link.LINGER_SECONDS,
+    as_json: Json = False,
+) -> Answer:
+    """Be the agent of RUN in the foreground, for a service manager. Ends when the memory is removed, or on SIGTERM."""
+    folder = _folder_of(run)
+    memory_place.make(folder)
+    served = serve(folder, linger_seconds)
+    kept = os.path.isdir(folder)
+    if not served:
+        raise TierDown(f"{folder} has an agent already", safe="It goes on.", todo="lastgood agent status shows it.")
+    text = "the memory stays; the next opening of the run goes on from it" if kept else "all is copied and removed"
+    return Answer({"folder": folder, "removed": not kept}, Text(f"{folder}: {text}"))
+
+
+@agent.command("stop")
+def stop(run: Run, as_json: Json = False) -> Answer:
+    """Copy what is in the memory of RUN to the places below, remove it, and end the agent.
+
+    Exit code 5 if a training process has the run open, or if not everything could be copied; nothing is removed then.
+    """
+    folder = _folder_of(run)
+    try:
+        connection = agent_link.connected(folder)
+    except OSError as error:
+        raise NotARun(
+            f"{folder} has no agent",
+            safe="Nothing was touched.",
+            todo="`lastgood agent run` copies what is there. `lastgood agent status` lists all memory of this user.",
+        ) from error
+    with contextlib.closing(connection):
+        connection.settimeout(None)  # copies take as long as they take
+        try:
+            answer = agent_link.asked(connection, "end")
+        except (OSError, ValueError) as error:
+            raise TierDown(f"the agent of {folder} ended without an answer: {error}", safe="", todo="") from error
+    if answer.error:
+        raise TierDown(f"{folder}: {answer.error}", safe="The memory is untouched.", todo="Try again later.")
+    return Answer({"folder": folder, "removed": True}, Text(f"{folder}: all is copied and removed"))
+
+
+def state_of(folder: str) -> dict[str, Any]:
+    """What a memory folder takes, and the state of its agent."""
+    row: dict[str, Any] = {"folder": folder, "bytes": _bytes_of(folder), "attached": 0, "missing": [], "process": None}
+    try:
+        connection = agent_link.connected(folder)
+    except OSError:
+        return {**row, "agent": "none"}
+    with contextlib.closing(connection):
+        try:
+            answer = agent_link.asked(connection, "status")
+        except (OSError, ValueError):
+            return {**row, "agent": "silent"}
+    state = "attached" if answer.attached else "copying" if answer.missing else "waiting"
+    found = {"attached": answer.attached, "missing": answer.missing, "process": answer.process}
+    return {**row, **found, "agent": state}
+
+
+def _folder_of(run: str) -> str:
+    place = paths.parsed(run)
+    return place.root if place.kind == "memory" else memory_place.url_of(run).removeprefix(paths.MEMORY)
+
+
+def _folders() -> list[str]:
+    root = memory_place.folder_of_user()
+    with contextlib.suppress(FileNotFoundError):
+        return sorted(entry.path for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False))
+    return []
+
+
+def _bytes_of(folder: str) -> int:
+    total = 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                total += os.lstat(os.path.join(root, name)).st_blocks * 512
+    return total
+
+
+def _view(rows: list[dict[str, Any]]) -> RenderableType:
+    if not rows:
+        return Text(f"no run has memory in {memory_place.folder_of_user()}")
+    table = new_table("memory", "size", "agent", "process")
+    for row in rows:
+        table.add_row(clean(row["folder"]), size(row["bytes"]), row["agent"], str(row["process"] or ""))
+    missing = [Text(clean(f"{row['folder']}: {one}")) for row in rows for one in row["missing"]]
+    heads = [Text(f"not copied: {plural(len(missing), 'place')}")] if missing else []
+    return Group(table, *heads, *missing)

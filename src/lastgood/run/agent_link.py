@@ -1,0 +1,262 @@
+"""The agent of a run in the memory of a machine, as a training process sees it: found, started, attached to.
+
+    memory folder of the run    written by        content
+    agent.lock                  the agent         its lock; there is one agent for each folder
+    agent.sock                  the agent         its socket, of this user alone
+    agent.log                   the agent         what it reports
+    AGENT.json                  the trainer       the places to which generations are copied (AgentSpec)
+
+A message is a record in JSON, ended by a newline. Attaching makes the agent stop its copies; it resumes them when the
+connection ends, which it does with the process.
+
+Invariants
+  1. An agent may be killed at any instant: it holds no state that is not on the disk or in the memory folder.
+  2. Without an agent the run saves as ever; only what is in memory when the training process ends is copied later, by
+     the next opening of the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+
+from .. import reporting
+from ..format import layout
+from ..policy.retention import Keep
+from ..records import Record
+from ..storage.directory import Disk
+
+PROTOCOL = 1
+"""The version of the messages. An agent of another version is ended, and a new one is started."""
+SOCKET, LOCK, LOG, SPEC = "agent.sock", "agent.lock", "agent.log", "AGENT.json"
+MESSAGE_LIMIT_BYTES = 1 << 20
+ATTACH_SECONDS = 10.0
+"""How long an agent may take to stop a copy. After that it is killed."""
+START_SECONDS = 60.0
+LINGER_SECONDS = 600.0
+"""How long an agent keeps memory in which everything is copied, for the next training process."""
+
+
+class CopyTo(Record, frozen=True, kw_only=True):
+    """A place to which generations are copied. `keep`: which it keeps beside the newest."""
+
+    url: str
+    keep: Keep
+
+
+class AgentSpec(Record, frozen=True, kw_only=True):
+    """What an agent needs to know of a run. `order`: the highest claim that its trainers have made in object stores.
+
+    `spill`: the folder of files that did not fit into memory; None: there is none.
+    """
+
+    format: int
+    places: list[CopyTo]
+    order: int
+    spill: str | None
+
+
+class Request(Record, frozen=True, kw_only=True):
+    """What a process asks of an agent. "attach": until the connection ends, a training process has the run open.
+
+    "end": copy everything, remove the memory, and end.
+    """
+
+    protocol: int
+    call: Literal["attach", "status", "end"]
+
+
+class Answer(Record, frozen=True, kw_only=True):
+    """The state of an agent; with `error`, why it does not do what was asked."""
+
+    protocol: int
+    process: int
+    attached: int
+    """connections of training processes"""
+    missing: list[str]
+    """what is in memory and not in a place below, after the last attempt to copy it"""
+    error: str = ""
+
+
+class AgentLink:
+    """The connection of a training process to the agent of its memory. Used by one thread at a time.
+
+    `folder`: of the run in memory; it may not exist yet.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._connection: socket.socket | None = None
+        self._attempts = 0
+        """how often this process has found no agent"""
+        os.register_at_fork(after_in_child=self.close)  # guard: link-not-inherited-by-fork
+
+    def attach(self) -> bool:
+        """Attach to the agent, if there is one. Returns whether there is; one that does not answer is killed."""
+        try:
+            connection = connected(self._folder)
+        except OSError:
+            return False
+        try:
+            connection.settimeout(ATTACH_SECONDS)
+            error = asked(connection, "attach").error
+        except (OSError, ValueError) as failure:
+            error = f"{type(failure).__name__}: {failure}"
+        if not error:
+            connection.setblocking(False)  # with a timeout Python would wait for it in each call
+            self._connection = connection
+            return True
+        reporting.warning(f"the agent of {self._folder} is replaced: {error}")
+        _kill(connection)  # guard: silent-agent-killed
+        connection.close()
+        return False
+
+    def start(self, disk: Disk, spec: AgentSpec) -> None:
+        """Write what the agent is to know, and start it unless it runs. Raises what writing raises."""
+        disk.delete(SPEC)
+        disk.put_new(SPEC, layout.encode(spec))
+        self.check()
+
+    def check(self) -> None:
+        """Attach to the agent. If there is none, start one, unless that has failed often."""
+        if self._connection is not None:
+            if not _has_ended(self._connection):
+                return
+            self.close()
+        if self.attach():
+            return
+        self._attempts += 1
+        if self._attempts & (self._attempts - 1):
+            return
+        problem = _started(self._folder)
+        if not problem and self.attach() and self._attempts == 1:
+            return
+        what = f": {problem}" if problem else "" if self._connection else " and cannot be reached"
+        reporting.warning(
+            f"the agent of {self._folder} was started {self._attempts} times{what}. The run goes on; the next "
+            f"opening of the run copies what is in memory only. {LOG} in that folder may say more."
+        )
+
+    def close(self) -> None:
+        """End the connection: the agent then copies what is missing below, and removes the memory after a while."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+
+# ---- messages ----------------------------------------------------------------------------------------------------
+
+
+def asked(connection: socket.socket, call: Literal["attach", "status", "end"]) -> Answer:
+    """Send a request and return the answer. Raises OSError, and ValueError for an answer that is none."""
+    connection.sendall(msgspec.json.encode(Request(protocol=PROTOCOL, call=call)) + b"\n")
+    data = b""
+    while not data.endswith(b"\n"):
+        part = connection.recv(4096)
+        if not part:
+            raise ConnectionError("it has closed the connection")
+        data += part
+        if len(data) > MESSAGE_LIMIT_BYTES:
+            raise ValueError("its answer is too long")
+    answer = msgspec.json.decode(data, type=Answer)  # msgspec's errors are ValueErrors
+    if answer.protocol != PROTOCOL:
+        raise ValueError(f"it speaks version {answer.protocol} of the protocol, and this is version {PROTOCOL}")
+    return answer
+
+
+def connected(folder: str) -> socket.socket:
+    """A connection to the agent of a memory folder. Raises OSError where none listens."""
+    with _short_path(folder) as path:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            connection.settimeout(ATTACH_SECONDS)
+            connection.connect(path)
+        except BaseException:
+            connection.close()
+            raise
+    return connection
+
+
+def listening(folder: str) -> socket.socket:
+    """The socket at which the agent of a memory folder listens. An earlier one is replaced: its agent has ended."""
+    with _short_path(folder) as path:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        listener.bind(path)
+        os.chmod(path, 0o600)
+        listener.listen()
+        listener.setblocking(False)
+    return listener
+
+
+def user_of(connection: socket.socket) -> int:
+    """The user of the process at the other end."""
+    return _peer(connection)[1]
+
+
+@contextlib.contextmanager
+def _short_path(folder: str) -> Iterator[str]:
+    """A path of the socket that fits into its address, which has 108 bytes, however long that of the folder is."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}/{SOCKET}"
+    finally:
+        os.close(fd)
+
+
+def _peer(connection: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end; the process is 0 where it is in another namespace."""
+    process, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return process, user
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    """Whether the other end has closed the connection. Waits for nothing."""
+    try:
+        return not connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def _kill(connection: socket.socket) -> None:
+    """Kill the process at the other end, and wait until it has ended. Raises nothing."""
+    process, user = _peer(connection)
+    if process <= 0 or user != os.geteuid():
+        return
+    with contextlib.suppress(OSError):
+        pidfd = os.pidfd_open(process)
+        try:
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            select.select([pidfd], [], [], ATTACH_SECONDS)
+        finally:
+            os.close(pidfd)
+
+
+def _started(folder: str) -> str:
+    """Start an agent in a session of its own, so that it outlives this process. Returns why that failed, or "".
+
+    The command returns once the agent listens. It inherits no descriptor: a socket of this process that stayed open in
+    the agent would hide the end of this process from the other ranks.
+    """
+    command = [sys.executable, "-m", "lastgood.agent", folder]
+    try:
+        with open(os.path.join(folder, LOG), "a") as log:
+            ended = subprocess.run(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=START_SECONDS, start_new_session=True
+            )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return "" if ended.returncode == 0 else f"it ended with status {ended.returncode}"

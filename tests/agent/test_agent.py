@@ -1,0 +1,369 @@
+"""The agent of a run in memory: real processes, which are killed, stopped and replaced."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import lastgood
+from agents import agent, answers, ended, state, until
+from harness import reported, steps
+from lastgood.io.files import Lock
+from lastgood.run import access, agent_link, memory_place, paths
+from training import Training
+
+pytestmark = pytest.mark.slow
+
+EVERY = lastgood.Every(steps=1)
+
+
+class Run:
+    """A run that saves every step to memory, and at home at its end only."""
+
+    def __init__(self, home: Path) -> None:
+        self.home, self.training = home, Training()
+        self.memory = Path(memory_place.url_of(home).removeprefix(paths.MEMORY))
+
+    def opened(self, **options: object) -> lastgood.Checkpointer:
+        self.training = Training()
+        tiers = [lastgood.Tier("memory://", cadence=EVERY)]
+        settings = {"cadence": lastgood.Every(steps=100), "tiers": tiers, **options}
+        return lastgood.Checkpointer(self.home, self.training.state, **settings)
+
+    def step(self, ckpt: lastgood.Checkpointer, n: int) -> None:
+        self.training.step()
+        ckpt.save(n).committed()
+
+    def killed_at(self, last: int) -> None:
+        """Train until step `last` in another process, which is then killed. The newest step is in memory only."""
+        path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+        ended = subprocess.run([sys.executable, "-c", KILLED, path, str(self.home), str(last)])
+        assert ended.returncode == -signal.SIGKILL
+
+
+KILLED = """
+import os, sys
+sys.path[:0] = sys.argv[1].split(os.pathsep)
+from pathlib import Path
+from lastgood.run import lower_place
+from test_agent import Run
+lower_place.LowerPlace.copy_next = lambda self: None
+run = Run(Path(sys.argv[2]))
+ckpt = run.opened()
+start = ckpt.restore().step
+for n in range(start + 1, int(sys.argv[3]) + 1):
+    run.step(ckpt, n)
+ckpt._pipeline._work[0].result()
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path, memory: Path) -> Run:
+    return Run(tmp_path / "home")
+
+
+def newest(home: Path) -> int | None:
+    with contextlib.suppress(lastgood.errors.LastgoodError):
+        return lastgood.open(home).verify().generation.step
+    return None
+
+
+# ---- after the training process --------------------------------------------------------------------------------
+
+
+def test_the_agent_copies_what_a_killed_process_left_in_memory(run: Run) -> None:
+    run.killed_at(4)
+    until(lambda: steps(run.home) == [4])
+    until(lambda: state(run.memory) and not state(run.memory).missing)
+    assert lastgood.open(run.home).verify(4).good
+    with run.opened() as ckpt:
+        found = ckpt.restore()
+    assert found.step == 4 and list(found.sources) == [f"memory://{run.memory}"]
+
+
+def test_memory_is_removed_once_it_is_copied_and_no_process_comes(run: Run) -> None:
+    run.killed_at(3)
+    ended(str(run.memory))
+    with agent(run.memory, linger_seconds=0.1) as process:
+        assert "all is copied and removed" in process.communicate(timeout=60)[0] and process.returncode == 0
+    assert steps(run.home) == [3] and not run.memory.exists()
+    with run.opened() as ckpt:
+        assert ckpt.restore().step == 3
+
+
+def test_a_save_that_came_while_the_agent_waited_is_copied_too(run: Run) -> None:
+    """A training process that could not attach, for example in another container, had saved and was killed."""
+    run.killed_at(3)
+    ended(str(run.memory))
+    (saved,) = run.memory.glob("gen/*3-*")
+    saved.rename(run.memory.parent / saved.name)
+    with agent(run.memory, linger_seconds=1.0) as process:
+        until(lambda: state(run.memory) and 2 in steps(run.home))
+        (run.memory.parent / saved.name).rename(saved)
+        assert process.wait(60) == 0
+    assert steps(run.home) == [2, 3] and not run.memory.exists()
+
+
+def test_files_that_did_not_fit_into_memory_are_removed_with_it(run: Run) -> None:
+    run.killed_at(3)
+    ended(str(run.memory))
+    spilled = Path(memory_place.spill_folder(str(run.home)))
+    (folder,) = run.memory.glob("gen/*3-*")
+    (spilled / "gen" / folder.name).mkdir(parents=True)
+    shutil.move(folder / "r00000.safetensors", spilled / "gen" / folder.name / "r00000.safetensors")
+    with agent(run.memory, linger_seconds=0.1) as process:
+        assert process.wait(60) == 0
+    assert steps(run.home) == [3] and not spilled.exists() and not run.memory.exists()
+
+
+def test_a_home_that_was_moved_is_not_made_anew_and_memory_waits(run: Run) -> None:
+    run.killed_at(3)
+    ended(str(run.memory))
+    run.home.rename(run.home.with_name("moved"))
+    with agent(run.memory, linger_seconds=0.1) as process:
+        until(lambda: state(run.memory).missing)
+        assert "there is nothing at" in state(run.memory).missing[0]
+        assert not run.home.exists() and process.poll() is None
+        run.home.with_name("moved").rename(run.home)
+        assert process.wait(60) == 0
+    assert steps(run.home) == [3]
+
+
+def test_memory_of_a_run_whose_home_is_another_run_now_is_kept(run: Run) -> None:
+    run.killed_at(3)
+    ended(str(run.memory))
+    shutil.rmtree(run.home)
+    lastgood.save(run.home, {"n": 1})
+    with agent(run.memory, linger_seconds=0.0):
+        until(lambda: state(run.memory).missing)
+        assert "holds another run" in state(run.memory).missing[0]
+    assert steps(run.memory)[-1] == 3 and lastgood.load(run.home)["n"] == 1
+
+
+def test_a_home_that_another_process_writes_to_is_left_alone(run: Run) -> None:
+    run.killed_at(3)
+    ended(str(run.memory))
+    lock = Lock(str(run.home / access.LOCK))
+    with agent(run.memory, linger_seconds=0.1) as process:
+        until(lambda: state(run.memory).missing)
+        assert "is open for writing" in state(run.memory).missing[0]
+        lock.close()
+        assert process.wait(60) == 0
+    assert steps(run.home) == [3]
+
+
+def test_a_run_that_is_open_keeps_its_memory_though_nobody_is_attached(run: Run) -> None:
+    run.killed_at(3)
+    ended(str(run.memory))
+    lock = Lock(str(run.memory / access.LOCK))
+    with agent(run.memory, linger_seconds=0.0):
+        until(lambda: steps(run.home) == [3])
+        with contextlib.closing(agent_link.connected(str(run.memory))) as connection:
+            connection.sendall(msgspec.json.encode(agent_link.Request(protocol=1, call="end")) + b"\n")
+            connection.settimeout(3)
+            with pytest.raises(TimeoutError):
+                connection.recv(1)
+        assert steps(run.memory)[-1] == 3
+    lock.close()
+
+
+def test_a_signal_ends_the_agent_and_the_memory_stays(run: Run) -> None:
+    run.killed_at(3)
+    ended(str(run.memory))
+    with agent(run.memory) as process:
+        process.terminate()
+        assert "the memory stays" in process.communicate(timeout=60)[0]
+    assert steps(run.memory)[-1] == 3
+
+
+def test_a_bucket_that_another_process_opened_since_is_left_to_it(bucket: str) -> None:
+    """The agent of a lost node woke up, and the job that ran elsewhere by then could not commit any more."""
+    opening = access.for_writing(bucket, "atomic_dirsync")
+    held = opening.__enter__()  # it ends without closing the run
+    with (
+        pytest.raises(lastgood.errors.RunLocked),
+        access.for_writing(bucket, "atomic_dirsync", take_over=False, own_claims=held.order - 1),
+    ):
+        pass
+    with access.for_writing(bucket, "atomic_dirsync", take_over=False, own_claims=held.order) as tier:
+        assert tier.order == held.order + 1
+    with pytest.raises(lastgood.errors.RunReplaced):
+        opening.__exit__(None, None, None)
+        held.delete("x")
+
+
+# ---- beside the training process -------------------------------------------------------------------------------
+
+
+def test_an_agent_that_is_killed_is_replaced_and_the_run_goes_on(run: Run) -> None:
+    with run.opened() as ckpt:
+        ckpt.restore()
+        run.step(ckpt, 1)
+        ckpt.wait()
+        first = state(run.memory).process
+        ended(str(run.memory))
+        assert not answers(run.memory)
+        with reported("was started 2 times"):
+            run.step(ckpt, 2)
+            ckpt.wait()
+        after = state(run.memory)
+        assert after.attached == 1 and after.process != first
+    assert steps(run.home)[-1] == 2
+
+
+def test_an_agent_that_cannot_be_started_is_reported_and_harms_nothing(run: Run, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/such/interpreter")
+    with reported("no such|No such file.*The run goes on"), run.opened() as ckpt:
+        ckpt.restore()
+        run.step(ckpt, 1)
+    assert steps(run.home) == [1]
+
+
+def test_an_agent_that_hangs_is_replaced_by_the_next_opening(run: Run, monkeypatch) -> None:
+    run.killed_at(3)
+    process = state(run.memory).process
+    os.kill(process, signal.SIGSTOP)
+    monkeypatch.setattr(agent_link, "ATTACH_SECONDS", 0.5)
+    with reported("is replaced: TimeoutError"), run.opened() as ckpt:
+        assert ckpt.restore().step == 3
+        ckpt.wait()
+        assert state(run.memory).process != process
+
+
+def test_an_agent_of_another_version_is_replaced(run: Run, monkeypatch) -> None:
+    run.killed_at(3)
+    process = state(run.memory).process
+    monkeypatch.setattr(agent_link, "PROTOCOL", 2)
+    with reported("is replaced: .*version 1"), contextlib.closing(agent_link.AgentLink(str(run.memory))) as link:
+        assert not link.attach()
+    monkeypatch.undo()
+    until(lambda: not answers(run.memory))
+    assert not os.path.exists(f"/proc/{process}/exe") and steps(run.memory)[-1] == 3
+
+
+def test_a_process_that_attaches_stops_the_copies_before_it_is_answered(run: Run) -> None:
+    run.killed_at(3)
+    with run.opened() as ckpt:
+        assert ckpt.restore().step == 3
+        ckpt.wait()
+        assert state(run.memory).attached == 1
+        run.step(ckpt, 4)
+    until(lambda: state(run.memory).attached == 0)
+    assert steps(run.home)[-1] == 4
+
+
+def test_a_fork_does_not_keep_the_agent_waiting_for_its_parent(run: Run) -> None:
+    """A data-loader worker that outlived its trainer would have delayed the copies for as long as it ran."""
+    run.training.step()
+    with agent(make(run.memory)):
+        link = agent_link.AgentLink(str(run.memory))
+        assert link.attach() and state(run.memory).attached == 1
+        receiver, sender = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(sender)
+            os.read(receiver, 1)
+            os._exit(0)
+        os.close(receiver)
+        link.close()
+        until(lambda: state(run.memory).attached == 0)
+        os.close(sender)
+        os.waitpid(child, 0)
+
+
+def make(folder: Path) -> Path:
+    memory_place.make(str(folder))
+    return folder
+
+
+# ---- the socket ------------------------------------------------------------------------------------------------
+
+
+def raw(folder: Path) -> socket.socket:
+    connection = agent_link.connected(str(folder))
+    connection.settimeout(60)
+    return connection
+
+
+@pytest.mark.parametrize(
+    ("sent", "answer"),
+    [
+        (b"\x00\xff\xfe garbage\n", b"this is no request"),
+        (b"[]\n", b"this is no request"),
+        (b'{"protocol":1,"call":"burn"}\n', b"this is no request"),
+        (b'{"protocol":1,"call":"status","more":1}\n', b"this is no request"),
+        (b'{"protocol":99,"call":"attach"}\n', b"speaks version 1"),
+        (b"x" * (agent_link.MESSAGE_LIMIT_BYTES + 8192), b""),
+    ],
+    ids=["bytes", "list", "unknown call", "unknown field", "future version", "endless line"],
+)
+def test_a_garbled_request_is_answered_and_the_agent_goes_on(run: Run, sent: bytes, answer: bytes) -> None:
+    with agent(make(run.memory)), contextlib.closing(raw(run.memory)) as connection:
+        with contextlib.suppress(ConnectionError):  # it is closed before all of an endless line is sent
+            connection.sendall(sent)
+            assert answer in connection.recv(4096)
+        assert state(run.memory).attached == 0
+
+
+def test_another_user_is_not_served(run: Run) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to become another user")
+    with agent(make(run.memory)):
+        for one in (run.memory, run.memory.parent, run.memory.parent.parent):
+            one.chmod(0o755)
+        (run.memory / agent_link.SOCKET).chmod(0o777)
+        asked = f"""
+import os, socket, sys
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+one = socket.socket(socket.AF_UNIX)
+one.connect({str(run.memory / agent_link.SOCKET)!r})
+try:
+    one.sendall(b'{{"protocol":1,"call":"status"}}\\n')
+    sys.exit(1 if one.recv(1) else 0)
+except ConnectionError:
+    pass
+"""
+        assert subprocess.run([sys.executable, "-c", asked], cwd="/").returncode == 0
+        assert answers(run.memory)
+
+
+def test_a_folder_has_one_agent(run: Run) -> None:
+    with agent(make(run.memory)) as first, agent(run.memory) as second:
+        assert "has an agent already" in second.communicate(timeout=60)[0] and second.returncode == 5
+        assert first.poll() is None
+
+
+# ---- the command line ------------------------------------------------------------------------------------------
+
+
+def test_status_shows_memory_with_and_without_an_agent(run: Run, tmp_path: Path, call_json) -> None:
+    run.killed_at(2)
+    other = make(run.memory.parent / "other-000000000000")
+    rows = {one["folder"]: one for one in call_json("agent", "status")[1]["runs"]}
+    assert rows[str(other)]["agent"] == "none"
+    assert rows[str(run.memory)]["agent"] in ("copying", "waiting") and rows[str(run.memory)]["bytes"] > 20_000
+
+
+def test_stop_copies_removes_and_ends(run: Run, call_json) -> None:
+    run.killed_at(2)
+    code, data = call_json("agent", "stop", str(run.home))
+    assert code == 0 and data["removed"] and not run.memory.exists() and steps(run.home) == [2]
+    assert call_json("agent", "stop", str(run.home))[0] == 3, "there is none any more"
+
+
+def test_stop_is_refused_while_a_training_process_is_attached(run: Run, call_json) -> None:
+    with run.opened() as ckpt:
+        ckpt.restore()
+        ckpt.wait()
+        code, data = call_json("agent", "stop", str(run.home))
+        assert code == 5 and "a training process is attached" in data["message"]

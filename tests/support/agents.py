@@ -1,0 +1,63 @@
+"""Agents of tests: started in the foreground, watched, and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from lastgood.run import agent_link
+
+LIMIT_SECONDS = 60.0
+
+
+@contextlib.contextmanager
+def agent(folder: Path, linger_seconds: float = 600.0) -> Iterator[subprocess.Popen[str]]:
+    """An agent of a memory folder, which is killed at the end of the block. It listens when the block begins."""
+    command = [sys.executable, "-m", "lastgood", "agent", "run", f"memory://{folder}", "--linger", str(linger_seconds)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        until(lambda: process.poll() is not None or answers(folder))
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def answers(folder: Path) -> bool:
+    """Whether the folder has an agent that answers."""
+    return state(folder) is not None
+
+
+def state(folder: Path) -> agent_link.Answer | None:
+    """The state of the agent of a folder; None if there is none."""
+    with contextlib.suppress(OSError, ValueError), contextlib.closing(agent_link.connected(str(folder))) as connection:
+        return agent_link.asked(connection, "status")
+    return None
+
+
+def ended(folder: str) -> None:
+    """Kill the agent of a folder, if there is one, and wait for its end."""
+    with contextlib.suppress(OSError), contextlib.closing(agent_link.connected(folder)) as connection:
+        process, _ = agent_link._peer(connection)
+        pidfd = os.pidfd_open(process)
+        try:
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            select.select([pidfd], [], [], LIMIT_SECONDS)
+        finally:
+            os.close(pidfd)
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Poll a condition on another process until it is true. Raises TimeoutError after a minute."""
+    end = time.monotonic() + LIMIT_SECONDS
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError("the other process did not come so far")
+        select.select([], [], [], 0.02)
