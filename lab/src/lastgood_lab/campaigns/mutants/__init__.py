@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import background, data, integrity, mending, objects, protocol, ranks, slots, state, storage
+from . import background, data, integrity, mending, objects, placement, protocol, ranks, slots, state, storage
 from .record import Mutant
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -14,6 +14,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *background.MUTANTS,
     *mending.MUTANTS,
     *ranks.MUTANTS,
+    *placement.MUTANTS,
     *state.MUTANTS,
     *data.MUTANTS,
 )
