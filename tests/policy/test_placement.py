@@ -159,6 +159,11 @@ def test_a_large_domain_uses_the_limit_and_then_shares_domains(sizes, limit, acr
     assert (len(crossing(found)), max(loads(found).values()), found.domains_survived) == (across, most, survived)
 
 
+def test_nodes_that_share_a_domain_anyway_hold_equal_numbers_of_copies():
+    """Only nodes whose copies are in another rack are attached to a group; the others form groups of their own."""
+    assert Counter(loads(copies(racks(20, 1, 1), 2)).values()) == {1: 16, 0: 4, 3: 2}
+
+
 def test_three_copies_in_two_racks_survive_the_loss_of_either():
     found = copies(racks(8, 8), 3, limit=0)
     assert found.domains_survived == 1
@@ -185,6 +190,25 @@ def test_a_replaced_node_moves_only_the_copies_that_it_held(k):
     after = copies([*(one for one in nodes if one.name != "r3n007"), Node("r3n900", "r3")], k, before)
     assert moved(before, after) == k - 1
     assert {name for name, others in after.holders.items() if "r3n900" in others} == set(leaving)
+
+
+def test_a_replaced_rack_moves_only_the_copies_that_it_held():
+    nodes = racks(*[16] * 8)
+    before = copies(nodes, 3)
+    new = [Node(f"r3n{at}", "r3") for at in range(900, 916)]
+    after = copies([*(one for one in nodes if one.domain != "r3"), *new], 3, before)
+    assert moved(before, after) == 16 * 2 and after.domains_survived == 2
+
+
+def test_two_larger_groups_give_a_new_one_without_moving_others():
+    """Each group of three can spare a node. The two of the last rack would not survive the loss of that rack."""
+    nodes = racks(9, 9, 2)
+    pairs = {f"r{rack}n{at:03d}": (f"r{1 - rack}n{10 - at:03d}",) for rack in (0, 1) for at in range(2, 9)}
+    rings = {f"r{rack}n{at:03d}": (f"r{(rack + 1) % 3}n{at:03d}",) for rack in range(3) for at in (0, 1)}
+    before = Placement({**pairs, **rings}, 1, 1)
+    after = copies(nodes, 2, before)
+    assert len(sets_of(after)) == 10 and after.domains_survived == 1
+    assert {name: after.holders[name] for name in pairs} == pairs
 
 
 @pytest.mark.parametrize("k", [2, 3, 4])
