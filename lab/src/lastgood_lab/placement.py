@@ -36,8 +36,8 @@ STRATEGIES = (RACKED, NEIGHBOURS, RING, RANDOM, RANDOM_RACKED)
 CHANGES = ("a node replaced", "a node left", "a node joined", "a rack lost", "a rack replaced")
 DRAWS = 20
 """placements or changes that are drawn for each row; medians are over them"""
-EXACT_FAILED = 64
-"""the largest number of failures for which exact probabilities are computed"""
+MOST_FAILED = 64
+"""the largest number of nodes that fail at once"""
 RACK_FAILURES = ("1 rack", "2 racks", "1 rack and 1 node")
 
 
@@ -76,7 +76,7 @@ def one(key: Row) -> Row:
 def failures(size: int, scheme: str) -> list[str]:
     """The failures that are drawn: numbers of nodes, from the first that can lose a part, and racks."""
     least = _window(scheme)[1] + 1
-    counts = {least, least + 1, 2 * least, size // 64, size // 16}
+    counts = {least, least + 1, 2 * least, size // 64, min(size // 16, MOST_FAILED)}
     return [f"{count} nodes" for count in sorted(counts) if least <= count < size] + list(RACK_FAILURES)
 
 
@@ -176,7 +176,7 @@ def loss_of(found: Placement | ParityGroups) -> Callable[[set[str]], bool]:
 def _exact(key: Row, found: Placement | ParityGroups) -> Row:
     """The exact probability of a loss and that of the published bound, where there are such."""
     count = int(key["failure"].split()[0])
-    if "rack" in key["failure"] or count > EXACT_FAILED or key["strategy"] in (RANDOM, RANDOM_RACKED):
+    if "rack" in key["failure"] or key["strategy"] in (RANDOM, RANDOM_RACKED):
         return {}
     size, spare = _window(key["scheme"])
     if key["strategy"] == RING:
