@@ -403,6 +403,14 @@ def outage(
     return _tried(experiment, experiment.Options(out, saves, place=place), out)
 
 
+@lab.command()
+def placement(out: Out, trials: Trials = 2000, seed: Seed = 0, jobs: Jobs = 2, as_json: Json = False) -> Answer:
+    """Draw failures of nodes and racks: how often are all copies of a part lost, with 16 to 4,096 nodes?"""
+    from . import placement as experiment
+
+    return _tried(experiment, experiment.Options(out, trials, seed, jobs), out)
+
+
 def _tried(experiment: Any, options: Any, out: Path) -> Answer:
     """Run an experiment, write its report, and return it as the answer."""
     from . import trials

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import background, data, integrity, memory, mending, objects, protocol, ranks, slots, state, storage
+from . import background, data, integrity, memory, mending, objects, placement, protocol, ranks, slots, state, storage
 from .record import Mutant
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -15,6 +15,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *background.MUTANTS,
     *mending.MUTANTS,
     *ranks.MUTANTS,
+    *placement.MUTANTS,
     *state.MUTANTS,
     *data.MUTANTS,
 )
