@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from ..errors import Cancelled, FrameInvalid, LastgoodError
+from ..errors import Cancelled, FrameInvalid, LastgoodError, PeerDown
 from ..limits import WIRE_BULK_LIMIT_BYTES, WIRE_REUSE_SECONDS
 from .frames import SAFE
 from .handshake import Random, Side, expect, greet
@@ -91,7 +91,7 @@ class Channel:
             answer = session.receive(deadline)
             if isinstance(answer, Failure):
                 failed = error_of(answer)
-                if isinstance(failed, FrameInvalid):
+                if isinstance(failed, FrameInvalid | PeerDown):
                     raise failed  # the server closes the connection
             else:
                 failed = None

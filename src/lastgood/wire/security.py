@@ -25,6 +25,8 @@ from .port import Peer
 from .sockets import Deadline, Stream
 from .tls import certificate_error, names_of
 
+ACCEPTED = b"+"
+"""what a server sends first through TLS"""
 NO_CONNECTION = "No request was sent or answered."
 
 
@@ -182,6 +184,11 @@ class MutualTls:
             raise deadline.passed() from None
         except OSError as error:
             raise certificate_error(stream.name, error) from error
+        # In TLS 1.3 a client has finished before the server has seen its certificate: it waits for the server here.
+        if server:
+            stream.send([ACCEPTED], deadline)
+        else:
+            stream.receive(len(ACCEPTED), deadline)
         return stream
 
     def check_peer(self, stream: Stream, peer: Peer) -> None:
@@ -200,7 +207,8 @@ class MutualTls:
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False  # nodes are known by their names in the run, which check_peer compares
         context.verify_mode = ssl.CERT_REQUIRED  # guard: wire-certificate-required
-        context.num_tickets = 0
+        if server:
+            context.num_tickets = 0  # every connection shows its certificate
         try:
             context.load_cert_chain(self.certificate, self.key)
             context.load_verify_locations(self.authority)
