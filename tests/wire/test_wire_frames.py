@@ -94,6 +94,12 @@ def test_a_message_with_a_field_out_of_bounds_is_refused(fields):
     assert failure(tagged(msgspec.msgpack.encode(fields))) == "message"
 
 
+def test_text_that_is_not_utf8_is_refused():
+    """The decoder raises UnicodeDecodeError then, which no caller expected: a stranger could end a thread with it."""
+    body = msgspec.msgpack.encode({"type": "Refusal", "reason": "reason"})
+    assert failure(tagged(body[:-1] + b"\xff")) == "message"
+
+
 def test_deeply_nested_bytes_are_refused():
     assert failure(tagged(b"\x91" * 200_000)) == "message"
     assert failure(tagged(b"\x81\xa4type" + b"\x91" * 200_000)) == "message"

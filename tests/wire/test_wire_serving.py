@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 
 import pytest
 
@@ -16,6 +17,9 @@ from lastgood.wire.port import Answer
 from lastgood.wire.security import Plain, SharedKey
 from lastgood.wire.serving import Bounds
 from wired import CLIENT, KEY, MODES, RUN, SECONDS, SERVER, Recorder, Stranger, channel, security, serving
+
+LONG = 3 * SECONDS
+"""longer than a test waits"""
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -48,14 +52,16 @@ def test_a_server_ends_while_peers_and_strangers_are_connected():
             ending = pool.submit(open_server.close)
             with pytest.raises(PeerDown):
                 call.result()
-            assert stranger.received() == b"" and not left.is_set()
+            assert stranger.received() == b""
+            with pytest.raises(FutureTimeout):
+                ending.result(0.2)  # the service still handles a request
             left.set()
             ending.result()
     assert threading.active_count() == threads
 
 
 def test_strangers_of_one_address_are_few():
-    bounds = Bounds(strangers=8, strangers_of_address=2)
+    bounds = Bounds(strangers=8, strangers_of_address=2, handshake_seconds=LONG)
     with serving(SharedKey(KEY), Recorder(), bounds) as server, channel(server.address, SharedKey(KEY)) as wire:
         assert wire.call(b"ping", timeout_seconds=SECONDS), "a peer that has shown who it is is no stranger"
         with Stranger(server.address) as first, Stranger(server.address), Stranger(server.address) as third:
@@ -66,7 +72,7 @@ def test_strangers_of_one_address_are_few():
 
 
 def test_strangers_and_connections_are_few_in_all():
-    for bounds in (Bounds(strangers=1), Bounds(connections=1)):
+    for bounds in (Bounds(strangers=1, handshake_seconds=LONG), Bounds(connections=1, handshake_seconds=LONG)):
         with (
             serving(SharedKey(KEY), Recorder(), bounds) as server,
             Stranger(server.address),
@@ -75,6 +81,24 @@ def test_strangers_and_connections_are_few_in_all():
             assert second.received() == b""
             with channel(server.address, SharedKey(KEY)) as wire, pytest.raises(PeerDown):
                 wire.call(b"ping", timeout_seconds=SECONDS)
+
+
+def test_a_server_goes_on_when_there_is_no_thread_for_a_connection(monkeypatch):
+    """`can't start new thread` ended the thread that accepts: no node could connect any more."""
+    start = threading.Thread.start
+
+    def fails(thread: threading.Thread) -> None:
+        if thread.name == "wire-connection":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with serving(Plain(), Recorder(), Bounds(connections=1)) as server:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", fails)
+            with Stranger(server.address) as stranger:
+                assert stranger.received() == b""
+        with channel(server.address, Plain()) as wire:
+            assert wire.call(b"ping", timeout_seconds=SECONDS).record == b"gnip"
 
 
 def test_a_place_is_free_again_when_its_connection_ends():

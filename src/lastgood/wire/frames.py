@@ -86,7 +86,7 @@ class FrameReader:
         self._number += 1
         try:
             message: Message = _DECODER.decode(body)
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:  # guard: wire-any-body-refused
             raise FrameInvalid(
                 f"the frame holds no message of this version: {error}", safe=SAFE, reason="message"
             ) from error

@@ -63,6 +63,9 @@ class Wire(Protocol):
         timeout_seconds: float,
     ) -> Answer: ...
 
+    def close(self) -> None:
+        """Close all connections. Calls in progress, and later ones, raise Cancelled."""
+
 
 class Service(Protocol):
     """What a node does with the requests of its peers. Calls come from several threads, one for each connection.

@@ -27,6 +27,9 @@ from .security import Security
 from .session import Session
 from .sockets import Deadline, Stream, listen, prepare
 
+ACCEPT_PAUSE_MILLISECONDS = 50
+"""after a connection that could not be accepted"""
+
 
 @dataclass(frozen=True)
 class Bounds:
@@ -86,7 +89,7 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         self._wake.close()  # the accepting thread sees the end of the pair
-        self._accepting.join()  # guard: wire-accepting-thread-joined
+        self._accepting.join()
         self._conversations.close()
         self._close_sockets()
 
@@ -98,14 +101,16 @@ class Server:
     def _accept(self) -> None:
         assert self._listener is not None
         self._listener.settimeout(0)  # a client that has ended since the poll must not block the thread
-        poll = select.poll()
+        poll, ended = select.poll(), select.poll()
         for one in (self._listener, self._woken):
             poll.register(one, select.POLLIN)
-        while True:
-            if self._woken.fileno() in [fd for fd, _ in poll.poll()]:
-                return
-            with contextlib.suppress(OSError):  # the client has ended, or there are too many open files
+        ended.register(self._woken, select.POLLIN)
+        while self._woken.fileno() not in [fd for fd, _ in poll.poll()]:
+            try:
                 sock, address = self._listener.accept()
+            except OSError:  # the client has ended, or this process has too many files open
+                ended.poll(ACCEPT_PAUSE_MILLISECONDS)
+            else:
                 self._conversations.begin(sock, address[0])
 
 
@@ -128,15 +133,21 @@ class Conversations:
         bounds = self._bounds
         with self._lock:
             strangers = [*self._strangers.values()]
+            # guard: wire-strangers-bounded
             if (
                 len(self._open) >= bounds.connections
                 or len(strangers) >= bounds.strangers
                 or strangers.count(host) >= bounds.strangers_of_address
-            ):  # guard: wire-strangers-bounded
+            ):
                 stream.close()
                 return False
             self._open[thread], self._strangers[thread] = (stream,), host
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # the system has no more threads for this process
+            self._forget(thread)  # guard: wire-unstarted-connection-closed
+            stream.close()
+            return False
         return True
 
     def close(self) -> None:
@@ -157,9 +168,12 @@ class Conversations:
                 prepare(stream.raw)
                 self.serve(stream)
         finally:
-            with self._lock:
-                self._open.pop(threading.current_thread(), None)
-                self._strangers.pop(threading.current_thread(), None)
+            self._forget(threading.current_thread())  # guard: wire-ended-connection-forgotten
+
+    def _forget(self, thread: threading.Thread) -> None:
+        with self._lock:
+            self._open.pop(thread, None)
+            self._strangers.pop(thread, None)
 
     def serve(self, stream: Stream) -> None:
         """Serve one connection until it ends. Raises the LastgoodError that ended it; the connection is closed then."""
@@ -192,23 +206,28 @@ class Conversations:
             self._joins[token] = arrived
         bulk = None
         try:
-            session.send(Ready(), (), deadline)
-            with contextlib.suppress(queue.Empty):
-                bulk = arrived.get(timeout=deadline.left())
-        finally:
-            with self._lock:
-                self._joins.pop(token, None)
-                bulk = bulk or (None if arrived.empty() else arrived.get())
-        if bulk is None:
-            raise deadline.passed()
-        try:
+            try:
+                session.send(Ready(), (), deadline)
+                with contextlib.suppress(queue.Empty):
+                    bulk = arrived.get(timeout=deadline.left())
+            finally:
+                bulk = bulk or self._withdraw(token, arrived)
+            if bulk is None:
+                raise deadline.passed()
             with self._lock:
                 self._open[threading.current_thread()] += (bulk,)
                 if self._closing:
                     bulk.cut()
             yield bulk
         finally:
-            bulk.close()
+            if bulk is not None:
+                bulk.close()
+
+    def _withdraw(self, token: bytes, arrived: queue.SimpleQueue[Stream | None]) -> Stream | None:
+        """Wait for this token no longer. Returns the stream that has joined with it in the last moment."""
+        with self._lock:
+            self._joins.pop(token, None)
+        return None if arrived.empty() else arrived.get()
 
     def _joins_other(self, stream: Stream, deadline: Deadline) -> bool:
         """Hand a stream to the connection that its token belongs to. Returns whether there is one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import background, data, integrity, mending, objects, protocol, ranks, slots, state, storage
+from . import background, data, integrity, mending, objects, protocol, ranks, slots, state, storage, wire
 from .record import Mutant
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -16,4 +16,5 @@ MUTANTS: tuple[Mutant, ...] = (
     *ranks.MUTANTS,
     *state.MUTANTS,
     *data.MUTANTS,
+    *wire.MUTANTS,
 )
