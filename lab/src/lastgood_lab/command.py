@@ -403,6 +403,14 @@ def outage(
     return _tried(experiment, experiment.Options(out, saves, place=place), out)
 
 
+@lab.command()
+def wire(out: Out, rounds: Rounds = 5, as_json: Json = False) -> Answer:
+    """Measure the processor time of sender and receiver for each GB between two nodes, in every mode of the wire."""
+    from . import wire as experiment
+
+    return _tried(experiment, experiment.Options(out, rounds), out)
+
+
 def _tried(experiment: Any, options: Any, out: Path) -> Answer:
     """Run an experiment, write its report, and return it as the answer."""
     from . import trials

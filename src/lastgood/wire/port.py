@@ -36,7 +36,7 @@ class Wire(Protocol):
     ==================  ====================================================================================
     returns an Answer   the service has handled the request once; every byte has the digest that was sent
     PeerRefused         nothing was sent: the two nodes do not accept each other
-    Refused             the record, the bulk bytes or the buffer exceed a limit; nothing was sent
+    Refused             the request exceeds a limit, and nothing was sent; or the answer exceeds `incoming`
     another error       raised by the service with this class, what, safe and todo
     PeerDown            the connection failed, or the service failed with a bug
     FrameInvalid        what came back is not what the peer has sent, or the peer found that of the request

@@ -125,9 +125,8 @@ class Conversations:
         self._joins: dict[bytes, queue.SimpleQueue[Stream | None]] = {}
         self._closing = False
 
-    def begin(self, sock: socket.socket, host: str) -> bool:
-        """Serve this connection in a thread. Returns False where it was closed instead, because there are too many."""
-        sock.setblocking(True)
+    def begin(self, sock: socket.socket, host: str) -> None:
+        """Serve this connection in a thread; close it where there are too many."""
         stream = Stream(sock, host)
         thread = threading.Thread(target=self._run, args=(stream,), name="wire-connection")
         bounds = self._bounds
@@ -140,15 +139,13 @@ class Conversations:
                 or strangers.count(host) >= bounds.strangers_of_address
             ):
                 stream.close()
-                return False
+                return
             self._open[thread], self._strangers[thread] = (stream,), host
         try:
             thread.start()
         except RuntimeError:  # the system has no more threads for this process
             self._forget(thread)  # guard: wire-unstarted-connection-closed
             stream.close()
-            return False
-        return True
 
     def close(self) -> None:
         """End all connections, and wait for their threads. A request that the service handles is waited for."""

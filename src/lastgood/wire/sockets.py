@@ -150,11 +150,10 @@ def listen(address: tuple[str, int]) -> socket.socket:
 
 def prepare(sock: socket.socket) -> None:
     """Small frames leave at once, and a connection to a machine that is gone ends."""
-    if sock.family in (socket.AF_INET, socket.AF_INET6):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in KEEPALIVE:
-        if hasattr(socket, option) and sock.family in (socket.AF_INET, socket.AF_INET6):
+        if hasattr(socket, option):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
