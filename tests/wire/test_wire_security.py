@@ -98,24 +98,29 @@ def test_a_client_without_the_key_is_not_served():
     assert not service.handled
 
 
-def test_a_server_without_the_key_receives_no_request():
-    with socket.create_server((HOST, 0)) as listener:
-        received = []
+@pytest.mark.parametrize(("run", "reason"), [(RUN, "key"), ("run-2", "run")])
+def test_a_server_that_is_no_peer_receives_no_request(run, reason):
+    """It has the address of a node, and answers as that node would, but for the key or the run."""
+    received = []
 
-        def pretend() -> None:
-            sock, _ = listener.accept()
-            with sock:
-                writer = FrameWriter(PUBLIC_KEY)
+    def pretend(listener: socket.socket) -> None:
+        sock, _ = listener.accept()
+        with sock:
+            writer = FrameWriter(PUBLIC_KEY)
+            received.append(sock.recv(4096))
+            sock.sendall(writer.encode(Welcome(run, SERVER, b"n" * 32)) + writer.encode(Proof(b"p" * 32)))
+            try:
                 received.append(sock.recv(4096))
-                sock.sendall(writer.encode(Welcome(RUN, SERVER, b"n" * 32)) + writer.encode(Proof(b"p" * 32)))
-                received.append(sock.recv(4096))
+            except ConnectionResetError:  # the client has closed without reading all
+                received.append(b"")
 
-        thread = threading.Thread(target=pretend)
+    with socket.create_server((HOST, 0)) as listener, channel(listener.getsockname(), SharedKey(KEY)) as wire:
+        thread = threading.Thread(target=pretend, args=(listener,))
         thread.start()
-        with channel(listener.getsockname(), SharedKey(KEY)) as wire, pytest.raises(PeerRefused) as error:
+        with pytest.raises(PeerRefused) as error:
             wire.call(b"secret", timeout_seconds=SECONDS)
         thread.join()
-    assert error.value.reason == "key" and received[1] == b"" and KEY not in received[0]
+    assert error.value.reason == reason and received[1] == b"" and KEY not in received[0]
 
 
 # ---- certificates ----------------------------------------------------------------------------------------------

@@ -60,6 +60,21 @@ def test_a_server_ends_while_peers_and_strangers_are_connected():
     assert threading.active_count() == threads
 
 
+def test_a_server_ends_while_a_peer_opens_its_bulk_connection(signer, monkeypatch):
+    """The end waited for the whole time of a handshake, for a connection that could not come any more."""
+    joining = threading.Event()
+    monkeypatch.setattr("lastgood.wire.session.Session.join", lambda *_: joining.set())
+    secure = signer().node(SERVER)
+    with ThreadPoolExecutor(2) as pool, contextlib.ExitStack() as open_server:
+        server = open_server.enter_context(serving(secure, Recorder(), Bounds(handshake_seconds=LONG)))
+        with channel(server.address, signer().node(CLIENT)) as wire:
+            call = pool.submit(wire.call, b"ping", timeout_seconds=LONG)
+            joining.wait(SECONDS)
+            pool.submit(open_server.close).result(SECONDS)
+            with pytest.raises(PeerDown):
+                call.result()
+
+
 def test_strangers_of_one_address_are_few():
     bounds = Bounds(strangers=8, strangers_of_address=2, handshake_seconds=LONG)
     with serving(SharedKey(KEY), Recorder(), bounds) as server, channel(server.address, SharedKey(KEY)) as wire:
