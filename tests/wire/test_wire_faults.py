@@ -39,32 +39,6 @@ def passing(direction: str):
     return lambda data: data
 
 
-@pytest.mark.parametrize("kind", FAULTS)
-@pytest.mark.parametrize("mode", MODES)
-def test_a_fault_anywhere_gives_the_right_answer_or_an_error(mode, kind, signer):
-    """The fault is at a random place of what one direction carries. The next call must be answered."""
-    rng, service = random.Random(f"{mode} {kind}"), Recorder()
-    sides = security(mode, SERVER, signer), security(mode, CLIENT, signer)
-    with serving(sides[0], service) as server, Network(server.address) as network:
-        for direction in (TO_SERVER, TO_CLIENT):
-            offset = rng.choice([rng.randrange(1200), rng.randrange(23_000)])
-            network.fault = lambda way: at_offset(offset, FAULTS[kind]) if way == direction else passing(way)  # noqa: B023
-            incoming = memoryview(bytearray(len(DATA)))
-            with channel(network.address, sides[1]) as wire:
-                try:
-                    answer = wire.call(
-                        b"echo", outgoing=[memoryview(DATA)], incoming=incoming, timeout_seconds=SHORT_SECONDS
-                    )
-                    assert answer.record == b"ohce" and bytes(answer.bulk[0]) == DATA
-                except LastgoodError as error:
-                    assert error.todo, repr(error)
-                    assert not wire._idle, "a connection that failed is not used again"
-                network.fault = passing
-                assert wire.call(b"ping", timeout_seconds=SECONDS).record == b"gnip"
-    assert {(record, bulk) for _, record, bulk in service.handled} <= {(b"echo", bytes(DATA)), (b"ping", b"")}
-    assert service.unused() == 0
-
-
 @pytest.mark.parametrize("direction", [TO_SERVER, TO_CLIENT])
 def test_changed_bulk_bytes_are_found_and_dropped(direction):
     service = Recorder()
@@ -150,3 +124,29 @@ def test_a_peer_that_is_not_there_is_down():
         address = server.address
     with channel(address, Plain()) as wire, pytest.raises(PeerDown, match="Connection refused"):
         wire.call(b"ping", timeout_seconds=SECONDS)
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_fault_anywhere_gives_the_right_answer_or_an_error(mode, kind, signer):
+    """The fault is at a random place of what one direction carries. The next call must be answered."""
+    rng, service = random.Random(f"{mode} {kind}"), Recorder()
+    sides = security(mode, SERVER, signer), security(mode, CLIENT, signer)
+    with serving(sides[0], service) as server, Network(server.address) as network:
+        for direction in (TO_SERVER, TO_CLIENT):
+            offset = rng.choice([rng.randrange(1200), rng.randrange(23_000)])
+            network.fault = lambda way: at_offset(offset, FAULTS[kind]) if way == direction else passing(way)  # noqa: B023
+            incoming = memoryview(bytearray(len(DATA)))
+            with channel(network.address, sides[1]) as wire:
+                try:
+                    answer = wire.call(
+                        b"echo", outgoing=[memoryview(DATA)], incoming=incoming, timeout_seconds=SHORT_SECONDS
+                    )
+                    assert answer.record == b"ohce" and bytes(answer.bulk[0]) == DATA
+                except LastgoodError as error:
+                    assert error.todo, repr(error)
+                    assert not wire._idle, "a connection that failed is not used again"
+                network.fault = passing
+                assert wire.call(b"ping", timeout_seconds=SECONDS).record == b"gnip"
+    assert {(record, bulk) for _, record, bulk in service.handled} <= {(b"echo", bytes(DATA)), (b"ping", b"")}
+    assert service.unused() == 0
