@@ -48,7 +48,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "wire-stale-connection-dropped",
             Swap(" and self._clock() - since_seconds < WIRE_REUSE_SECONDS", ""),
         ),
-        ("a deadline that has passed is not noticed", "wire-deadline-kept", Instead("left = max(left, 0.001)")),
+        ("every wait has the whole time of its deadline", "wire-deadline-kept", Instead("left = self._seconds")),
     ),
     *table(
         "wire, the server",
