@@ -98,6 +98,12 @@ def test_a_client_without_the_key_is_not_served():
     assert not service.handled
 
 
+def test_a_client_of_another_run_is_refused_whatever_it_checks_itself():
+    with serving(Plain(), Recorder()) as server, Stranger(server.address) as stranger:
+        stranger.send(Hello("run-2", CLIENT, Plain().mode, b"n" * 32))
+        assert FrameWriter(PUBLIC_KEY).encode(Refusal("run")) == stranger.received()
+
+
 @pytest.mark.parametrize(("run", "reason"), [(RUN, "key"), ("run-2", "run")])
 def test_a_server_that_is_no_peer_receives_no_request(run, reason):
     """It has the address of a node, and answers as that node would, but for the key or the run."""
