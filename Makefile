@@ -49,6 +49,7 @@ prove: .venv/.ready
 	$(BIN)/python -m lastgood_lab.campaigns.requests
 	$(BIN)/python -m lastgood_lab.campaigns.two_writers
 	$(BIN)/python -m lastgood_lab.campaigns.places_damage
+	$(BIN)/python -m lastgood_lab.campaigns.wire_fuzz
 
 RESULTS := benchmarks/results
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lastgood.errors import Refused
-from lastgood_lab import corrupt, crash, guard, latency, peers, powerloss, ranks, scale, timeline, trials
+from lastgood_lab import corrupt, crash, guard, latency, peers, powerloss, ranks, scale, timeline, trials, wire
 from lastgood_lab.journal import Journal
 from lastgood_lab.trials import Share
 
@@ -224,3 +224,13 @@ def test_the_bench_of_the_guard_measures_checks_and_parity(tmp_path):
     text = guard.report(rows, options).markdown("lastgood bench guard", "2026-11-21")
     assert f"{guard.VERIFY} / {guard.FILE}, round by round" in text and "Parity takes 0.2" in text
     assert guard.run(options, pytest.fail) == rows, "nothing is left to do"
+
+
+def test_the_wire_is_measured_in_every_mode(tmp_path):
+    options = wire.Options(tmp_path, rounds=1, mib=8)
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the Debian package openssl")
+    rows = wire.run(options, lambda _: None)
+    assert [(row["mode"], row["digest"]) for row in rows] == list(wire.CONTENDERS)
+    assert len(wire.summary(rows)["contenders"]) == len(wire.report(rows, options).tables[0].rows) == len(rows)
+    assert all(row[name] > 0 for row in rows for name in ("sender", "receiver", "speed"))

@@ -5,12 +5,13 @@ The class says whether a retry can help, and which exit code the command line en
     LastgoodError
     |- Refused       the request was wrong; nothing was changed            do not retry          exit 3
     |    StateMismatch  Unstorable  UnknownFormat  RunLocked  StepTaken  NoSuchStep  NoSuchTensor
-    |    NotARun  NotWritable  NotRestored  NameTaken  NotInstalled  RunReplaced
+    |    NotARun  NotWritable  NotRestored  NameTaken  NotInstalled  RunReplaced  PeerRefused
     |- Damaged       stored bytes are not those that were committed        load an older one     exit 4
     |    SumMismatch  Truncated  ManifestInvalid  MissingBlob  Unreadable  BeyondRepair  NothingGood
     |    HalfLoaded (LoadFailed)
     |- Unavailable   it may work later or on another machine               retry with backoff    exit 5
     |    TierDown  NoSpace  TimedOut  CommitUnknown  Cancelled  Overtaken  InFlightFull  NothingDurable
+    |    PeerDown  FrameInvalid
     |- Diverged      ranks, replicas or the snapshot are inconsistent      skip this save        exit 6
     |    TornSnapshot  RankFailed  StepDiffers (HeardLate)  ReplicaDiffers
     `- Unfit         intact, but holds NaN or infinity                     load an older one     exit 8
@@ -129,6 +130,14 @@ class NameTaken(Refused):
     """A blob of this name exists with other bytes. It was not changed."""
 
 
+class PeerRefused(Refused):
+    """Two nodes do not accept each other: their keys, certificates, runs, names or modes. `reason`: which."""
+
+    def __init__(self, what: str, *, safe: str = "", todo: str = "", reason: str = "") -> None:
+        self.reason = reason
+        super().__init__(what, safe=safe, todo=todo)
+
+
 class NotInstalled(Refused, ImportError):
     """A part of lastgood was asked for that needs a package which is not installed. `command` installs it.
 
@@ -213,6 +222,18 @@ class Unavailable(LastgoodError):
 
 class TierDown(Unavailable):
     """The file system that holds the run returned an error, or the store of the process group did."""
+
+
+class PeerDown(Unavailable):
+    """Another node cannot be reached, or the connection to it broke. A request on its way may have been carried out."""
+
+
+class FrameInvalid(Unavailable):
+    """What was received is not what the peer has sent. It was not used. `reason`: what is wrong, in a word."""
+
+    def __init__(self, what: str, *, safe: str = "", todo: str = "", reason: str = "") -> None:
+        self.reason = reason
+        super().__init__(what, safe=safe, todo=todo)
 
 
 class NoSpace(Unavailable):

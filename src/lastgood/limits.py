@@ -128,6 +128,25 @@ assert COORDINATOR_TIMEOUTS >= 2, "the coordinator waits one timeout for the oth
 assert QUICK_STORE_SECONDS < RANK_TIMEOUT_SECONDS, "a poll in a wait ends before the wait does"
 assert 2 <= LEAD_POLLS <= LEAD_POLLS_LIMIT, "a rank that polled just before an announcement polls again before its step"
 
+# ---- the wire between nodes --------------------------------------------------------------------------------------
+
+WIRE_RECORD_LIMIT_BYTES = 256 << 10
+"""The longest request, and the longest record of an answer. What is longer travels as bulk bytes."""
+WIRE_OVERHEAD_BYTES = 4096
+"""A message is longer than the record in it by less than this; messages of the handshake are shorter than this."""
+WIRE_BODY_LIMIT_BYTES = WIRE_RECORD_LIMIT_BYTES + WIRE_OVERHEAD_BYTES
+"""The longest body of a frame."""
+WIRE_BULK_LIMIT_BYTES = CHUNK_LIMIT_BYTES
+"""The most bulk bytes of one request or of one answer: the largest chunk."""
+WIRE_IDLE_SECONDS = 600.0
+"""After this time without a request, a server closes a connection."""
+WIRE_REUSE_SECONDS = 300.0
+"""After this time without a request, a client does not use a connection again."""
+
+assert WIRE_BULK_LIMIT_BYTES >= CHUNK_LIMIT_BYTES, "every chunk that a manifest may name fits one request"
+assert WIRE_BODY_LIMIT_BYTES < 2**31 and WIRE_BULK_LIMIT_BYTES < 2**31, "lengths fit the fields of a frame"
+assert WIRE_REUSE_SECONDS < WIRE_IDLE_SECONDS, "a client gives a connection up before its server does"
+
 # ---- the training loop -------------------------------------------------------------------------------------------
 
 MEMORY_LEAST_BYTES = 1 << 20

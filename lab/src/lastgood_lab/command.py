@@ -411,6 +411,14 @@ def placement(out: Out, trials: Trials = 2000, seed: Seed = 0, jobs: Jobs = 2, a
     return _tried(experiment, experiment.Options(out, trials, seed, jobs), out)
 
 
+@lab.command()
+def wire(out: Out, rounds: Rounds = 5, as_json: Json = False) -> Answer:
+    """Measure the processor time of sender and receiver for each GB between two nodes, in every mode of the wire."""
+    from . import wire as experiment
+
+    return _tried(experiment, experiment.Options(out, rounds), out)
+
+
 def _tried(experiment: Any, options: Any, out: Path) -> Answer:
     """Run an experiment, write its report, and return it as the answer."""
     from . import trials
@@ -419,14 +427,10 @@ def _tried(experiment: Any, options: Any, out: Path) -> Answer:
     out.mkdir(parents=True, exist_ok=True)
     rows = experiment.run(options, _report_progress)
     found = experiment.report(rows, options)
-    summary = experiment.summary(rows)
-    files = trials.write(found, summary, out, command_line(), today())
+    files = trials.write(found, summary := experiment.summary(rows), out, command_line(), today())
     written = "\n".join(f"wrote {path}" for path in files)
     data = {"lab": found.name, "files": [str(path) for path in files], **summary}
     return Answer(data, Text(f"{found.markdown(command_line(), today())}\n{written}"))
-
-
-# ---- report --------------------------------------------------------------------------------------------------
 
 
 def report(
@@ -442,6 +446,5 @@ def report(
 
     folders = [Path(paths.local(str(one), "DIR")) for one in folders]
     out = Path(paths.local(str(out), "--out"))
-    length = page.write(folders, out, title)
-    data = {"file": str(out), "bytes": length, "folders": [str(one) for one in folders]}
+    data = {"file": str(out), "bytes": (length := page.write(folders, out, title)), "folders": [*map(str, folders)]}
     return Answer(data, Text(f"{out}: {size_text(length)}"))

@@ -27,6 +27,7 @@ PROVED = {
     "requests": TORCH_FREE,
     "syscalls": TORCH_FREE,
     "two_writers": TORCH_FREE,
+    "wire_fuzz": ("wire",),
 }
 """campaign -> the rooms of the package whose behaviour it tests ("" is the whole package)"""
 

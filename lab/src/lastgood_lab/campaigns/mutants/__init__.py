@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
-from . import background, data, integrity, memory, mending, objects, placement, protocol, ranks, slots, state, storage
+from . import (
+    background,
+    data,
+    integrity,
+    memory,
+    mending,
+    objects,
+    placement,
+    protocol,
+    ranks,
+    slots,
+    state,
+    storage,
+    wire,
+)
 from .record import Mutant
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -18,4 +32,5 @@ MUTANTS: tuple[Mutant, ...] = (
     *placement.MUTANTS,
     *state.MUTANTS,
     *data.MUTANTS,
+    *wire.MUTANTS,
 )

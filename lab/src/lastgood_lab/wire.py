@@ -1,0 +1,237 @@
+"""`lastgood lab wire`: processor seconds of sender and receiver for each GB of bulk bytes, in every mode of the wire.
+
+Sender and receiver are processes of their own, and each counts its processor time. The baseline sends the same chunks
+over plain sockets and digests them on both sides with the same digest, without keys. The contenders alternate in
+every round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import shutil
+import socket
+import statistics
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from lastgood.errors import NotInstalled
+from lastgood.limits import CHUNK_BYTES
+from lastgood.wire.channel import Channel
+from lastgood.wire.keys import hasher
+from lastgood.wire.port import Answer, Peer
+from lastgood.wire.security import MutualTls, Plain, Security, SharedKey
+from lastgood.wire.serving import Server
+from lastgood.wire.session import RECEIVE_BYTES
+
+from .report import Progress, Report, Table, spread
+from .trials import Row
+
+HOST, RUN, SERVER, CLIENT = "127.0.0.1", "bench", "receiver", "sender"
+KEY = bytes(range(32))
+SOCKETS = "sockets"
+DIGESTS = ("xxh3_128", "blake3")
+CONTENDERS = (
+    *((SOCKETS, digest) for digest in DIGESTS),
+    *((mode, digest) for mode in ("plain", "shared key", "certificates", "encrypted") for digest in DIGESTS),
+)
+WAIT_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Options:
+    out: Path
+    rounds: int = 5
+    mib: int = 256
+    """bulk bytes of each measurement, in chunks of the default length"""
+
+
+def run(options: Options, progress: Progress) -> list[Row]:
+    rows: list[Row] = []
+    context = multiprocessing.get_context("spawn")
+    chunks = max(1, (options.mib << 20) // CHUNK_BYTES)
+    with tempfile.TemporaryDirectory(prefix="lastgood-wire-") as folder:
+        certificates(Path(folder))
+        for number in range(options.rounds):
+            progress(f"round {number + 1} of {options.rounds}")
+            for mode, digest in (*CONTENDERS[number:], *CONTENDERS[:number]):
+                here, there = context.Pipe()
+                receiver = context.Process(target=_receive, args=(there, mode, digest, folder))
+                receiver.start()
+                try:
+                    found = _measure(here, mode, digest, folder, chunks)
+                finally:
+                    here.close()
+                    receiver.join()
+                rows.append({"mode": mode, "digest": digest, "round": number, **found})
+    return rows
+
+
+def certificates(folder: Path) -> None:
+    """Certificates of both nodes, and the authority that signs them, made with the command openssl."""
+    if shutil.which("openssl") is None:
+        raise NotInstalled("`lastgood lab wire`", "openssl", "apt install openssl")
+    new = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    signer = ["-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial"]
+    commands = [["req", "-x509", *new, "-keyout", "ca.key", "-subj", "/CN=authority", "-out", "ca.crt"]]
+    for node in (SERVER, CLIENT):
+        commands += [
+            ["req", "-new", *new, "-keyout", f"{node}.key", "-subj", f"/CN={node}", "-out", f"{node}.csr"],
+            ["x509", "-req", "-in", f"{node}.csr", *signer, "-out", f"{node}.crt"],
+        ]
+    for command in commands:
+        subprocess.run(["openssl", *command], cwd=folder, check=True, capture_output=True)
+
+
+def security(mode: str, digest: str, node: str, folder: str) -> Security:
+    if mode == "plain":
+        return Plain(digest)
+    if mode == "shared key":
+        return SharedKey(KEY, digest)
+    certificate, key, authority = (f"{folder}/{name}" for name in (f"{node}.crt", f"{node}.key", "ca.crt"))
+    return MutualTls(certificate, key, authority, digest, encrypt=mode == "encrypted")
+
+
+# ---- the sender --------------------------------------------------------------------------------------------------
+
+
+def _measure(receiver: Connection, mode: str, digest: str, folder: str, chunks: int) -> dict[str, float]:
+    """Send chunks to a receiver, after one that is not counted."""
+    address = receiver.recv()
+    data = memoryview(bytearray(range(256)) * (CHUNK_BYTES // 256))
+    with _sender(address, mode, digest, folder) as send:
+        send(data)
+        receiver.send("begin")
+        receiver.recv()
+        begun, used = time.perf_counter(), time.process_time()
+        for _ in range(chunks):
+            send(data)
+        used, wall = time.process_time() - used, time.perf_counter() - begun
+        receiver.send("end")
+        received = receiver.recv()
+    gigabytes = chunks * CHUNK_BYTES / 1e9
+    return {"sender": used / gigabytes, "receiver": received / gigabytes, "speed": gigabytes / wall}
+
+
+@contextlib.contextmanager
+def _sender(address: tuple[str, int], mode: str, digest: str, folder: str) -> Iterator[Callable[[memoryview], None]]:
+    if mode == SOCKETS:
+        with socket.create_connection(address) as sock:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+            def send(data: memoryview) -> None:
+                found = hasher(digest, KEY)
+                found.update(data)
+                sock.sendall(found.digest().ljust(32))
+                sock.sendall(data)
+                sock.recv(1)
+
+            yield send
+        return
+    wire = Channel(address, SERVER, Peer(RUN, CLIENT), security(mode, digest, CLIENT, folder))
+    with wire:
+        yield lambda data: wire.call(b"put", outgoing=[data], timeout_seconds=WAIT_SECONDS) and None
+
+
+# ---- the receiver ------------------------------------------------------------------------------------------------
+
+
+class _Sink:
+    """A service with one buffer, which is used again and again."""
+
+    def __init__(self) -> None:
+        self._buffer = memoryview(bytearray(CHUNK_BYTES))
+
+    def buffer(self, peer: Peer, request: bytes, length: int) -> memoryview:
+        return self._buffer[:length]
+
+    def handle(self, peer: Peer, request: bytes, bulk: memoryview) -> Answer:
+        return Answer()
+
+    def abandon(self, peer: Peer, request: bytes) -> None: ...
+
+
+def _receive(sender: Connection, mode: str, digest: str, folder: str) -> None:
+    """A receiver, in a process of its own: reports the processor time between two messages of the sender."""
+    with contextlib.ExitStack() as opened:
+        if mode == SOCKETS:
+            listener = opened.enter_context(socket.create_server((HOST, 0)))
+            sender.send(listener.getsockname())
+            sock = opened.enter_context(listener.accept()[0])
+            receiving = threading.Thread(target=_receive_chunks, args=(sock, digest))
+            receiving.start()
+            opened.callback(receiving.join)
+        else:
+            secure = security(mode, digest, SERVER, folder)
+            server = opened.enter_context(Server((HOST, 0), Peer(RUN, SERVER), secure, _Sink()))
+            sender.send(server.address)
+        sender.recv()
+        used = time.process_time()
+        sender.send("ready")
+        sender.recv()
+        sender.send(time.process_time() - used)
+
+
+def _receive_chunks(sock: socket.socket, digest: str) -> None:
+    """Receive chunks over a plain socket until it ends, and compare the digest of each."""
+    buffer = memoryview(bytearray(CHUNK_BYTES))
+    while expected := sock.recv(32, socket.MSG_WAITALL):
+        found, at = hasher(digest, KEY), 0
+        while at < len(buffer):
+            got = sock.recv_into(buffer[at : at + RECEIVE_BYTES], flags=socket.MSG_WAITALL)
+            found.update(buffer[at : at + got])
+            at += got
+        assert found.digest().ljust(32) == expected
+        sock.sendall(b"+")
+
+
+def report(rows: Sequence[Row], options: Options) -> Report:
+    def values(mode: str, digest: str, name: str) -> list[float]:
+        return [row[name] for row in rows if (row["mode"], row["digest"]) == (mode, digest)]
+
+    def both(mode: str, digest: str) -> float:
+        return sum(statistics.median(values(mode, digest, name)) for name in ("sender", "receiver"))
+
+    lines = [
+        [
+            mode,
+            digest,
+            *(spread(values(mode, digest, name), ".2f") for name in ("sender", "receiver", "speed")),
+            f"{both(mode, digest) / both(SOCKETS, digest):.2f}x",
+        ]
+        for mode, digest in CONTENDERS
+    ]
+    head = ["mode", "digest", "sender CPU s/GB", "receiver CPU s/GB", "GB/s", "CPU of both / sockets"]
+    return Report(
+        name="wire",
+        title="Processor time of the wire between nodes",
+        about=f"{options.mib} MiB in chunks of {CHUNK_BYTES >> 20} MiB over loopback, one connection, one request a "
+        f"chunk, {options.rounds} rounds; median and range. The machine was shared with other work: compare inside "
+        "of this table only.",
+        tables=[Table("", head, lines)],
+        rows=rows,
+        notes=[
+            "`sockets`: the same chunks over plain sockets, with the same digest on both sides and nothing else.",
+            "`certificates`: control through TLS 1.3, bulk bytes in the clear. `encrypted`: both through TLS.",
+        ],
+    )
+
+
+def summary(rows: Sequence[Row]) -> dict[str, Any]:
+    """The content of summary.json: medians of each contender."""
+    return {
+        "contenders": {
+            f"{mode}, {digest}": {
+                name: statistics.median(row[name] for row in rows if (row["mode"], row["digest"]) == (mode, digest))
+                for name in ("sender", "receiver", "speed")
+            }
+            for mode, digest in CONTENDERS
+        }
+    }

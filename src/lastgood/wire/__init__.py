@@ -1,0 +1,1 @@
+"""Authenticated requests between the nodes of a job, with bulk bytes. Knows nothing of checkpoints."""

@@ -1,0 +1,29 @@
+"""A slice of the campaign that sends changed and made-up bytes to a server (wire_fuzz.py)."""
+
+from __future__ import annotations
+
+import pytest
+
+from lastgood_lab.campaigns import wire_fuzz
+from lastgood_lab.campaigns.wire_fuzz import CHANGES, MODES
+
+TRIALS = 2000
+
+
+def test_changed_and_made_up_bytes_are_never_accepted():
+    found = wire_fuzz.batch((7, 0, TRIALS))
+    assert found.problems == []
+    assert set(found.trials) == {one.__name__ for one in CHANGES} and sum(found.trials.values()) == TRIALS
+    reasons = ("magic", "version", "length", "tag", "number", "message", "digest")
+    assert {f"FrameInvalid: {one}" for one in reasons} <= set(found.ends)
+
+
+@pytest.mark.parametrize("security", MODES, ids=lambda one: one.mode)
+def test_a_server_that_accepts_a_changed_byte_is_a_violation(security, monkeypatch):
+    """The campaign is able to fail: digests and tags are not compared."""
+    monkeypatch.setattr("hmac.compare_digest", lambda *_: True)
+    scripts = [wire_fuzz.recorded(security, one) for one in (wire_fuzz.CLIENT_RANDOM, wire_fuzz.OTHER_RANDOM)]
+    found = wire_fuzz.Found()
+    for number in range(200):
+        wire_fuzz.trial(f"{number}", security, *scripts, found, wire_fuzz.flip)
+    assert any("was given" in one or "the bytes were others" in one for one in found.problems)
