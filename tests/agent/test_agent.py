@@ -9,16 +9,17 @@ import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import msgspec
 import pytest
 
 import lastgood
 from agents import agent, answers, ended, state, until
-from harness import reported, steps
+from harness import flip, reported, steps
 from lastgood.io.files import Lock
-from lastgood.run import access, agent_link, memory_place, paths
+from lastgood.run import access, agent_link, lower_place, memory_place, paths
+from lastgood_lab.worlds import CONTEXT
 from training import Training
 
 pytestmark = pytest.mark.slow
@@ -43,28 +44,32 @@ class Run:
         self.training.step()
         ckpt.save(n).committed()
 
-    def killed_at(self, last: int) -> None:
-        """Train until step `last` in another process, which is then killed. The newest step is in memory only."""
-        path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
-        ended = subprocess.run([sys.executable, "-c", KILLED, path, str(self.home), str(last)])
-        assert ended.returncode == -signal.SIGKILL
+    def killed_at(self, last: int, fills: float | None = None, attached: bool = False) -> None:
+        """Train until step `last` in another process, which is then killed. The newest step is in memory only.
+
+        `fills`: a number that all weights have in the newest step. `attached`: whether it has an agent.
+        """
+        memory = os.environ[memory_place.VARIABLE]
+        process = CONTEXT.Process(target=train_and_die, args=(self.home, memory, last, fills, attached))
+        process.start()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
 
 
-KILLED = """
-import os, sys
-sys.path[:0] = sys.argv[1].split(os.pathsep)
-from pathlib import Path
-from lastgood.run import lower_place
-from test_agent import Run
-lower_place.LowerPlace.copy_next = lambda self: None
-run = Run(Path(sys.argv[2]))
-ckpt = run.opened()
-start = ckpt.restore().step
-for n in range(start + 1, int(sys.argv[3]) + 1):
-    run.step(ckpt, n)
-ckpt._pipeline._work[0].result()
-os.kill(os.getpid(), 9)
-"""
+def train_and_die(home: Path, memory: str, last: int, fills: float | None, attached: bool) -> None:
+    os.environ[memory_place.VARIABLE] = memory
+    if not attached:
+        agent_link.AgentLink.check = lambda self: None
+    lower_place.LowerPlace.copy_next = lambda self: None
+    run = Run(home)
+    ckpt = run.opened()
+    for n in range(ckpt.restore().step + 1, last + 1):
+        if n == last and fills is not None:
+            ckpt._pipeline._upkeep_thread.submit(str).result()  # the one before is verified
+            run.training.model.weight.data.fill_(fills)
+        run.step(ckpt, n)
+    ckpt._pipeline._work[0].result()  # the agent has its record
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.fixture
@@ -82,7 +87,7 @@ def newest(home: Path) -> int | None:
 
 
 def test_the_agent_copies_what_a_killed_process_left_in_memory(run: Run) -> None:
-    run.killed_at(4)
+    run.killed_at(4, attached=True)
     until(lambda: steps(run.home) == [4])
     until(lambda: state(run.memory) and not state(run.memory).missing)
     assert lastgood.open(run.home).verify(4).good
@@ -91,11 +96,67 @@ def test_the_agent_copies_what_a_killed_process_left_in_memory(run: Run) -> None
     assert found.step == 4 and list(found.sources) == [f"memory://{run.memory}"]
 
 
+def test_a_newest_save_that_holds_nan_does_not_cost_the_one_before(run: Run) -> None:
+    """The newest save was copied, found unfit at home, and the good one before it was removed with the memory."""
+    run.killed_at(3, fills=float("nan"))
+    with agent(run.memory, linger_seconds=0.1) as process:
+        assert process.wait(60) == 0
+    assert 2 in steps(run.home)
+    with run.opened() as ckpt:
+        assert ckpt.restore().step == 2
+
+
+def test_a_damaged_newest_save_does_not_keep_the_one_before_from_its_copy(run: Run) -> None:
+    run.killed_at(3)
+    (newest,) = run.memory.glob("gen/*3-*/r00000.safetensors")
+    flip(newest)
+    with agent(run.memory, linger_seconds=0.0):
+        until(lambda: state(run.memory).missing)
+        assert 2 in steps(run.home) and steps(run.memory)[-1] == 3, "memory is kept"
+
+
+def test_memory_without_a_record_of_its_places_is_kept(run: Run) -> None:
+    """The record was deleted before the new one was written, and the agent took that for a run without places."""
+    run.killed_at(3)
+    (run.memory / agent_link.SPEC).unlink()
+    with agent(run.memory, linger_seconds=0.0):
+        until(lambda: state(run.memory).missing)
+        assert "cannot be read" in state(run.memory).missing[0]
+    assert steps(run.memory)[-1] == 3
+
+
+def test_a_removal_that_was_interrupted_is_finished_by_the_next_opening(run: Run) -> None:
+    left = run.memory.with_name(run.memory.name + memory_place.REMOVED)
+    left.mkdir(parents=True)
+    left.parent.chmod(0o700)
+    (left / "r00000.safetensors").write_bytes(b"1")
+    with run.opened() as ckpt:
+        ckpt.restore()
+        run.step(ckpt, 1)
+    assert not left.exists() and steps(run.home) == [1]
+
+
+def test_a_job_that_opens_its_home_waits_until_an_agent_gives_way(run: Run) -> None:
+    """An agent of a node that the job had left held the lock of its home, and the job did not start."""
+    run.home.mkdir()
+    lock = Lock(str(run.home / access.LOCK), access.AGENTS_MARK)
+
+    def gives_way() -> None:
+        until(lambda: access.is_wanted(str(run.home)))
+        lock.close()
+
+    with ThreadPoolExecutor(1) as other:
+        waiting = other.submit(gives_way)
+        with run.opened() as ckpt:
+            ckpt.restore()
+        waiting.result()
+    assert not access.is_wanted(str(run.home))
+
+
 def test_memory_is_removed_once_it_is_copied_and_no_process_comes(run: Run) -> None:
     run.killed_at(3)
-    ended(str(run.memory))
     with agent(run.memory, linger_seconds=0.1) as process:
-        assert "all is copied and removed" in process.communicate(timeout=60)[0] and process.returncode == 0
+        assert process.wait(60) == 0
     assert steps(run.home) == [3] and not run.memory.exists()
     with run.opened() as ckpt:
         assert ckpt.restore().step == 3
@@ -104,7 +165,6 @@ def test_memory_is_removed_once_it_is_copied_and_no_process_comes(run: Run) -> N
 def test_a_save_that_came_while_the_agent_waited_is_copied_too(run: Run) -> None:
     """A training process that could not attach, for example in another container, had saved and was killed."""
     run.killed_at(3)
-    ended(str(run.memory))
     (saved,) = run.memory.glob("gen/*3-*")
     saved.rename(run.memory.parent / saved.name)
     with agent(run.memory, linger_seconds=1.0) as process:
@@ -116,7 +176,6 @@ def test_a_save_that_came_while_the_agent_waited_is_copied_too(run: Run) -> None
 
 def test_files_that_did_not_fit_into_memory_are_removed_with_it(run: Run) -> None:
     run.killed_at(3)
-    ended(str(run.memory))
     spilled = Path(memory_place.spill_folder(str(run.home)))
     (folder,) = run.memory.glob("gen/*3-*")
     (spilled / "gen" / folder.name).mkdir(parents=True)
@@ -128,7 +187,6 @@ def test_files_that_did_not_fit_into_memory_are_removed_with_it(run: Run) -> Non
 
 def test_a_home_that_was_moved_is_not_made_anew_and_memory_waits(run: Run) -> None:
     run.killed_at(3)
-    ended(str(run.memory))
     run.home.rename(run.home.with_name("moved"))
     with agent(run.memory, linger_seconds=0.1) as process:
         until(lambda: state(run.memory).missing)
@@ -141,7 +199,6 @@ def test_a_home_that_was_moved_is_not_made_anew_and_memory_waits(run: Run) -> No
 
 def test_memory_of_a_run_whose_home_is_another_run_now_is_kept(run: Run) -> None:
     run.killed_at(3)
-    ended(str(run.memory))
     shutil.rmtree(run.home)
     lastgood.save(run.home, {"n": 1})
     with agent(run.memory, linger_seconds=0.0):
@@ -152,7 +209,6 @@ def test_memory_of_a_run_whose_home_is_another_run_now_is_kept(run: Run) -> None
 
 def test_a_home_that_another_process_writes_to_is_left_alone(run: Run) -> None:
     run.killed_at(3)
-    ended(str(run.memory))
     lock = Lock(str(run.home / access.LOCK))
     with agent(run.memory, linger_seconds=0.1) as process:
         until(lambda: state(run.memory).missing)
@@ -164,25 +220,21 @@ def test_a_home_that_another_process_writes_to_is_left_alone(run: Run) -> None:
 
 def test_a_run_that_is_open_keeps_its_memory_though_nobody_is_attached(run: Run) -> None:
     run.killed_at(3)
-    ended(str(run.memory))
     lock = Lock(str(run.memory / access.LOCK))
     with agent(run.memory, linger_seconds=0.0):
         until(lambda: steps(run.home) == [3])
         with contextlib.closing(agent_link.connected(str(run.memory))) as connection:
-            connection.sendall(msgspec.json.encode(agent_link.Request(protocol=1, call="end")) + b"\n")
-            connection.settimeout(3)
-            with pytest.raises(TimeoutError):
-                connection.recv(1)
+            asked = agent_link.asked(connection, agent_link.Request(protocol=1, call="end"))
+            assert asked.error == "a process has the run open"
         assert steps(run.memory)[-1] == 3
     lock.close()
 
 
 def test_a_signal_ends_the_agent_and_the_memory_stays(run: Run) -> None:
     run.killed_at(3)
-    ended(str(run.memory))
     with agent(run.memory) as process:
         process.terminate()
-        assert "the memory stays" in process.communicate(timeout=60)[0]
+        assert process.wait(60) == 0
     assert steps(run.memory)[-1] == 3
 
 
@@ -192,10 +244,10 @@ def test_a_bucket_that_another_process_opened_since_is_left_to_it(bucket: str) -
     held = opening.__enter__()  # it ends without closing the run
     with (
         pytest.raises(lastgood.errors.RunLocked),
-        access.for_writing(bucket, "atomic_dirsync", take_over=False, own_claims=held.order - 1),
+        access.for_writing(bucket, "atomic_dirsync", take_over=False, agent_order=held.order - 1),
     ):
         pass
-    with access.for_writing(bucket, "atomic_dirsync", take_over=False, own_claims=held.order) as tier:
+    with access.for_writing(bucket, "atomic_dirsync", take_over=False, agent_order=held.order) as tier:
         assert tier.order == held.order + 1
     with pytest.raises(lastgood.errors.RunReplaced):
         opening.__exit__(None, None, None)
@@ -230,7 +282,7 @@ def test_an_agent_that_cannot_be_started_is_reported_and_harms_nothing(run: Run,
 
 
 def test_an_agent_that_hangs_is_replaced_by_the_next_opening(run: Run, monkeypatch) -> None:
-    run.killed_at(3)
+    run.killed_at(3, attached=True)
     process = state(run.memory).process
     os.kill(process, signal.SIGSTOP)
     monkeypatch.setattr(agent_link, "ATTACH_SECONDS", 0.5)
@@ -241,7 +293,7 @@ def test_an_agent_that_hangs_is_replaced_by_the_next_opening(run: Run, monkeypat
 
 
 def test_an_agent_of_another_version_is_replaced(run: Run, monkeypatch) -> None:
-    run.killed_at(3)
+    run.killed_at(3, attached=True)
     process = state(run.memory).process
     monkeypatch.setattr(agent_link, "PROTOCOL", 2)
     with reported("is replaced: .*version 1"), contextlib.closing(agent_link.AgentLink(str(run.memory))) as link:
@@ -252,7 +304,7 @@ def test_an_agent_of_another_version_is_replaced(run: Run, monkeypatch) -> None:
 
 
 def test_a_process_that_attaches_stops_the_copies_before_it_is_answered(run: Run) -> None:
-    run.killed_at(3)
+    run.killed_at(3, attached=True)
     with run.opened() as ckpt:
         assert ckpt.restore().step == 3
         ckpt.wait()
@@ -339,15 +391,21 @@ except ConnectionError:
 
 def test_a_folder_has_one_agent(run: Run) -> None:
     with agent(make(run.memory)) as first, agent(run.memory) as second:
-        assert "has an agent already" in second.communicate(timeout=60)[0] and second.returncode == 5
+        assert second.wait(60) == 5
         assert first.poll() is None
 
 
 # ---- the command line ------------------------------------------------------------------------------------------
 
 
-def test_status_shows_memory_with_and_without_an_agent(run: Run, tmp_path: Path, call_json) -> None:
+def test_an_agent_in_the_foreground_reports_how_it_ended(run: Run, call_json) -> None:
     run.killed_at(2)
+    code, data = call_json("agent", "run", str(run.home), "--linger", "0")
+    assert code == 0 and data["removed"] and steps(run.home) == [2]
+
+
+def test_status_shows_memory_with_and_without_an_agent(run: Run, tmp_path: Path, call_json) -> None:
+    run.killed_at(2, attached=True)
     other = make(run.memory.parent / "other-000000000000")
     rows = {one["folder"]: one for one in call_json("agent", "status")[1]["runs"]}
     assert rows[str(other)]["agent"] == "none"
@@ -355,7 +413,7 @@ def test_status_shows_memory_with_and_without_an_agent(run: Run, tmp_path: Path,
 
 
 def test_stop_copies_removes_and_ends(run: Run, call_json) -> None:
-    run.killed_at(2)
+    run.killed_at(2, attached=True)
     code, data = call_json("agent", "stop", str(run.home))
     assert code == 0 and data["removed"] and not run.memory.exists() and steps(run.home) == [2]
     assert call_json("agent", "stop", str(run.home))[0] == 3, "there is none any more"

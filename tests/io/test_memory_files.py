@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 
 import pytest
 
 from lastgood.io.memory_files import MemoryFiles
+from lastgood.storage.directory import Disk
+
+
+def is_locked_by_another(folder: Path) -> bool:
+    with open(folder / ".reserving.lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False
 
 
 class Two:
     """A folder in memory with room for `free` bytes, and a spill folder beside it."""
 
     def __init__(self, root: Path, free: int, spills: bool = True) -> None:
-        self.memory, self.disk, self.free = root / "memory", root / "disk", free
+        self.memory, self.disk, self.free = root / "memory", root / "home" / ".spill" / "node", free
+        (root / "home").mkdir(exist_ok=True)
         self.memory.mkdir(exist_ok=True)
         self.files = MemoryFiles(str(self.memory), str(self.disk) if spills else None, free=lambda _: self.free)
 
@@ -119,3 +131,30 @@ def test_a_missing_file_is_missing_in_both(two: Two) -> None:
         two.files.rename(two.path("nothing"), two.path("name"))
     with pytest.raises(FileNotFoundError):
         two.files.open(two.path("nothing"), "read")
+
+
+def test_memory_is_counted_and_taken_by_one_process_at_a_time(two: Two) -> None:
+    """Eight ranks saw the same free memory, took eight times as much, and the container was killed."""
+    with two.files.room_for(5):
+        assert is_locked_by_another(two.memory.parent)
+    assert not is_locked_by_another(two.memory.parent)
+
+
+def test_a_generation_that_only_the_disk_has_is_deleted(two: Two) -> None:
+    """Its folder was listed for ever, because the folder in memory did not exist."""
+    disk = Disk(two.files, str(two.memory))
+    (two.disk / "gen" / "a").mkdir(parents=True)
+    (two.disk / "gen" / "a" / "large").write_bytes(b"1")
+    disk.delete("gen/a/large")
+    assert disk.list("gen") == {}
+
+
+def test_a_moved_home_is_not_made_anew_for_files_that_do_not_fit(tmp_path: Path) -> None:
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    files = MemoryFiles(str(memory), str(tmp_path / "home" / ".spill" / "node"), free=lambda _: 0)
+    file = files.open(str(memory / "large"), "new")
+    with pytest.raises(OSError, match="no disk"):
+        file.reserve(1)
+    file.close()
+    assert not (tmp_path / "home").exists()

@@ -46,7 +46,7 @@ def test_another_number_of_ranks_goes_on_from_memory(tmp_path: Path, memory: Pat
 def test_every_rank_knows_what_a_save_survives(tmp_path: Path, memory: Path) -> None:
     """A rank other than 0 never learned that a save with added metrics was committed."""
     for found in world(2, trained, ["a", "b"], memory, tmp_path / "home", 6):
-        assert found["survives"][0] and found["survives"][2], "it is in memory on every rank"
+        assert found["survives"][0] and found["survives"][3], "it is in memory on every rank"
 
 
 @pytest.mark.parametrize("nodes", [["a", "a"], ["a", "b"]], ids="".join)
@@ -63,3 +63,18 @@ def test_a_lost_node_takes_the_run_back_to_what_the_home_has(tmp_path: Path, mem
     shutil.rmtree(folder(home, "b", memory))
     found = world(2, trained, ["a", "b"], memory, home, 8)
     assert {one["step"] for one in found} == {4} and steps(home)[-1] == 8
+
+
+# ---- copies on other nodes -------------------------------------------------------------------------------------
+
+
+def test_a_lost_node_loses_nothing_that_was_copied(tmp_path: Path, memory: Path) -> None:
+    nodes, home, whole = ["a", "b"], tmp_path / "home", tmp_path / "whole"
+    expected = world(2, trained, nodes, memory, whole, 9)
+    world(2, trained, nodes, memory, home, 6, True, False, 2, dies=(0, 1))
+    assert steps(home) == [4]
+    shutil.rmtree(folder(home, "b", memory))
+    found = world(2, trained, nodes, memory, home, 9, False, True, 2)
+    assert [one["step"] for one in found] == [6, 6]
+    assert [one["losses"] for one in found] == [one["losses"][6:] for one in expected]
+    assert found[0]["survives"][2], "rank 0 knows that the last save survives the loss of a node"

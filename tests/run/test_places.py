@@ -503,8 +503,11 @@ def test_a_signal_leaves_the_last_step_in_all_places(places):
 @pytest.mark.parametrize(
     ("tier", "text"),
     [
-        ({"url": "/x", "copies": 2}, "copies=2"),
-        ({"url": "/x", "spread": "rack"}, "spread='rack'"),
+        ({"url": "/x", "copies": 2}, 'copies=2.*for "memory://" only'),
+        ({"url": "memory://", "copies": 0}, "copies=0"),
+        ({"url": "memory://", "copies": "2"}, "copies='2'"),
+        ({"url": "memory://", "spread": "rack"}, "spread='rack'.*copies=1"),
+        ({"url": "memory://", "copies": 2, "spread": "a rack"}, "Give the name of a failure domain"),
         ({"url": "s3://bucket/run", "shared": False}, "shared=False"),
         ({"url": "Memory://"}, "Give the home, and"),
         ({"url": "memory://", "parity": "4+2"}, "parity in memory"),

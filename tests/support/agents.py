@@ -17,10 +17,17 @@ from lastgood.run import agent_link
 LIMIT_SECONDS = 60.0
 
 
+SERVES = """
+import sys
+from lastgood.agent.server import serve
+sys.exit(0 if serve(sys.argv[1], float(sys.argv[2]), first_seconds=0.0) else 5)
+"""
+
+
 @contextlib.contextmanager
 def agent(folder: Path, linger_seconds: float = 600.0) -> Iterator[subprocess.Popen[str]]:
     """An agent of a memory folder, which is killed at the end of the block. It listens when the block begins."""
-    command = [sys.executable, "-m", "lastgood", "agent", "run", f"memory://{folder}", "--linger", str(linger_seconds)]
+    command = [sys.executable, "-c", SERVES, str(folder), str(linger_seconds)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         until(lambda: process.poll() is not None or answers(folder))
@@ -38,7 +45,7 @@ def answers(folder: Path) -> bool:
 def state(folder: Path) -> agent_link.Answer | None:
     """The state of the agent of a folder; None if there is none."""
     with contextlib.suppress(OSError, ValueError), contextlib.closing(agent_link.connected(str(folder))) as connection:
-        return agent_link.asked(connection, "status")
+        return agent_link.asked(connection, agent_link.Request(protocol=agent_link.PROTOCOL, call="status"))
     return None
 
 

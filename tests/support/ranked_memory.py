@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 import lastgood
 from agents import ended, state, until
 from lastgood.run import memory_place, paths
@@ -19,10 +21,10 @@ def folder(home: Path, node: str, memory: Path) -> Path:
     return Path(memory_place.url_of(home, environ).removeprefix(paths.MEMORY))
 
 
-def opened(loop: Loop, node: str, memory: Path, home: Path, **options: Any) -> lastgood.Checkpointer:
+def opened(loop: Loop, node: str, memory: Path, home: Path, copies: int = 1, **options: Any) -> lastgood.Checkpointer:
     """A run on the node of this name, which saves every step to memory and every fourth at home."""
     os.environ |= {"LASTGOOD_NODE": node, memory_place.VARIABLE: str(memory)}
-    tiers = [lastgood.Tier("memory://", cadence=lastgood.Every(steps=1))]
+    tiers = [lastgood.Tier("memory://", cadence=lastgood.Every(steps=1), copies=copies)]
     settings = {"cadence": lastgood.Every(steps=4), "patience": PATIENCE, "tiers": tiers, **options}
     return lastgood.Checkpointer(home, loop.state, **settings)
 
@@ -36,6 +38,7 @@ def trained(
     upto: int,
     killed: bool = False,
     with_agents: bool = True,
+    copies: int = 1,
 ) -> dict[str, Any]:
     """Restore and train; returns the restored step, the losses, and what the last save survives on this rank.
 
@@ -43,7 +46,7 @@ def trained(
     otherwise the agent of the node is killed before.
     """
     loop = Loop("fsdp" if size > 1 else "plain", size)
-    with opened(loop, nodes[rank], memory, home) as ckpt:
+    with opened(loop, nodes[rank], memory, home, copies) as ckpt:
         found = ckpt.restore()
         losses = []
         for n in range(found.step + 1, upto + 1):
@@ -51,6 +54,9 @@ def trained(
             save = ckpt.step(n)
             assert save is not None
             save.committed()
+        if copies > 1:
+            ckpt.wait()  # the copies of the last save are made
+            dist.barrier()
         if killed:
             if with_agents:
                 until(lambda: (found := state(folder(home, nodes[rank], memory))) and found.attached)
@@ -58,7 +64,7 @@ def trained(
                 ckpt.wait()
                 ended(str(folder(home, nodes[rank], memory)))
             os._exit(9)
-        survives = [save.durable("process"), save.durable()] if losses else []
+        survives = [save.durable("process"), save.durable(), save.durable("node")] if losses else []
         labelled = ckpt.save(upto, metrics={"loss": 1.0}) if losses else None
         if labelled is not None:
             labelled.committed()

@@ -11,7 +11,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
@@ -20,9 +20,10 @@ from ..errors import Cancelled, Damaged, LastgoodError, Refused
 from ..format import commit, layout, sealed
 from ..limits import CHUNK_BYTES, EXAMINATION_CHUNKS, WORKERS
 from ..policy.places import lacking, merged
+from ..policy.retention import Keep
 from ..ports import Mendable, Tier
 from ..records import Generation, intact
-from ..run import access, copying
+from ..run import access, copying, paths
 from ..run.agent_link import AgentSpec, CopyTo
 from ..run.reader import read_all
 
@@ -36,44 +37,71 @@ def drained(memory: Tier, spec: AgentSpec, stop: Callable[[], bool]) -> list[str
     for place in spec.places:
         if stop():
             raise Cancelled("the copies were stopped")
+        root = place.url if paths.parsed(place.url).kind == "directory" else None
+
+        def gives_way(root: str | None = root) -> bool:
+            return stop() or (root is not None and access.is_wanted(root))
+
         try:
-            missing += _drained_to(place, memory, spec.order, stop)
+            missing += _drained_to(place, memory, spec.order, gives_way)
         except Cancelled:
-            raise
+            if stop():
+                raise
+            missing.append(f"{place.url}: another process opens it")
         except (LastgoodError, OSError) as error:
             missing.append(f"{place.url}: {type(error).__name__}: {getattr(error, 'what', error)}")
     return missing
 
 
 def _drained_to(place: CopyTo, memory: Tier, order: int, stop: Callable[[], bool]) -> list[str]:
-    here, there = commit.survey(memory), commit.survey(access.for_reading(place.url))
+    here, reading = commit.survey(memory), access.for_reading(place.url)
+    there = commit.survey(reading)
     run = copying.run_of(here)
     if run is None:
         return []
     if there.run not in (None, run):
         raise Refused(f"{place.url} holds another run ({there.run}) than memory ({run}) now", safe="", todo="")
-    wanted = lacking(here, there, merged([here, there]), place.keep)
+    order, missing = max(order, here.order), list[str]()
+    while wanted := _wanted(memory, here, there, place.keep):
+        one = wanted[0]
+        del here.generations[one.id]  # the next one is chosen without it, for it may turn out to be unfit
+        if lacks := _waits_for(memory, reading, one):
+            missing.append(f"{place.url}: {one.id} lacks {lacks}, which other nodes have")
+            continue
+        try:
+            with access.for_writing(place.url, "atomic_dirsync", take_over=False, agent_order=order) as target:
+                if lacks := _copied(memory, cast(Mendable, target), one, stop):
+                    missing.append(f"{place.url}: {one.id} lacks {lacks}, which other nodes have")
+                elif (copy := commit.read_generation(target, one.id, run)).restorable or copy.unfit:
+                    there.generations[one.id] = copy
+                order = max(order, getattr(target, "order", 0))
+        except Damaged as error:
+            missing.append(f"{place.url}: {one.id}: {error.what}")
+    return missing
+
+
+def _wanted(memory: Tier, here: commit.Survey, there: commit.Survey, keep: Keep) -> list[Generation]:
+    """What is to be copied, the newest first."""
+    wanted = lacking(here, there, merged([here, there]), keep)
     # Of several nodes one may lack the newest COMMIT, so that each copies its part of all generations.
-    wanted += [
+    newest = max(there.generations, default=None)
+    return wanted + [
         one
         for at, one in sorted(here.generations.items(), reverse=True)
-        if one.restorable and at not in there.generations and one not in wanted and not _is_whole(memory, one)
+        if one.restorable
+        and at not in there.generations
+        and (newest is None or at > newest)
+        and one not in wanted
+        and not _is_whole(memory, one)
     ]
-    if not wanted:
-        return []
-    order = max(order, here.order)
-    missing = list[str]()
-    with (
-        access.for_writing(place.url, "atomic_dirsync", take_over=False, own_claims=order) as tier,
-        ThreadPoolExecutor(WORKERS, "lastgood-drain") as workers,
-    ):
-        target = cast(Mendable, tier)
-        how = copying.Copying(Arena(EXAMINATION_CHUNKS * CHUNK_BYTES, CHUNK_BYTES), workers, stop=stop)
-        copying.copy_incarnations(memory, target)
-        for one in wanted:
-            if lacks := _copied(memory, target, one, how):
-                missing.append(f"{place.url}: {one.id} lacks {lacks}, which other nodes have")
-    return missing
+
+
+def _waits_for(memory: Tier, there: Tier, one: Generation) -> str:
+    """The files of other nodes that a generation waits for, if this node has copied all of its own; otherwise ""."""
+    folder = layout.folder(one.id)
+    mine, found = memory.list(folder), there.list(folder)
+    lacks = [seal.manifest for seal in one.commit.seals if seal.manifest not in found]
+    return "" if not lacks or any(name in mine for name in lacks) else _named(lacks)
 
 
 def _is_whole(memory: Tier, one: Generation) -> bool:
@@ -82,8 +110,15 @@ def _is_whole(memory: Tier, one: Generation) -> bool:
     return all(seal.manifest in here for seal in one.commit.seals)
 
 
-def _copied(memory: Tier, target: Mendable, one: Generation, how: copying.Copying) -> str:
+def _copied(memory: Tier, target: Mendable, one: Generation, stop: Callable[[], bool]) -> str:
     """Copy the files of a generation that this node has. Returns which files of other nodes are missing, or ""."""
+    copying.copy_incarnations(memory, target)
+    with ThreadPoolExecutor(WORKERS, "lastgood-drain") as workers:
+        how = copying.Copying(Arena(EXAMINATION_CHUNKS * CHUNK_BYTES, CHUNK_BYTES), workers, stop=stop)
+        return _copied_with(memory, target, one, how)
+
+
+def _copied_with(memory: Tier, target: Mendable, one: Generation, how: copying.Copying) -> str:
     if _is_whole(memory, one):
         copying.complete(target, [memory], one, how)
         return ""
@@ -97,9 +132,15 @@ def _copied(memory: Tier, target: Mendable, one: Generation, how: copying.Copyin
     there = target.list(folder)
     lacks = [seal.manifest for seal in one.commit.seals if seal.manifest not in there]
     if lacks:  # guard: commit-copied-after-all-nodes
-        return ", ".join(lacks[:3]) + (f" and {len(lacks) - 3} more" if len(lacks) > 3 else "")
+        return _named(lacks)
     commit.copy_records([memory, target], target, one)
     findings = read_all(target, one, how.arena, how.workers, how.stop, of=ranks)
+    if findings:
+        commit.mark(target, one, findings)
     if not intact(findings):
         raise Damaged(f"the copy of {one.id} does not read back: {findings[0].what}")
     return ""
+
+
+def _named(files: Sequence[str]) -> str:
+    return ", ".join(files[:3]) + (f" and {len(files) - 3} more" if len(files) > 3 else "")

@@ -29,26 +29,26 @@ from threading import Event
 import msgspec
 
 from .. import reporting
-from ..errors import Cancelled, LastgoodError
-from ..format import layout
-from ..io.files import Lock
+from ..errors import Cancelled
+from ..io.files import Lock, PosixFiles
 from ..io.memory_files import MemoryFiles
-from ..run import access, paths
+from ..run import access, memory_place, paths
 from ..run.agent_link import (
     LINGER_SECONDS,
     LOCK,
     MESSAGE_LIMIT_BYTES,
     PROTOCOL,
     SPEC,
-    AgentSpec,
     Answer,
     Request,
     listening,
+    read_spec,
     user_of,
 )
 from ..run.lower_place import PAUSES_SECONDS
 from ..storage.directory import Disk
 from .drain import drained
+from .nodes import Nodes
 
 FIRST_SECONDS = 2.0
 """How long a new agent waits for the training process that has started it to attach."""
@@ -65,12 +65,17 @@ class Peer:
         """whether it is a training process; whether its request is answered once the copies have stopped"""
         self.ends = False
         """whether it has asked for the end"""
+        self.sending: Future[str] | None = None
+        """the end of the sending that it has asked for: why that failed; empty if it did not""" ""
 
 
 class Server:
-    """The agent of the memory folder `folder`. `listener`: its socket. `linger_seconds`: as LINGER_SECONDS."""
+    """The agent of the memory folder `folder`.
 
-    def __init__(self, folder: str, listener: socket.socket, linger_seconds: float) -> None:
+    `listener`: its socket. `linger_seconds`: as LINGER_SECONDS. `first_seconds`: as FIRST_SECONDS.
+    """
+
+    def __init__(self, folder: str, listener: socket.socket, linger_seconds: float, first_seconds: float) -> None:
         self._folder, self._listener, self._linger_seconds = folder, listener, linger_seconds
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
@@ -85,18 +90,20 @@ class Server:
         self._copied: list[str] = []
         """the generations that were in memory when everything was copied"""
         self._failures = 0
-        self._next_at: float | None = time.monotonic() + FIRST_SECONDS
+        self._next_at: float | None = time.monotonic() + first_seconds
         """when to copy next, by the monotonic clock; None: everything is copied"""
         self._kept_until = 0.0
         """when the memory is to be removed, once everything is copied"""
         self._signalled = self._removed = False
+        self._nodes = Nodes(self._memory, self._wake)
 
     def run(self) -> None:
         """Serve until the memory is removed or a signal comes."""
-        with ThreadPoolExecutor(1, "lastgood-agent") as worker, self._signals():
+        with ThreadPoolExecutor(1, "lastgood-agent") as worker, self._nodes, self._signals():
             while not self._removed and not self._signalled:
                 self._serve_once()
                 self._note_copies()
+                self._answer_senders()
                 now = time.monotonic()
                 if self._attached() or self._copies is not None:
                     continue
@@ -107,7 +114,7 @@ class Server:
                 elif self._next_at is None and (now >= self._kept_until or self._asked_to_end()):
                     self._remove()
             self._stop.set()
-        self._answer_all()
+        self._refuse_to_end("" if self._removed else "it was ended by a signal")
         for one in [*self._peers]:
             self._leave(one)
         self._selector.close()
@@ -174,8 +181,12 @@ class Server:
         elif request.call == "attach":
             peer.attached = peer.waits = True
             self._stop.set()
-            self._next_at, self._failures = 0.0, 0
+            self._refuse_to_end("a training process has attached")
             self._answer_waiting()
+        elif request.call == "serve" and request.serve is not None:
+            self._send(peer, self._nodes.serve(request.serve))
+        elif request.call == "send" and request.send is not None:
+            peer.sending = self._nodes.send(request.send)
         elif request.call == "end" and self._attached():
             self._send(peer, "a training process is attached; end it first")
         elif request.call == "end":
@@ -189,15 +200,29 @@ class Server:
                 peer.waits = False
                 self._send(peer)
 
-    def _answer_all(self) -> None:
-        """Answer those who have asked for the end: with what is missing, or with nothing."""
+    def _answer_senders(self) -> None:
+        """Answer those whose sending has ended."""
+        for peer in [one for one in self._peers.values() if one.sending is not None and one.sending.done()]:
+            assert peer.sending is not None
+            ended, peer.sending = peer.sending, None
+            problem = ended.exception()
+            self._send(peer, f"{type(problem).__name__}: {problem}" if problem else ended.result())
+
+    def _refuse_to_end(self, error: str) -> None:
+        """Answer those who have asked for the end; with "": it has come."""
         for peer in [one for one in self._peers.values() if one.ends]:
             peer.ends = False
-            self._send(peer, "" if self._removed else "it was ended by a signal")
+            self._send(peer, error)
 
     def _send(self, peer: Peer, error: str = "") -> None:
         answer = Answer(
-            protocol=PROTOCOL, process=os.getpid(), attached=self._attached(), missing=self._missing, error=error
+            protocol=PROTOCOL,
+            process=os.getpid(),
+            attached=self._attached(),
+            copying=not self._attached() and (self._copies is not None or self._next_at is not None),
+            missing=self._missing,
+            port=self._nodes.port,
+            error=error,
         )
         with contextlib.suppress(OSError):  # it is told nothing if it does not read its short answer
             peer.connection.send(msgspec.json.encode(answer) + b"\n")
@@ -205,8 +230,10 @@ class Server:
     def _leave(self, connection: socket.socket) -> None:
         """Forget a connection. If it was the last training process, the copies begin."""
         self._selector.unregister(connection)
-        del self._peers[connection]
+        peer = self._peers.pop(connection)
         connection.close()
+        if peer.attached and not self._attached():
+            self._next_at, self._failures = 0.0, 0
 
     def _attached(self) -> int:
         return sum(one.attached for one in self._peers.values())
@@ -218,12 +245,20 @@ class Server:
 
     def _copy(self) -> list[str]:
         """On the worker: one attempt. Raises Cancelled if a training process attaches meanwhile."""
-        spec = read_spec(self._folder)
+        spec, memory, self._copied = read_spec(self._folder), self._memory(), []
+        here = sorted(memory.list("gen"))
         if spec is None:
-            return []  # no training process has opened the run completely: there is nothing to copy
-        memory = Disk(MemoryFiles(self._folder, spec.spill), self._folder, place=f"{paths.MEMORY}{self._folder}")
-        self._copied = sorted(memory.list("gen"))
-        return drained(memory, spec, self._stop.is_set)
+            missing = [f"{SPEC} cannot be read, which names the places below"] if here else []
+        else:
+            missing = drained(memory, spec, self._stop.is_set)
+        self._copied = [] if missing else here
+        return missing
+
+    def _memory(self) -> Disk:
+        """The memory folder as a tier, which other processes change too."""
+        spec = read_spec(self._folder)
+        files = MemoryFiles(self._folder, spec.spill if spec else None)
+        return Disk(files, self._folder, shared=True, place=f"{paths.MEMORY}{self._folder}")
 
     def _note_copies(self) -> None:
         """Take the result of an attempt that has ended, and decide when the next one begins."""
@@ -246,28 +281,33 @@ class Server:
             # The first attempt often comes before the system has released the locks of a killed process.
             if self._failures > 1 and self._failures & (self._failures - 1) == 0:
                 reporting.warning(f"{self._folder}: attempt {self._failures}: {'; '.join(self._missing)}")
-            for peer in [one for one in self._peers.values() if one.ends]:
-                peer.ends = False
-                self._send(peer, f"not everything could be copied: {'; '.join(self._missing)}")
+            self._refuse_to_end(f"not everything could be copied: {'; '.join(self._missing)}")
         self._answer_waiting()
 
     def _remove(self) -> None:
-        """Remove the memory, unless a process has the run open."""
+        """Remove the memory, unless a process has the run open, or has saved to it since everything was copied."""
         try:
-            lock = Lock(os.path.join(self._folder, access.LOCK))  # guard: open-memory-not-removed
+            lock = Lock(os.path.join(self._folder, access.LOCK), access.AGENTS_MARK)  # guard: open-memory-not-removed
+        except FileNotFoundError:  # nothing was ever saved here, or somebody has removed it
+            lock = None
         except OSError:
             self._next_at = time.monotonic() + PAUSES_SECONDS[-1]
+            self._refuse_to_end("a process has the run open")
             return
+        removed = self._folder + memory_place.REMOVED
         try:
-            if sorted(_names(os.path.join(self._folder, "gen"))) != self._copied:  # guard: new-saves-not-removed
+            if sorted(self._memory().list("gen")) != self._copied:  # guard: new-saves-not-removed
                 self._next_at = 0.0
                 return
             spec = read_spec(self._folder)
-            if spec is not None and spec.spill is not None:
-                shutil.rmtree(spec.spill, ignore_errors=True)
-            shutil.rmtree(self._folder, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError):
+                PosixFiles().rename(self._folder, removed)  # at once: a new opening makes a folder of its own
         finally:
-            lock.close()
+            if lock is not None:
+                lock.close()
+        if spec is not None and spec.spill is not None:
+            shutil.rmtree(spec.spill, ignore_errors=True)
+        shutil.rmtree(removed, ignore_errors=True)
         self._removed = True
 
     # ---- signals -------------------------------------------------------------------------------------------
@@ -293,10 +333,16 @@ class Server:
             self._wake_sender.send(b"\0")
 
 
-def serve(folder: str, linger_seconds: float = LINGER_SECONDS, ready: Callable[[], None] = lambda: None) -> bool:
+def serve(
+    folder: str,
+    linger_seconds: float = LINGER_SECONDS,
+    first_seconds: float = FIRST_SECONDS,
+    ready: Callable[[], None] = lambda: None,
+) -> bool:
     """Be the agent of a memory folder until it is removed. Returns False at once if there is an agent already.
 
-    `ready`: called once the agent listens, or is not needed.
+    `linger_seconds`, `first_seconds` (default: the constants of these names): how long copied memory is kept, and how
+    long the agent waits for a training process before it begins. `ready`: called once it listens, or is not needed.
     """
     try:
         lock = Lock(os.path.join(folder, LOCK))  # guard: one-agent-for-a-folder
@@ -306,23 +352,7 @@ def serve(folder: str, linger_seconds: float = LINGER_SECONDS, ready: Callable[[
     try:
         listener = listening(folder)
         ready()
-        Server(folder, listener, linger_seconds).run()
+        Server(folder, listener, linger_seconds, first_seconds).run()
     finally:
         lock.close()
     return True
-
-
-def _names(folder: str) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except FileNotFoundError:
-        return []
-
-
-def read_spec(folder: str) -> AgentSpec | None:
-    """What a training process has written for the agent; None if there is nothing that can be read."""
-    try:
-        with open(os.path.join(folder, SPEC), "rb") as file:
-            return layout.decode(file.read(), AgentSpec, SPEC)
-    except (OSError, LastgoodError):
-        return None

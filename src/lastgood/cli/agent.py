@@ -69,7 +69,7 @@ def stop(run: Run, as_json: Json = False) -> Answer:
     with contextlib.closing(connection):
         connection.settimeout(None)  # copies take as long as they take
         try:
-            answer = agent_link.asked(connection, "end")
+            answer = agent_link.asked(connection, agent_link.Request(protocol=agent_link.PROTOCOL, call="end"))
         except (OSError, ValueError) as error:
             raise TierDown(f"the agent of {folder} ended without an answer: {error}", safe="", todo="") from error
     if answer.error:
@@ -86,10 +86,10 @@ def state_of(folder: str) -> dict[str, Any]:
         return {**row, "agent": "none"}
     with contextlib.closing(connection):
         try:
-            answer = agent_link.asked(connection, "status")
+            answer = agent_link.asked(connection, agent_link.Request(protocol=agent_link.PROTOCOL, call="status"))
         except (OSError, ValueError):
             return {**row, "agent": "silent"}
-    state = "attached" if answer.attached else "copying" if answer.missing else "waiting"
+    state = "attached" if answer.attached else "copying" if answer.copying else "waiting"
     found = {"attached": answer.attached, "missing": answer.missing, "process": answer.process}
     return {**row, **found, "agent": state}
 
@@ -100,9 +100,9 @@ def _folder_of(run: str) -> str:
 
 
 def _folders() -> list[str]:
-    root = memory_place.folder_of_user()
     with contextlib.suppress(FileNotFoundError):
-        return sorted(entry.path for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False))
+        found = [one for one in os.scandir(memory_place.folder_of_user()) if one.is_dir(follow_symlinks=False)]
+        return sorted(one.path for one in found if not one.name.endswith(memory_place.REMOVED))
     return []
 
 

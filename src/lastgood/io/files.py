@@ -199,14 +199,20 @@ class Lock:
     trainer would hold the run for ever. So the copy in the child is closed at every fork.
     """
 
-    def __init__(self, path: str) -> None:
-        """Raises BlockingIOError if another process, or another object of this process, holds the lock."""
+    def __init__(self, path: str, content: bytes = b"") -> None:
+        """`content` (default empty): of the file at `path`, while the lock is held.
+
+        Raises BlockingIOError if another process, or another object of this process, holds the lock.
+        """
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # guard: exclusive-run-lock
         except OSError:
             _close(fd)
             raise
+        if content or os.fstat(fd).st_size:
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, content, 0)
         self._fd: int | None = fd
         os.register_at_fork(after_in_child=self._leave)  # guard: lock-not-inherited-by-fork
 

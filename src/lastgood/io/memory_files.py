@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from .. import reporting
 from ..ports import OpenMode
@@ -23,18 +24,23 @@ from . import files
 from .files import PosixFile, PosixFiles
 from .memory_limits import available_bytes
 
+RECORDS_BYTES = 8 << 20
+"""What files of tensors leave of a tmpfs for the records beside them."""
+_RESERVING = ".reserving.lock"
+
 
 def free_bytes(folder: str) -> int:
     """Bytes that may still be taken for files in `folder`, which is in a tmpfs. Raises OSError."""
-    free, available = files.free_bytes(folder), available_bytes()
+    free, available = max(0, files.free_bytes(folder) - RECORDS_BYTES), available_bytes()
     return free if available is None else min(free, available)
 
 
 class MemoryFiles:
     """`ports.Files` over the folder `root` in a tmpfs. All paths lie in it.
 
-    `spill`: the absolute folder, on a disk, for files that do not fit; it is made when it is needed. None: such files
-    fail with ENOSPC. `free` (default `free_bytes`): how many bytes may still be taken for files in a folder.
+    `spill`: the absolute folder, on a disk, for files that do not fit. It and its parent are made when they are needed,
+    not the directory above. None: such files fail with ENOSPC. `free` (default `free_bytes`): how many bytes may still
+    be taken for files in a folder.
     """
 
     def __init__(self, root: str, spill: str | None = None, free: Callable[[str], int] = free_bytes) -> None:
@@ -111,17 +117,27 @@ class MemoryFiles:
 
     def sync_dir(self, path: str) -> None:
         """Nothing is to be done: a tmpfs has no medium. What is spilled promises no more than memory does."""
-        if not os.path.isdir(path):
+        elsewhere = self._spilled(path)
+        if not os.path.isdir(path) and not (elsewhere and os.path.isdir(elsewhere)):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
 
-    def has_room(self, length: int) -> bool:
-        """Whether `length` more bytes fit into memory."""
-        return length <= self._free(self._root)
+    @contextlib.contextmanager
+    def room_for(self, length: int) -> Iterator[None]:
+        """Inside, no other process of this user takes memory for files. Raises ENOSPC if `length` bytes do not fit."""
+        path = os.path.join(os.path.dirname(self._root), _RESERVING)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)  # guard: memory-reserved-one-by-one
+            if length > self._free(self._root):  # guard: memory-limit-before-reserve
+                raise OSError(errno.ENOSPC, "not enough memory", self._root)
+            yield
+        finally:
+            os.close(fd)
 
     def spill(self, path: str) -> PosixFile:
         """Make an empty file of this path in the spill folder. Raises ENOSPC if there is none, and its errors."""
         elsewhere = self._spilled(path)
-        if elsewhere is None:
+        if elsewhere is None or self._spill is None or not os.path.isdir(os.path.dirname(os.path.dirname(self._spill))):
             raise OSError(errno.ENOSPC, "not enough memory, and no disk of this machine below it", path)
         os.makedirs(os.path.dirname(elsewhere), mode=0o700, exist_ok=True)
         file = self._files.open(elsewhere, "new")
@@ -160,9 +176,8 @@ class MemoryFile:
     def reserve(self, length: int) -> None:
         """As `ports.File.reserve`."""
         try:
-            if not self._files.has_room(length):  # guard: memory-limit-before-reserve
-                raise OSError(errno.ENOSPC, "not enough memory", self._path)
-            self._file.reserve(length)
+            with self._files.room_for(length):
+                self._file.reserve(length)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise

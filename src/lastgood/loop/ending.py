@@ -14,6 +14,8 @@ from typing import NoReturn
 from .. import reporting
 from ..coordination.single_rank import AnyRanks
 from ..errors import CommitUnknown, LastgoodError, NotRestored
+from ..records import Generation
+from ..run import paths
 from ..run.follower import Follower
 from ..run.pipeline import Pipeline
 from ..run.save_handle import Save
@@ -84,7 +86,7 @@ class Ending:
                 problem = error
         with contextlib.suppress(LastgoodError):  # then the report is about what this rank knew before
             refresh(self._pipeline)
-        newest = self._pipeline.run.known.newest_restorable()
+        newest = newest_durable(self._pipeline)
         durable = f"step {newest.step} is durable" if newest else "nothing is durable"
         more = f" {type(problem).__name__}: {problem}" if problem else ""
         level = reporting.threat if newest is None or problem else reporting.warning
@@ -136,7 +138,7 @@ class Ending:
         if not self._progress.called:
             self._report_unused()
         elif step > self._progress.resumed_step or self._pipeline.outcomes.failures:
-            newest = self._pipeline.run.known.newest_restorable()
+            newest = newest_durable(self._pipeline)
             self._pipeline.outcomes.report_end(newest.step if newest else None, step)
 
     def _report_unused(self) -> None:
@@ -145,6 +147,18 @@ class Ending:
         if sys.exc_info()[0] is None and (changed or not self._progress.restored_generation):
             what = f"{self._pipeline.run.tier.place}: nothing was saved: step() and save() were never called"
             reporting.warning(f"{what}, and the parameters have changed" if changed else what)
+
+
+def newest_durable(pipeline: Pipeline) -> Generation | None:
+    """The newest good generation that survives power loss, as far as this rank knows.
+
+    Only rank 0 knows of the copies below memory; another rank takes what is in memory for durable.
+    """
+    known = pipeline.run.known
+    if not paths.in_memory(known.tier.place) or isinstance(pipeline.run, Follower):
+        return known.newest_restorable()
+    found = [newest for one in known.below if (newest := one.newest_restorable()) is not None]
+    return max(found, key=lambda one: (one.commit.order, one.step), default=None)
 
 
 def refresh(pipeline: Pipeline) -> None:

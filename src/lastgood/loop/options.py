@@ -252,6 +252,11 @@ class Options:
         """The options of the place that is written first: its cadence, retention and parity."""
         return self.tiers[0] if self.tiers else self
 
+    @property
+    def copies(self) -> int:
+        """On how many nodes each file of the first place lies."""
+        return self.tiers[0].copies if self.tiers else 1
+
     def front_cadence(self) -> Every | Literal["auto"]:
         """The cadence of the place that is written first."""
         return self.front.cadence or self.cadence
@@ -294,6 +299,8 @@ class Options:
             parity=front.parity,
             scrub=self.scrub,
             shared=not (self.tiers and self.tiers[0].node_local),
+            copies=self.copies,
+            spread=self.tiers[0].spread if self.tiers else None,
             below=below,
         )
 

@@ -32,6 +32,7 @@ from ..policy.retention import wanted
 from ..policy.tune import Auto
 from ..records import Generation, GenerationId
 from ..run import disk_space
+from ..run.node_disks import NodeDisks
 from ..run.pipeline import Pipeline
 from ..run.planned_save import PlannedSave
 from ..run.save_handle import Save
@@ -207,7 +208,8 @@ class Saver:
         at = self._pipeline.admit_step(n)
         if self.last is None:
             if self._ranks.size > 1 and self._ranks.is_coordinator:
-                self.report_bound(planned.bytes * self._ranks.size)  # the ranks write about equal parts
+                # The ranks write about equal parts.
+                self.report_bound(planned.bytes * self._ranks_here() * self._options.copies)
             if self._planner.note:
                 reporting.info(self._planner.note)
         return at, planned
@@ -292,8 +294,13 @@ class Saver:
         parity, keep = options.front.parity, options.front.keep
         spare = parity_layout.share(parity) if parity else 0.0
         total = state_bytes + round(state_bytes * spare)
-        held = sum(one.bytes for one in run.known.survey.generations.values())
+        held = sum(one.bytes for one in run.known.survey.generations.values()) * self._ranks_here() // self._ranks.size
         disk_space.report_bound(run.tier, keep, options.tuning.in_flight, total, held)
+
+    def _ranks_here(self) -> int:
+        """How many ranks write to the place that is written first, as far as it is on this node."""
+        tier = self._pipeline.run.tier
+        return tier.nodes.leaders.count(0) if isinstance(tier, NodeDisks) else self._ranks.size
 
     def note_fence(self) -> None:
         """Add the time that the loop has waited at the fence to the stall of its last save."""

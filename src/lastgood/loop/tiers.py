@@ -10,7 +10,7 @@ import os
 from dataclasses import KW_ONLY, dataclass
 
 from ..format import parity_layout
-from ..policy.arguments import require
+from ..policy.arguments import is_whole, require
 from ..policy.cadence import Every
 from ..policy.retention import KEEP, Keep
 from ..run import paths
@@ -26,8 +26,10 @@ class Tier:
     `cadence`: when `step()` saves here; default None: as the run. `retention`: which generations are kept here; default
     Keep(last=3), in memory Keep(last=1). `parity`: as that of a Checkpointer; default None: no parity.
     `shared`: whether all nodes see this place; False, for the first tier only: each node has a directory of its own
-    under this path, for the files of its ranks; default True. `copies`, `spread`: for copies on other nodes; only their
-    defaults 1 and None exist so far.
+    under this path, for the files of its ranks; default True.
+    `copies`: on how many nodes each file lies, for memory only; default 1: on the node of its rank. With 2, a lost node
+    loses nothing that was copied. `spread`: the copies lie in different failure domains of this kind: spread="rack"
+    reads the label of each node from LASTGOOD_RACK; default None: on any other nodes.
     Raises Refused for other values.
 
         tiers=[lastgood.Tier("/nvme/gpt", cadence=lastgood.Every(steps=100), retention=lastgood.Keep(last=2))]
@@ -43,9 +45,16 @@ class Tier:
     shared: bool = True
 
     def __post_init__(self) -> None:
-        later = "It comes with a later version; leave it out."
-        require(self.copies == 1, f"Tier(copies={self.copies!r})", later)
-        require(self.spread is None, f"Tier(spread={self.spread!r})", later)
+        require(
+            is_whole(self.copies, 1) and (self.copies == 1 or self.in_memory),
+            f"Tier({self.url!r}, copies={self.copies!r})",
+            'Give a whole number of nodes, for "memory://" only.',
+        )
+        require(
+            self.spread is None or (isinstance(self.spread, str) and self.spread.isidentifier() and self.copies > 1),
+            f"Tier(spread={self.spread!r}) with copies={self.copies!r}",
+            'Give the name of a failure domain such as "rack", and copies of at least 2.',
+        )
         require(isinstance(self.shared, bool), f"Tier(shared={self.shared!r})", "Give True or False.")
         kind = "memory" if self.in_memory else paths.parsed(self.url).kind
         require(

@@ -146,6 +146,22 @@ def group_survives(parity: ParityGroups, failed: Collection[str]) -> bool:
     return all(sum(name in failed for name in one) <= parity.m for one in stripes)  # guard: parity-bounds-losses
 
 
+def missing_copies(held: Mapping[str, Collection[int]], placement: Placement, k: int) -> list[tuple[str, str, int]]:
+    """What is to be sent so that each part lies on k nodes: (the node that sends, the node that receives, the part).
+
+    `held`: node -> the parts that it has now. `placement`: of the same nodes. A part that lies on fewer than k nodes
+    goes to the nodes that hold copies of its first holder, and if these have it already, to others. A part that no node
+    has cannot be sent. Sorted. Example: `missing_copies({"a": {0}, "b": {1}}, copies(nodes, 2), 2)`.
+    """
+    orders = list[tuple[str, str, int]]()
+    for part in sorted({part for parts in held.values() for part in parts}):
+        have = sorted(name for name, parts in held.items() if part in parts)
+        others = [*placement.holders[have[0]], *sorted(placement.holders)]
+        wanted = [name for name in dict.fromkeys(others) if name not in have]
+        orders += [(have[0], name, part) for name in wanted[: max(k - len(have), 0)]]
+    return orders
+
+
 def loads(placement: Placement) -> dict[str, int]:
     """Node -> the number of other nodes' parts of which it holds a copy. Example: `max(loads(placement).values())`."""
     held = Counter(name for others in placement.holders.values() for name in others)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
@@ -25,13 +26,20 @@ from ..ports import Files, Tier
 from ..storage import object_store
 from ..storage.directory import Disk, WriteMode
 from ..storage.slots import FOLDER, Slots
-from . import claims, memory_place, paths
+from . import agent_link, claims, memory_place, paths
 from .packed import PackedTier
 
 if TYPE_CHECKING:
     from ..storage.objects import Objects
 
 LOCK = ".lock"
+WANTED = ".wanted"
+"""After the name of the lock: a file that asks the agent which holds the lock to give way."""
+AGENTS_MARK = b"agent"
+"""The content of a lock file while an agent holds the lock."""
+YIELD_SECONDS = 15.0
+"""How long an agent may take to give way."""
+POLL_SECONDS = 0.05
 _GENERATIONS = {"gen", FOLDER}
 _RUN_NAMES = {
     layout.HEADER,
@@ -41,6 +49,11 @@ _RUN_NAMES = {
     layout.LINK,
     catalog.NAME,
     LOCK,
+    LOCK + WANTED,
+    agent_link.LOCK,
+    agent_link.LOG,
+    agent_link.SOCKET,
+    agent_link.SPEC,
     "incarnations",
     claims.FOLDER,
     memory_place.SPILL,
@@ -70,8 +83,10 @@ def for_reading(path: str | os.PathLike[str]) -> Tier:
         )
     if objects is not None:
         return PackedTier(objects)
+    if place.kind == "memory":
+        return _directory(place, "atomic_dirsync", None)
     files = PosixFiles()  # reads without direct I/O: only a write could find out whether it is supported
-    return slots(files, root) if in_slots else Disk(files, root, place=place.url)
+    return slots(files, root) if in_slots else Disk(files, root)
 
 
 def slots(files: Files, root: str, *, in_flight: int = 1, direct: bool = False, several: bool = False) -> Slots:
@@ -98,7 +113,7 @@ def for_writing(
     take_over: bool = True,
     several: bool = False,
     spill: str | None = None,
-    own_claims: int = 0,
+    agent_order: int | None = None,
 ) -> Iterator[Tier]:
     """Open a run for writing and hold its lock until the context ends. A missing directory is created.
 
@@ -106,7 +121,8 @@ def for_writing(
     many saves may be in flight, for slots only. `persist` (default "direct"): how slots are written, for slots only.
     `take_over` (default True): whether a process that has the run open in an object store, or ended without closing it,
     is replaced; otherwise RunLocked is raised. `several` (default False): as for `Slots`. `spill` (default
-    None): as for `MemoryFiles`, for memory only. `own_claims` (default 0): as for `claims.claimed`.
+    None): as for `MemoryFiles`, for memory only. `agent_order` (default None): this is an agent, which
+    gives way to any other process, and replaces claims up to this number.
     Raises NotARun, NotWritable, RunLocked, NoSpace, TierDown; Refused for a `mode` or `persist` that does not fit.
     """
     place = paths.parsed(path)
@@ -126,11 +142,11 @@ def for_writing(
     if place.kind == "objects":
         objects = _objects(root)
         _require_no_other_files(root, set(objects.list("")))
-        with claims.claimed(objects, take_over, own_claims) as held:
+        with claims.claimed(objects, take_over, agent_order or 0) as held:
             yield PackedTier(held)
         return
     _require_no_other_files(root, _names_at(root, in_slots) or set())
-    lock = _locked_place(place)
+    lock = _locked_place(place, of_agent=agent_order is not None)
     try:
         if not in_slots:
             yield _directory(place, mode, spill)
@@ -170,7 +186,9 @@ def for_sharing(path: str | os.PathLike[str], mode: WriteMode, spill: str | None
 def _directory(place: paths.Place, mode: WriteMode, spill: str | None, shared: bool = False) -> Disk:
     """The tier over a directory, on a disk or in memory."""
     if place.kind == "memory":
-        return Disk(MemoryFiles(place.root, spill), place.root, shared=shared, place=place.url)
+        spec = agent_link.read_spec(place.root)  # files may lie in a spill folder that an earlier opening has chosen
+        earlier = spec.spill if spec is not None and spec.spill and os.path.isdir(spec.spill) else None
+        return Disk(MemoryFiles(place.root, earlier or spill), place.root, shared=shared, place=place.url)
     files, direct = PosixFiles(), _supports_direct_io(place.root)
     return Disk(files, place.root, mode=mode, direct=direct, shared=shared)
 
@@ -313,15 +331,52 @@ def _locked(root: str) -> RunLocked:
     )
 
 
-def _locked_place(place: paths.Place) -> Lock:
-    """Create the directory of a run and lock it. Raises RunLocked, NotWritable, NoSpace, TierDown, Refused."""
+def _locked_place(place: paths.Place, of_agent: bool) -> Lock:
+    """Create the directory of a run and lock it. Raises RunLocked, NotWritable, NoSpace, TierDown, Refused.
+
+    An agent that copies into it gives way: it is asked to, and waited for.
+    """
+    path, until = os.path.join(place.root, LOCK), time.monotonic() + YIELD_SECONDS
+    wanted = path + WANTED
     try:
         _make(place)
-        return Lock(os.path.join(place.root, LOCK))
-    except BlockingIOError as error:
-        raise _locked(place.root) from error
+        while True:
+            try:
+                lock = Lock(path, AGENTS_MARK if of_agent else b"")
+            except BlockingIOError as error:
+                if of_agent or not _held_by_agent(path) or time.monotonic() > until:
+                    raise _locked(place.root) from error
+                with open(wanted, "w"):
+                    os.utime(wanted)
+                time.sleep(POLL_SECONDS)
+            except FileNotFoundError:  # an agent has removed the memory since it was made
+                if time.monotonic() > until:
+                    raise
+                _make(place)
+            else:
+                break
+        if not of_agent:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(wanted)
+        return lock
     except OSError as error:
         raise os_errors.at_path(error, place.root) from error
+
+
+def is_wanted(root: str) -> bool:
+    """Whether another process waits until an agent gives a run in a directory free. It renews its request."""
+    try:
+        return time.time() - os.stat(os.path.join(root, LOCK + WANTED)).st_mtime < YIELD_SECONDS
+    except OSError:
+        return False
+
+
+def _held_by_agent(path: str) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(AGENTS_MARK)) == AGENTS_MARK
+    except OSError:
+        return False
 
 
 def _make(place: paths.Place) -> None:

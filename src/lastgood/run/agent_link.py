@@ -25,16 +25,20 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
 
 from .. import reporting
+from ..errors import Cancelled, LastgoodError, PeerDown
 from ..format import layout
 from ..policy.retention import Keep
-from ..records import Record
+from ..records import GenerationId, Record
 from ..storage.directory import Disk
+from .peers import PeerOrder, Peers, PeerTable
 
 PROTOCOL = 1
 """The version of the messages. An agent of another version is ended, and a new one is started."""
@@ -43,6 +47,9 @@ MESSAGE_LIMIT_BYTES = 1 << 20
 ATTACH_SECONDS = 10.0
 """How long an agent may take to stop a copy. After that it is killed."""
 START_SECONDS = 60.0
+POLL_SECONDS = 0.2
+SEND_SECONDS = 600.0
+"""How long an agent may take to send the files of one generation."""
 LINGER_SECONDS = 600.0
 """How long an agent keeps memory in which everything is copied, for the next training process."""
 
@@ -66,14 +73,37 @@ class AgentSpec(Record, frozen=True, kw_only=True):
     spill: str | None
 
 
-class Request(Record, frozen=True, kw_only=True):
-    """What a process asks of an agent. "attach": until the connection ends, a training process has the run open.
+class Serve(Record, frozen=True, kw_only=True):
+    """How an agent is to serve the other nodes of a job. `job`, `key`: as in `PeerTable`. `node`: name of this node.
 
-    "end": copy everything, remove the memory, and end.
+    `host`: the address at which it listens. `port`: as before, or 0: a free one.
+    """
+
+    job: str
+    key: str
+    node: str
+    host: str
+    port: int
+
+
+class Send(Record, frozen=True, kw_only=True):
+    """Files of a generation that an agent is to send to other nodes."""
+
+    at: GenerationId
+    orders: list[PeerOrder]
+
+
+class Request(Record, frozen=True, kw_only=True):
+    """What a process asks of an agent.
+
+    "attach": until the connection ends, a training process has the run open. "status": nothing. "serve": listen for the
+    agents of other nodes. "send": send files to them. "end": copy everything, remove the memory, and end.
     """
 
     protocol: int
-    call: Literal["attach", "status", "end"]
+    call: Literal["attach", "status", "serve", "send", "end"]
+    serve: Serve | None = None
+    send: Send | None = None
 
 
 class Answer(Record, frozen=True, kw_only=True):
@@ -85,7 +115,23 @@ class Answer(Record, frozen=True, kw_only=True):
     """connections of training processes"""
     missing: list[str]
     """what is in memory and not in a place below, after the last attempt to copy it"""
+    copying: bool = False
+    """whether it copies, or is about to"""
+    port: int = 0
+    """where it listens for other nodes; 0: it does not"""
     error: str = ""
+
+
+@dataclass
+class NodeLinks:
+    """What a leader has of its node and of others. `agent`: of its memory; None: its front is on a disk.
+
+    `table`: the nodes whose agents serve each other; None: no copies are made. `peers`: reads from them.
+    """
+
+    agent: AgentLink | None = None
+    table: PeerTable | None = None
+    peers: Peers | None = None
 
 
 class AgentLink:
@@ -97,6 +143,7 @@ class AgentLink:
     def __init__(self, folder: str) -> None:
         self._folder = folder
         self._connection: socket.socket | None = None
+        self._serve: Serve | None = None
         self._attempts = 0
         """how often this process has found no agent"""
         os.register_at_fork(after_in_child=self.close)  # guard: link-not-inherited-by-fork
@@ -109,9 +156,11 @@ class AgentLink:
             return False
         try:
             connection.settimeout(ATTACH_SECONDS)
-            error = asked(connection, "attach").error
+            error = asked(connection, Request(protocol=PROTOCOL, call="attach")).error
         except (OSError, ValueError) as failure:
             error = f"{type(failure).__name__}: {failure}"
+        if not error and self._serve is not None:
+            error = self._served(connection, self._serve)
         if not error:
             connection.setblocking(False)  # with a timeout Python would wait for it in each call
             self._connection = connection
@@ -123,8 +172,9 @@ class AgentLink:
 
     def start(self, disk: Disk, spec: AgentSpec) -> None:
         """Write what the agent is to know, and start it unless it runs. Raises what writing raises."""
-        disk.delete(SPEC)
-        disk.put_new(SPEC, layout.encode(spec))
+        disk.delete(SPEC + ".new")
+        disk.put_new(SPEC + ".new", layout.encode(spec))
+        disk.replace(SPEC, SPEC + ".new")  # an agent never finds none, or half of one
         self.check()
 
     def check(self) -> None:
@@ -147,6 +197,48 @@ class AgentLink:
             f"opening of the run copies what is in memory only. {LOG} in that folder may say more."
         )
 
+    def serve(self, serve: Serve) -> int:
+        """Let the agent, which is started if there is none, serve other nodes. Returns its port; 0: there is no agent.
+
+        An agent that is started later in place of this one listens at the same port.
+        """
+        self._serve = serve
+        self.close()
+        self.check()
+        return self._serve.port if self._connection is not None else 0
+
+    def send(self, send: Send, stop: Callable[[], bool]) -> None:
+        """Let the agent send files to other nodes, and wait for that. May be called from another thread.
+
+        Raises PeerDown with what the agent says, and if there is none; Cancelled once `stop()` is true.
+        """
+        until = time.monotonic() + SEND_SECONDS
+        try:
+            with contextlib.closing(connected(self._folder)) as connection:
+                connection.sendall(_encoded(Request(protocol=PROTOCOL, call="send", send=send)))
+                answered = select.poll()
+                answered.register(connection, select.POLLIN)
+                while not answered.poll(POLL_SECONDS * 1000):
+                    if stop():
+                        raise Cancelled("the run is being closed")
+                    if time.monotonic() > until:
+                        raise TimeoutError(f"it has not sent {send.at} within {SEND_SECONDS:.0f} s")
+                error = _answer(connection).error
+        except (OSError, ValueError) as failure:
+            error = f"{type(failure).__name__}: {failure}"
+        if error:
+            raise PeerDown(f"the agent of {self._folder} could not send {send.at}: {error}", safe="It is kept here.")
+
+    def _served(self, connection: socket.socket, serve: Serve) -> str:
+        """Ask the agent to serve other nodes. Returns why it does not, or ""."""
+        try:
+            answer = asked(connection, Request(protocol=PROTOCOL, call="serve", serve=serve))
+        except (OSError, ValueError) as failure:
+            return f"{type(failure).__name__}: {failure}"
+        if not answer.error:
+            self._serve = msgspec.structs.replace(serve, port=answer.port)
+        return answer.error
+
     def close(self) -> None:
         """End the connection: the agent then copies what is missing below, and removes the memory after a while."""
         connection, self._connection = self._connection, None
@@ -157,9 +249,17 @@ class AgentLink:
 # ---- messages ----------------------------------------------------------------------------------------------------
 
 
-def asked(connection: socket.socket, call: Literal["attach", "status", "end"]) -> Answer:
+def asked(connection: socket.socket, request: Request) -> Answer:
     """Send a request and return the answer. Raises OSError, and ValueError for an answer that is none."""
-    connection.sendall(msgspec.json.encode(Request(protocol=PROTOCOL, call=call)) + b"\n")
+    connection.sendall(_encoded(request))
+    return _answer(connection)
+
+
+def _encoded(request: Request) -> bytes:
+    return msgspec.json.encode(request) + b"\n"
+
+
+def _answer(connection: socket.socket) -> Answer:
     data = b""
     while not data.endswith(b"\n"):
         part = connection.recv(4096)
@@ -240,7 +340,9 @@ def _kill(connection: socket.socket) -> None:
         pidfd = os.pidfd_open(process)
         try:
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-            select.select([pidfd], [], [], ATTACH_SECONDS)
+            ended = select.poll()
+            ended.register(pidfd, select.POLLIN)
+            ended.poll(ATTACH_SECONDS * 1000)
         finally:
             os.close(pidfd)
 
@@ -260,3 +362,12 @@ def _started(folder: str) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     return "" if ended.returncode == 0 else f"it ended with status {ended.returncode}"
+
+
+def read_spec(folder: str) -> AgentSpec | None:
+    """What a training process has written for the agent; None if there is nothing that can be read."""
+    try:
+        with open(os.path.join(folder, SPEC), "rb") as file:
+            return layout.decode(file.read(), AgentSpec, SPEC)
+    except (OSError, LastgoodError):
+        return None

@@ -231,8 +231,6 @@ class LowerPlace:
         except Exception as error:  # noqa: BLE001 - it is damaged at the source, this writer was replaced, or a bug
             self._outcomes.put(error)
             failed = error  # guard: failed-copy-ends-its-wait
-        if failed is None:
-            self._outcomes.copied(at.step)
         with self._changed:
             self._failures, self._last_try = 0, False
             self._end(at, failed)
@@ -265,6 +263,7 @@ class LowerPlace:
         with known.lock:
             known.survey.incarnations.update(incarnations)
             known.record(there)
+        self._outcomes.copied(at.step)
         if not held:
             source.emit("copied", at, seconds=now() - begun, size=there.bytes, detail=self.tier.place)
         code = self.writer.verifier.code

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import re
+import shutil
 import stat
 from collections.abc import Mapping
 
 from ..errors import NotWritable, Refused
 from ..io import checksum, os_errors
-from ..io.machine import machine
+from ..io.machine import NODE, machine
 from . import paths
 
 VARIABLE = "LASTGOOD_MEMORY"
@@ -24,6 +26,8 @@ VARIABLE = "LASTGOOD_MEMORY"
 DEFAULT = "/dev/shm"
 SPILL = ".spill"
 """The folder, in the directory of a run on a disk, for files that do not fit into memory."""
+REMOVED = ".removed"
+"""After the name of a folder of a run: an agent is removing it."""
 _IN_MEMORY = ("tmpfs", "ramfs")
 _SAFE = "Nothing was touched."
 
@@ -42,8 +46,11 @@ def url_of(last_place: str | os.PathLike[str], environ: Mapping[str, str] = os.e
 
 
 def spill_folder(root: str, environ: Mapping[str, str] = os.environ) -> str:
-    """The folder, in the directory `root` of a run on a disk, for files of this machine that do not fit into memory."""
-    digest = checksum.digest("xxh3_128", machine(environ).encode())
+    """The folder, in the directory `root` of a run on a disk, for files of this machine that do not fit into memory.
+
+    It is named after the host, not after its start, so that what is left there is found and removed after a restart.
+    """
+    digest = checksum.digest("xxh3_128", (environ.get(NODE) or platform.node()).encode())
     return os.path.join(root, SPILL, digest[:12])
 
 
@@ -74,6 +81,7 @@ def make(root: str) -> None:
             safe="Only an empty folder was made.",
             todo=f"Name the mount point of a tmpfs in {VARIABLE}, or use a directory as the tier.",
         )
+    shutil.rmtree(root + REMOVED, ignore_errors=True)  # an agent was killed while it removed this
     try:
         _make(root)
     except OSError as error:

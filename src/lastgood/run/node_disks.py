@@ -29,7 +29,7 @@ from ..ports import Tier
 from ..records import Commit, Extent, Generation, Record
 from ..storage.directory import Disk
 from ..storage.slots import Slots
-from .agent_link import AgentLink
+from .agent_link import NodeLinks
 from .rank_requests import Requests, RequestServer
 from .verify import Stop
 
@@ -160,13 +160,13 @@ class NodeDisks:
     """`ports.Tier` over the disks of all nodes, at the coordinator. Files of ranks are written on its own node only.
 
     `own`: the disk of this node. `nodes`: all nodes. `requests`: to the leaders of the others; None: there are none.
-    `agent`: that of this node, if the disk is memory.
+    `links`: to the agent of this node, if the disk is memory, and to other nodes.
     """
 
     visible_is_durable = False
 
-    def __init__(self, own: Own, nodes: Nodes, requests: Requests | None, agent: AgentLink | None = None) -> None:
-        self.own, self.nodes, self._requests, self.agent = own, nodes, requests, agent
+    def __init__(self, own: Own, nodes: Nodes, requests: Requests | None, links: NodeLinks | None = None) -> None:
+        self.own, self.nodes, self._requests, self.links = own, nodes, requests, links or NodeLinks()
         self.place, self.leads, self.shown = own.place, True, Shown(own)
         self.newest_only, self.reads_at_once = own.newest_only, own.reads_at_once
         self._turn = threading.Lock()
@@ -222,7 +222,12 @@ class NodeDisks:
         """Leader of a node -> the ranks that wrote the generation whose files lie on the node."""
         listings = self._listings(layout.folder(generation.id))
         return {
-            leader: {one.rank for one in generation.commit.seals if layout.blob_name(one.rank) in listing}
+            # guard: copy-counts-with-its-manifest
+            leader: {
+                one.rank
+                for one in generation.commit.seals
+                if layout.blob_name(one.rank) in listing and one.manifest in listing
+            }
             for leader, listing in listings.items()
         }
 
@@ -299,11 +304,11 @@ class NodeView:
     """`ports.Tier` over the disk of one node, at a rank other than the coordinator.
 
     It lists and reads what its node has, and what was shown to it of the others. `leads`: whether it leads its node.
-    `agent`: that of its node, if it leads the node and the disk is memory.
+    `links`: as for `NodeDisks`, if it leads the node.
     """
 
-    def __init__(self, own: Own, nodes: Nodes, leads: bool, agent: AgentLink | None = None) -> None:
-        self.agent = agent
+    def __init__(self, own: Own, nodes: Nodes, leads: bool, links: NodeLinks | None = None) -> None:
+        self.links = links or NodeLinks()
         self.own, self.nodes, self.place, self.leads, self.shown = own, nodes, own.place, leads, Shown(own)
         self.server: RequestServer | None = None
         """at the leader of a node: serves the coordinator"""

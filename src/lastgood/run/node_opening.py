@@ -16,15 +16,17 @@ from ..coordination.rounds import RankGroup
 from ..coordination.single_rank import AnyRanks
 from ..errors import Damaged, LastgoodError, NameTaken, Refused
 from ..format import commit, layout, sealed
+from ..io.machine import machine
 from ..policy.parts import divided
 from ..ports import Tier
 from ..records import Finding, Generation, RunHeader, Seal, judged
 from ..storage.directory import Disk
-from . import access, copying, paths
-from .agent_link import AgentLink, AgentSpec, CopyTo
+from . import access, copying, paths, peer_opening
+from .agent_link import AgentLink, AgentSpec, CopyTo, NodeLinks
 from .known import KnownRun
 from .node_disks import FETCHED, SUBJECT, NodeDisks, NodeFiles, Nodes, NodeTier, NodeView, Own
 from .outcomes import Outcomes
+from .peers import Peers
 from .planned_save import RunOptions
 from .rank_requests import Requests, RequestServer
 
@@ -40,13 +42,16 @@ def opened(path: str | os.PathLike[str], options: RunOptions, ranks: AnyRanks) -
     with contextlib.ExitStack() as storage:
         topic = ranks.topic("nodes")
         with topic.failing():
-            here = [str(ranks.rank)] if in_slots else access.identity(path)
-            nodes = Nodes(tuple(topic.agree(here, lambda posts: [posts.index(one) for one in posts])))
-            leads = nodes.leaders[ranks.rank] == ranks.rank
-            agent = AgentLink(paths.parsed(path).root) if leads and paths.parsed(path).kind == "memory" else None
+            agent = AgentLink(paths.parsed(path).root) if paths.parsed(path).kind == "memory" else None
             if agent is not None:
                 storage.callback(agent.close)
                 agent.attach()  # guard: agent-attached-before-opening
+            here = [str(ranks.rank)] if in_slots else access.identity(path)
+            nodes = Nodes(tuple(topic.agree(here, lambda posts: [posts.index(one) for one in posts])))
+            leads = nodes.leaders[ranks.rank] == ranks.rank
+            if agent is not None and not leads:
+                agent.close()
+                agent = None
             if leads:
                 own = storage.enter_context(_opened_own(path, options, ranks, in_slots))
                 own.delete(FETCHED)
@@ -55,14 +60,20 @@ def opened(path: str | os.PathLike[str], options: RunOptions, ranks: AnyRanks) -
                 own = storage.enter_context(access.for_sharing(path, options.write_mode, options.spill(path)))
             disk = cast(Own, own)
             topic.agree((nodes.leaders[ranks.rank], _run_of(disk)), _require_one_run)
+            links = NodeLinks(agent)
+            if options.copies > 1 and isinstance(ranks, RankGroup):
+                links.table = peer_opening.agreed(agent, nodes.leaders[ranks.rank], options.spread, topic)
+                if links.table is not None and leads:
+                    links.peers = Peers(links.table.job, links.table.key, machine())
+                    storage.callback(links.peers.close)
         if not isinstance(ranks, RankGroup) or not nodes.others:
-            yield NodeDisks(disk, nodes, None, agent) if ranks.is_coordinator else NodeView(disk, nodes, leads, agent)
+            yield NodeDisks(disk, nodes, None, links) if ranks.is_coordinator else NodeView(disk, nodes, leads, links)
         elif ranks.is_coordinator:
             requests = Requests(ranks, SUBJECT, nodes.others)
             storage.callback(requests.end)
-            yield NodeDisks(disk, nodes, requests, agent)
+            yield NodeDisks(disk, nodes, requests, links)
         else:
-            view = NodeView(disk, nodes, leads, agent)
+            view = NodeView(disk, nodes, leads, links)
             if leads:
                 view.server = RequestServer(ranks, SUBJECT, NodeFiles(disk))
                 storage.callback(view.server.close)
@@ -163,13 +174,19 @@ def start_agent(tier: Tier, options: RunOptions, claims: Sequence[Tier], outcome
 
     `claims`: the places below, as they are opened. `outcomes`: receives what writing raises.
     """
-    if not isinstance(tier, NodeTier) or tier.agent is None:
+    if not isinstance(tier, NodeTier) or tier.links.agent is None:
         return
     assert isinstance(tier.own, Disk)
     order = max((getattr(one, "order", 0) for one in claims), default=0)
     places = [CopyTo(url=paths.parsed(one.path).url, keep=one.keep) for one in options.below]
     spec = AgentSpec(format=layout.FORMAT, places=places, order=order, spill=options.spill(tier.place))
     try:
-        tier.agent.start(tier.own, spec)
+        tier.links.agent.start(tier.own, spec)
     except LastgoodError as error:
         outcomes.put(error)
+
+
+def check_agent(tier: Tier) -> None:
+    """As `AgentLink.check`, if the front is memory that this process leads."""
+    if isinstance(tier, NodeTier) and tier.links.agent is not None:
+        tier.links.agent.check()

@@ -6,6 +6,7 @@
                   the node that has it:
     sender        .../TRANSFER/FILE/OFFSET             a part of a chunk, at most PART_BYTES
     receiver      .../TRANSFER/FILE/OFFSET/RANK        acknowledges the part; the sender then deletes both
+                  Where the nodes have agents that serve each other, the receiver reads from that of the sender instead.
 
 Invariants
   1. What was fetched is verified like any other chunk, when a rank reads it.
@@ -125,6 +126,13 @@ class Carrier:
         )
         if one.place is not None:
             return _read(self._below[one.place], extent) if wants else b""
+        table, peers = self._tier.links.table, self._tier.links.peers
+        if table is not None and peers is not None:  # all leaders have a table, or none has
+            if not wants:
+                return b""
+            data = bytearray(extent.length)
+            peers.read(table.node_of(one.senders[chunk.blob.name]), extent, memoryview(data))
+            return bytes(data)
         if one.senders[chunk.blob.name] == self._ranks.rank:
             receivers = [leader for leader, of in one.wanted.items() if chunk.number in of.get(chunk.blob.name, ())]
             self._send(one, extent, receivers)

@@ -167,10 +167,16 @@ def _up_to(text: str, position: int) -> str:
     return text if end < 0 else text[:end]
 
 
+PEERS = "peers://"
+"""The place of copies in the memory of other nodes; before "node" or "domain", what they survive."""
+
+
 def survived_by(place: str) -> frozenset[str]:
     """Which failures a generation survives in a place: "process", "power", "node", "domain" (`Save.durable`)."""
     if in_memory(place):
         return frozenset({"process"})
+    if place.startswith(PEERS):
+        return frozenset({"process", "node", place.removeprefix(PEERS)})
     return frozenset({"process", "power", "node", "domain"} if in_object_store(place) else {"process", "power"})
 
 

@@ -436,8 +436,7 @@ class Pipeline:
         def give_way() -> bool:
             return bool(self._flights)  # guard: upkeep-yields-to-saves
 
-        if (agent := getattr(self.run.tier, "agent", None)) is not None:
-            agent.check()
+        node_opening.check_agent(self.run.tier)
         if give_way() or not self.upkeep.after_save(give_way):
             return
         if self.upkeep.scrub_is_due():

@@ -29,10 +29,11 @@ from ..limits import WORKERS
 from ..policy.places import holder
 from ..ports import Tier
 from ..records import Finding, Generation, GenerationId, PlaceList, RunHeader, intact, judged
-from . import access, copying, node_opening, node_transfer, paths
+from . import access, copying, node_copies, node_opening, node_transfer, paths
 from .follower import Follower
 from .known import Environment
 from .lower_place import LowerPlace
+from .node_copies import NodeCopies
 from .node_disks import NodeDisks, NodeView
 from .node_transfer import Carrier, Chunks, NodeTransfers
 from .outcomes import Outcomes
@@ -51,7 +52,7 @@ class Places:
     `front`: the writer where each save is committed first. `below`: the other places, the nearest first; none by
     default. At a rank other than the coordinator there are `followed` instead, and `servers` that do this rank's part
     of copies and parity. `transfers`: at the coordinator of a job on several nodes whose front lies on their disks;
-    None anywhere else.
+    None anywhere else. `copies`: at the coordinator, where copies are made on other nodes.
     """
 
     def __init__(
@@ -61,8 +62,9 @@ class Places:
         followed: Sequence[Follower] = (),
         servers: Sequence[PartServer | RequestServer] = (),
         transfers: NodeTransfers | None = None,
+        copies: NodeCopies | None = None,
     ) -> None:
-        self.front, self.below, self._servers, self.transfers = front, below, servers, transfers
+        self.front, self.below, self._servers, self.transfers, self.copies = front, below, servers, transfers, copies
         self._carried: GenerationId | None = None
         self._all = [front, *(one.writer for one in below), *followed]
         front.known.below = [one.known for one in self._all[1:]]
@@ -70,6 +72,9 @@ class Places:
             one.mender.sources = [other.tier for other in self._writers() if other is not one]
         for place in below:
             place.catch_up()
+        newest = front.known.newest_restorable()
+        if copies is not None and newest is not None:
+            copies.offer(newest)  # a node may have been replaced
         if below:
             _note([self.front.tier, *(one.tier for one in below)])
 
@@ -148,6 +153,8 @@ class Places:
     def offer(self, generation: Generation, pinned: bool) -> dict[str, Future[None]]:
         """Copy a generation that was committed to the places that are due. Returns place -> the end of the copy."""
         offered = {one.tier.place: one.offer(generation, pinned) for one in self.below}
+        if self.copies is not None:
+            offered[self.copies.place] = self.copies.offer(generation)
         return {place: copied for place, copied in offered.items() if copied is not None}
 
     def add(self, at: GenerationId) -> dict[str, Future[None]]:
@@ -158,8 +165,9 @@ class Places:
     def wait(self, timeout_seconds: float | None) -> None:
         """Wait for the copies, as `LowerPlace.wait`. Raises TimedOut after `timeout_seconds` (None: no limit)."""
         until = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-        for one in self.below:
-            one.wait(None if until is None else max(0.0, until - time.monotonic()))
+        waits = [one.wait for one in self.below] + ([self.copies.wait] if self.copies else [])
+        for wait in waits:
+            wait(None if until is None else max(0.0, until - time.monotonic()))
 
     def stop(self) -> None:
         """Interrupt all copies: `close` then does not try to make them."""
@@ -177,6 +185,8 @@ class Places:
 
     def close(self) -> None:
         """As `LowerPlace.close`, for each place."""
+        if self.copies is not None:
+            self.copies.close()
         for one in self.below:
             one.close()
         if isinstance(self.front, RunWriter):
@@ -214,6 +224,7 @@ class Below:
 
     def __init__(self, options: RunOptions, storage: contextlib.ExitStack, ranks: AnyRanks) -> None:
         self._options, self._parity, self._ranks = options.below, options.parity, ranks
+        self._count = options.copies
         self.tiers: list[Any] = [
             storage.enter_context(
                 access.for_writing(one.path, "atomic_dirsync", in_flight=1)
@@ -252,7 +263,16 @@ class Below:
         if isinstance(self._ranks, RankGroup) and isinstance(front.tier, NodeDisks) and front.tier.nodes.others:
             transfers = NodeTransfers(front.tier, self.tiers, self._ranks)
             pools.callback(transfers.end)
-        return Places(front, places, transfers=transfers)
+        return Places(front, places, transfers=transfers, copies=self._copies(front, outcomes, pools))
+
+    def _copies(self, front: RunWriter, outcomes: Outcomes, pools: contextlib.ExitStack) -> NodeCopies | None:
+        """What copies to other nodes, where their agents serve each other."""
+        tier, ranks = front.tier, self._ranks
+        if not isinstance(tier, NodeDisks) or tier.links.table is None or not isinstance(ranks, RankGroup):
+            return None
+        copies = NodeCopies(tier, front.known, tier.links.table, self._count, ranks, outcomes)
+        pools.callback(copies.close)
+        return copies
 
     def _followed(self, front: Follower, pools: contextlib.ExitStack) -> Places:
         """As `opened`, at a rank other than the coordinator."""
@@ -272,6 +292,9 @@ class Below:
             serve(PartServer(view, "front", self.tiers, group, _readers(pools)))
             if view.server is not None:
                 serve(RequestServer(group, node_transfer.SUBJECT, Carrier(view, self.tiers, group)))
+                if view.links.table is not None and view.links.agent is not None:
+                    sender = node_copies.CopySender(view.links.agent, view.links.table, group.rank)
+                    serve(RequestServer(group, node_copies.SUBJECT, sender))
         elif self._parity:
             serve(PartServer(view, "front", [view], group, _readers(pools)))
         return Places(front, followed=followed, servers=servers)

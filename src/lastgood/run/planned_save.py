@@ -68,6 +68,10 @@ class RunOptions:
     scrub: Scrub | None = None
     shared: bool = True
     """whether all nodes see the place that is written first; False: each has a disk of its own under this path"""
+    copies: int = 1
+    """on how many nodes each file of the first place lies"""
+    spread: str | None = None
+    """the failure domain over which the copies are spread"""
     below: Sequence[PlaceOptions] = ()
     """the places that receive copies, the nearest first"""
 

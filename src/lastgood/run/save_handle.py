@@ -61,8 +61,9 @@ class Save:
         """Whether the generation exists in a place that survives a failure.
 
         `survives`: "process", which every place survives; "power" (default), which every place survives but memory;
-        "node", the loss of a machine with its disks, or "domain", that of a rack or a zone, which only object stores
-        survive. Raises Refused for another text.
+        "node", the loss of a machine with its disks, or "domain", that of a rack or a zone, which object stores
+        survive, and copies in the memory of other nodes. Of several ranks, only rank 0 knows of copies to further
+        places; what is in memory first is durable there alone. Raises Refused for another text.
         """
         kinds = get_args(Survives)
         require(survives in kinds, f"survives={survives!r}", f"Give one of {', '.join(kinds)}.")
@@ -96,7 +97,8 @@ class Save:
         return self._outcome.exception() if self._outcome.done() else None
 
     def result(self, timeout: float | None = None) -> Generation:
-        """Wait until the save is durable in every place that receives it, and return its generation.
+        """Wait until the save is durable in every place that receives it, and return its generation. Copies in the
+        memory of other nodes are not waited for: `durable("node")` says whether they are made.
 
         `timeout`: in seconds (None: no limit). Raises TimedOut after it, and the save goes on; raises the error of a
         save that failed or was dropped, or of its copy to one of the places (Overtaken if a newer one is copied).
@@ -105,13 +107,13 @@ class Save:
         until = None if timeout is None else time.monotonic() + timeout
         generation = self.committed(timeout)
         for place, copied in list(self._places.items()):
-            if copied is not None:
+            if copied is not None and not place.startswith(paths.PEERS):
                 try:
                     copied.result(None if until is None else max(0.0, until - time.monotonic()))
                 except FutureTimeout:
                     raise TimedOut(
                         f"step {self.step} is not in {place} after {timeout} s",
-                        safe=f"It is durable in {', '.join(self.where())}, and is still being copied.",
+                        safe=f"It is in {', '.join(self.where())}, and is still being copied.",
                     ) from None
         return generation
 

@@ -10,6 +10,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "memory",
         ("memory_limits", "memory_files", "memory_runs"),
         ("memory is taken beyond the limit of the control group", "memory-limit-before-reserve", Never()),
+        ("two processes take the same free memory", "memory-reserved-one-by-one", Remove()),
         ("a folder that another user made first is used", "memory-of-another-user-refused", Never()),
         ("a folder on a disk is used as memory", "memory-is-a-tmpfs", Never()),
         ("milestones stay in memory for ever", "memory-keeps-no-milestones", Never()),
@@ -26,5 +27,15 @@ MUTANTS: tuple[Mutant, ...] = (
         ("an agent that does not answer goes on beside the new one", "silent-agent-killed", Remove()),
         ("a newer process in a bucket is replaced", "newer-claim-not-taken-over", Swap("newest <= own_claims", "True")),
         ("an agent copies while the run is opened", "agent-attached-before-opening", Remove()),
+    ),
+    *table(
+        "peers",
+        ("peers", "ranks_memory"),
+        (
+            "a finished file of another node is replaced",
+            "finished-copy-not-replaced",
+            Swap("manifest not in", "True or"),
+        ),
+        ("half of a copy counts as one", "copy-counts-with-its-manifest", Swap(" and one.manifest in listing", "")),
     ),
 )

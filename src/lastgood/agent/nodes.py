@@ -1,0 +1,80 @@
+"""The agents of the other nodes of a job: files are sent to them, and theirs are received. Threads of the `with` block.
+
+Nothing listens before a training process asks for it, with the key and the address of its job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from ..errors import LastgoodError
+from ..format import commit
+from ..run.agent_link import Send, Serve
+from ..run.peers import Peers
+from ..storage.directory import Disk
+from ..wire.port import Peer
+from ..wire.security import SharedKey
+from ..wire.serving import Server
+from .peer_files import PeerFiles
+
+SENDERS = 2
+"""So many generations are sent at the same time."""
+
+
+class Nodes:
+    """`memory`: makes the tier of this node's memory. `wake`: called when a sending has ended."""
+
+    def __init__(self, memory: Callable[[], Disk], wake: Callable[[], None]) -> None:
+        self._memory, self._wake = memory, wake
+        self._serving = contextlib.ExitStack()
+        self._senders = ThreadPoolExecutor(SENDERS, "lastgood-send")
+        self._peers: Peers | None = None
+        self.port = 0
+        """where it listens; 0: it does not"""
+
+    def __enter__(self) -> Nodes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+        self._senders.shutdown()
+
+    def serve(self, serve: Serve) -> str:
+        """Listen as `serve` says, instead of as before. Returns why that failed, or ""."""
+        self._stop()
+        files = PeerFiles(self._memory())
+        self._serving.callback(files.close)
+        me, security = Peer(serve.job, serve.node), SharedKey(bytes.fromhex(serve.key))
+        try:
+            server = self._serving.enter_context(Server((serve.host, serve.port), me, security, files))
+        except LastgoodError as error:
+            return str(error)
+        self._peers = Peers(serve.job, serve.key, serve.node)
+        self._serving.callback(self._peers.close)
+        self.port = server.address[1]
+        return ""
+
+    def send(self, send: Send) -> Future[str]:
+        """Send files of a generation. The result is why that failed, or ""."""
+        job = self._senders.submit(self._sent, send, self._peers)
+        job.add_done_callback(lambda _: self._wake())
+        return job
+
+    def _sent(self, send: Send, peers: Peers | None) -> str:
+        if peers is None:
+            return "it was not asked to serve other nodes"
+        memory = self._memory()
+        try:
+            generation = commit.read_generation(memory, send.at, None)
+            for order in send.orders:
+                seal = next(one for one in generation.commit.seals if one.rank == order.rank)
+                peers.send(memory, generation, seal, order.to)
+        except LastgoodError as error:
+            return f"{type(error).__name__}: {error.what}"
+        return ""
+
+    def _stop(self) -> None:
+        self._serving.close()
+        self._peers, self.port = None, 0

@@ -1,0 +1,183 @@
+"""Copies of each node's files in the memory of other nodes, made by the agents behind the training loop.
+
+    coordinator   after a commit: which files are on fewer nodes than there are to be copies (policy/placement.py)
+                  -> every leader, through rank_requests.py: CopyRequest
+    leader        its agent sends the files of its node to the agents of others (agent/nodes.py), then it answers
+
+Invariants
+  1. A copy lies on the other node as the file itself does (node_disks.py), so every reader finds it, and retention
+     deletes it with its generation.
+  2. A generation that is being copied is not deleted.
+  3. The newest generation is copied. One that waits while a newer one is committed is not: its copies would come late.
+  4. A node that cannot be reached delays nothing but the copies: they are tried again, with pauses.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+
+from ..coordination.rounds import RankGroup
+from ..errors import Cancelled, LastgoodError, Overtaken
+from ..policy.placement import Node, Placement, copies, missing_copies
+from ..records import Generation, GenerationId, Record
+from . import paths
+from .agent_link import AgentLink, Send
+from .known import KnownRun
+from .lower_place import PAUSES_SECONDS
+from .node_disks import NodeDisks
+from .outcomes import Outcomes
+from .peers import PeerNode, PeerOrder, PeerTable
+from .rank_requests import Requests
+from .verify import Stop
+
+SUBJECT = "copies"
+
+
+class CopyOrder(Record, frozen=True, kw_only=True):
+    """The files of a rank go from one node to another. `sender`, `receiver`: the leaders of the nodes."""
+
+    sender: int
+    receiver: int
+    rank: int
+
+
+class CopyRequest(Record, frozen=True, kw_only=True):
+    """What the coordinator asks of all leaders."""
+
+    at: GenerationId
+    orders: list[CopyOrder]
+
+
+class CopySender:
+    """One leader's part. At the other leaders it is a `rank_requests.Service`."""
+
+    def __init__(self, agent: AgentLink, table: PeerTable, leader: int) -> None:
+        self._agent, self._table, self._leader = agent, table, leader
+
+    def served(self, request: Any, stop: Stop) -> None:
+        """Let the agent send the files of this node. Raises as `AgentLink.send`."""
+        asked = msgspec.convert(request, CopyRequest)
+        mine = [one for one in asked.orders if one.sender == self._leader]
+        if mine:
+            orders = [PeerOrder(rank=one.rank, to=self._table.node_of(one.receiver)) for one in mine]
+            self._agent.send(Send(at=asked.at, orders=orders), stop)
+
+
+class NodeCopies:
+    """At the coordinator: copies each newest generation to `copies` nodes in all. Begins at once; `close` ends it.
+
+    `disks`: of all nodes. `source`: what the process knows of the run there. `table`: the nodes. `outcomes`: receives
+    errors.
+    """
+
+    def __init__(
+        self, disks: NodeDisks, source: KnownRun, table: PeerTable, count: int, ranks: RankGroup, outcomes: Outcomes
+    ) -> None:
+        assert disks.links.agent is not None, "a front whose nodes copy to each other has agents"
+        self._disks, self._source, self._count, self._outcomes = disks, source, count, outcomes
+        self._own = CopySender(disks.links.agent, table, ranks.rank)
+        self._requests = Requests(ranks, SUBJECT, disks.nodes.others, lambda: self._closing)
+        self._placement = placed(table.nodes, count)
+        self.place = paths.PEERS + ("domain" if self._placement.domains_survived else "node")
+        self._changed = threading.Condition()
+        self._waiting: tuple[Generation, Future[None]] | None = None
+        self._closing = False
+        self._failures = 0
+        self._thread = threading.Thread(target=self._run, name="lastgood-copies")
+        self._thread.start()
+
+    def offer(self, generation: Generation) -> Future[None]:
+        """Called when a generation was committed. The result ends when its copies are made, or are given up."""
+        copied = Future[None]()
+        with self._changed:
+            self._give_up(Overtaken(f"a newer generation than the copies of {self.place} was committed"))
+            self._waiting = generation, copied
+            self._source.held.add(generation.id)
+            self._failures = 0
+            self._changed.notify_all()
+        return copied
+
+    def wait(self, timeout_seconds: float | None) -> None:
+        """Wait until the newest generation is copied, or an attempt has failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting is None or self._failures or self._closing, timeout_seconds)
+
+    def close(self) -> None:
+        """End the thread. Copies that are under way are not waited for: their agents go on."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+        self._requests.end()
+        with self._changed:
+            self._give_up(Cancelled("the run was closed"))
+
+    def _give_up(self, error: LastgoodError) -> None:
+        """End the waiting for the generation that waits, if there is one. The lock is held."""
+        if self._waiting is not None:
+            generation, copied = self._waiting
+            self._waiting = None
+            self._source.held.discard(generation.id)
+            copied.set_exception(error)
+
+    # ---- the thread ----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                pause = PAUSES_SECONDS[min(self._failures, len(PAUSES_SECONDS)) - 1] if self._failures else None
+                self._changed.wait_for(lambda: self._closing or (self._waiting and not self._failures), pause)
+                if self._closing:
+                    return
+                waiting = self._waiting
+            if waiting is not None:
+                self._copy(*waiting)
+
+    def _copy(self, generation: Generation, copied: Future[None]) -> None:
+        """Make the copies of one generation. A failure is put into `outcomes` once, and tried again."""
+        failed: Exception | None = None
+        try:
+            self._make(generation)
+        except Cancelled:
+            return
+        except LastgoodError as error:
+            failed = error
+        with self._changed:
+            if failed is not None:
+                if self._failures == 0:
+                    self._outcomes.put(failed)
+                self._failures += 1
+            elif self._waiting is not None and self._waiting[1] is copied:
+                self._waiting, self._failures = None, 0
+                self._source.held.discard(generation.id)
+                copied.set_result(None)
+            self._changed.notify_all()
+
+    def _make(self, generation: Generation) -> None:
+        held = {str(leader): parts for leader, parts in self._disks.held(generation).items()}
+        orders = [
+            CopyOrder(sender=int(sender), receiver=int(receiver), rank=rank)
+            for sender, receiver, rank in missing_copies(held, self._placement, self._count)
+        ]
+        if not orders:
+            return
+        request = CopyRequest(at=generation.id, orders=orders)
+        self._requests.ask(request)
+        problem: LastgoodError | None = None
+        try:
+            self._own.served(msgspec.to_builtins(request), lambda: self._closing)
+        except LastgoodError as error:
+            problem = error
+        self._requests.answers()
+        if problem is not None:
+            raise problem
+
+
+def placed(nodes: Sequence[PeerNode], count: int) -> Placement:
+    """Where copies go, with the leaders of nodes as names."""
+    return copies([Node(str(one.leader), one.domain) for one in nodes], count)

@@ -1,0 +1,85 @@
+"""How the nodes of a job find each other's agents: once, when the run is opened, through the store of the job.
+
+    coordinator   a random id of the job and a key -> all ranks
+    each leader   its agent listens with that key; its name, failure domain and address -> the coordinator -> all ranks
+
+The key reaches whoever can read the store of the job. An address is that of the interface that leads to MASTER_ADDR;
+LASTGOOD_ADDRESS names another one. If an agent of any node does not listen, no copies are made, and that is reported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from .. import reporting
+from ..coordination.single_rank import AnyTopic
+from ..errors import Refused
+from ..io.machine import machine
+from .agent_link import AgentLink, Serve
+from .peers import PeerNode, PeerTable
+
+ADDRESS = "LASTGOOD_ADDRESS"
+LOOPBACK = "127.0.0.1"
+
+
+def agreed(agent: AgentLink | None, leader: int, spread: str | None, topic: AnyTopic) -> PeerTable | None:
+    """The nodes of the job with their agents; None if there is one node only, or if an agent does not listen.
+
+    All ranks call it. `agent`: at a leader, that of its node. `leader`: the leader of this node. `spread`: as for
+    `Tier`. Raises Refused where the failure domain of a node has no label.
+    """
+    job, key = topic.agree(None, lambda _: [secrets.token_hex(8), secrets.token_hex(32)])
+    mine: PeerNode | str | None = None
+    if agent is not None:
+        node, host = machine(), own_address()
+        if spread and not label(spread):
+            raise Refused(
+                f"spread={spread!r}, and node {node} has no {variable(spread)}",
+                safe="Nothing was touched.",
+                todo=f"Set {variable(spread)} on every node to its {spread}, or leave spread= out.",
+            )
+        port = agent.serve(Serve(job=job, key=key, node=node, host=host, port=0))
+        if port:
+            mine = PeerNode(leader=leader, name=node, domain=label(spread), host=host, port=port)
+        else:
+            mine = f"the agent of node {node} does not listen at {host}"
+    posted = topic.agree(msgspec.to_builtins(mine), _decided)
+    nodes, problem = msgspec.convert(posted, tuple[list[PeerNode], str])
+    if problem and agent is not None and leader == 0:
+        reporting.warning(f"no copies are made in the memory of other nodes: {problem}. The run goes on.")
+    return None if problem else PeerTable(job=job, key=key, nodes=nodes)
+
+
+def _decided(posts: Sequence[object]) -> tuple[list[object], str]:
+    """The nodes that listen, and why no copies are made, or ""."""
+    problems = [str(one) for one in posts if isinstance(one, str)]
+    nodes = [one for one in posts if one is not None and not isinstance(one, str)]
+    if not problems and len(nodes) < 2:
+        problems = ["there is one node only"]
+    return nodes, "; ".join(problems)
+
+
+def own_address(environ: Mapping[str, str] = os.environ) -> str:
+    """The address of this node at which other nodes reach it: that of the interface that leads to MASTER_ADDR."""
+    if named := environ.get(ADDRESS):
+        return named
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((environ.get("MASTER_ADDR") or LOOPBACK, 9))  # sends nothing
+        return str(probe.getsockname()[0])
+    return LOOPBACK
+
+
+def label(spread: str | None, environ: Mapping[str, str] = os.environ) -> str:
+    """The failure domain of this node: the value of LASTGOOD_RACK for spread="rack". Empty without `spread`."""
+    return environ.get(variable(spread), "") if spread else ""
+
+
+def variable(spread: str) -> str:
+    """The environment variable with the label of a failure domain."""
+    return f"LASTGOOD_{spread.upper()}"

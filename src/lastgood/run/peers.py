@@ -1,0 +1,133 @@
+"""Files of a run in the memory of other nodes, over the wire between agents: sent there, and read from there.
+
+    caller   call      what the agent of the other node does
+    -------  --------  ----------------------------------------------------------------------------------
+    agent    list      lists the folder of a generation
+    agent    create    begins a file of a rank, with its length; an unfinished one of this name is dropped
+    agent    write     bulk bytes at an offset of it
+    agent    finish    the file is complete
+    agent    put       creates a manifest; the file that it describes was finished before
+    trainer  read      a range of a file, as bulk bytes of the answer
+
+Only files of ranks in folders of generations have such calls. A manifest shows that the files beside it are complete.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from ..errors import MissingBlob
+from ..format import layout, sealed
+from ..limits import CHUNK_BYTES
+from ..ports import Tier
+from ..records import Extent, Generation, Record, Seal
+from ..wire.channel import Channel
+from ..wire.port import Peer
+from ..wire.security import SharedKey
+
+CALL_SECONDS = 60.0
+"""How long one call to another node may take."""
+RANK_FILE = re.compile(r"gen/(\d+-[0-9a-f]+)/r\d{5,}(\.\d+)?\.(safetensors|manifest\.json)")
+
+
+class FileCall(Record, frozen=True, kw_only=True):
+    """One call. `name`: of the file, or of the folder for "list"."""
+
+    call: Literal["list", "create", "write", "finish", "put", "read"]
+    name: str
+    offset: int = 0
+    length: int = 0
+
+
+class PeerNode(Record, frozen=True, kw_only=True):
+    """A node of the job. `leader`: the rank that leads it. `host`, `port`: where its agent listens."""
+
+    leader: int
+    name: str
+    domain: str
+    host: str
+    port: int
+
+
+class PeerTable(Record, frozen=True, kw_only=True):
+    """The nodes of a job. `job`: a random id of this opening. `key`: that all of them have, in hexadecimal."""
+
+    job: str
+    key: str
+    nodes: list[PeerNode]
+
+    def node_of(self, leader: int) -> PeerNode:
+        return next(one for one in self.nodes if one.leader == leader)
+
+
+class PeerOrder(Record, frozen=True, kw_only=True):
+    """What one agent is to send. `rank`: the rank that wrote the files. `to`: the node that receives them."""
+
+    rank: int
+    to: PeerNode
+
+
+class Peers:
+    """Connections of this node to others, made when they are needed.
+
+    `job`, `key`: as in `PeerTable`. `name`: of this node.
+
+    Every method may be called from any thread; `close` ends calls in progress with Cancelled.
+    """
+
+    def __init__(self, job: str, key: str, name: str) -> None:
+        self._me, self._security = Peer(job, name), SharedKey(bytes.fromhex(key))
+        self._channels: dict[tuple[str, int, str], Channel] = {}
+
+    def close(self) -> None:
+        """Close all connections."""
+        for one in list(self._channels.values()):
+            one.close()
+
+    def read(self, node: PeerNode, extent: Extent, mv: memoryview) -> None:
+        """Fill mv[:extent.length] from a file of another node. Raises MissingBlob, and what `port.Wire` raises."""
+        call = FileCall(call="read", name=extent.blob, offset=extent.offset, length=extent.length)
+        answer = self._channel(node).call(
+            msgspec.json.encode(call), incoming=mv[: extent.length], timeout_seconds=CALL_SECONDS
+        )
+        if sum(map(len, answer.bulk)) != extent.length:
+            raise MissingBlob(f"{extent.blob} of node {node.name} ends early", blob=extent.blob)
+
+    def send(self, disk: Tier, generation: Generation, seal: Seal, node: PeerNode) -> int:
+        """Send the files of one rank to a node, unless it has them. Returns the bytes that were sent.
+
+        `disk`: of this node, which has the files. Each chunk is compared with its digest by the wire. Raises what
+        reading raises, and what `port.Wire` raises.
+        """
+        folder = layout.folder(generation.id)
+        there = msgspec.json.decode(self._call(node, FileCall(call="list", name=folder)), type=dict[str, int | None])
+        if seal.manifest in there:
+            return 0
+        manifest = sealed.sealed_record(disk, generation, seal)
+        sent, buffer = 0, memoryview(bytearray(CHUNK_BYTES))
+        for blob in manifest.blobs:
+            name = f"{folder}/{blob.name}"
+            self._call(node, FileCall(call="create", name=name, length=blob.length))
+            for start in range(0, blob.length, CHUNK_BYTES):
+                length = min(CHUNK_BYTES, blob.length - start)
+                disk.read_into(Extent(blob=name, offset=start, length=length), buffer)
+                write = FileCall(call="write", name=name, offset=start, length=length)
+                self._call(node, write, [buffer[:length]])
+                sent += length
+            self._call(node, FileCall(call="finish", name=name))
+        data = sealed.record_bytes([disk], generation, seal)
+        put = FileCall(call="put", name=f"{folder}/{seal.manifest}", length=len(data))
+        self._call(node, put, [memoryview(data)])
+        return sent
+
+    def _call(self, node: PeerNode, call: FileCall, outgoing: Sequence[memoryview] = ()) -> bytes:
+        request = msgspec.json.encode(call)
+        return self._channel(node).call(request, outgoing=outgoing, timeout_seconds=CALL_SECONDS).record
+
+    def _channel(self, node: PeerNode) -> Channel:
+        at = (node.host, node.port, node.name)
+        return self._channels.setdefault(at, Channel((node.host, node.port), node.name, self._me, self._security))

@@ -1,0 +1,160 @@
+"""Files of one node in the memory of another one, over the wire on loopback."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import lastgood
+from lastgood import errors
+from lastgood.agent.peer_files import PeerFiles
+from lastgood.format import commit, layout
+from lastgood.io.memory_files import MemoryFiles
+from lastgood.policy.placement import Node, copies, missing_copies
+from lastgood.records import Extent, Generation
+from lastgood.run.node_disks import NodeDisks, Nodes
+from lastgood.run.peer_opening import label, own_address
+from lastgood.run.peers import FileCall, PeerNode, Peers
+from lastgood.storage.directory import Disk
+from lastgood.wire.channel import Channel
+from lastgood.wire.port import Peer
+from lastgood.wire.security import SharedKey
+from lastgood.wire.serving import Server
+from training import Training
+
+JOB, KEY = "0" * 16, "ab" * 32
+
+
+@pytest.fixture
+def generation(tmp_path: Path) -> Generation:
+    training = Training()
+    training.step()
+    lastgood.save(tmp_path / "a", training.state, step=1)
+    (at,) = commit.survey(Disk(MemoryFiles(str(tmp_path / "a")), str(tmp_path / "a"))).generations
+    return commit.read_generation(disk(tmp_path / "a"), at, None)
+
+
+def disk(root: Path) -> Disk:
+    root.mkdir(exist_ok=True)
+    return Disk(MemoryFiles(str(root)), str(root), shared=True)
+
+
+@contextlib.contextmanager
+def served(root: Path, key: str = KEY) -> Iterator[PeerNode]:
+    """A node whose agent keeps files in `root`."""
+    files = PeerFiles(disk(root))
+    with Server(("127.0.0.1", 0), Peer(JOB, "b"), SharedKey(bytes.fromhex(key)), files) as server:
+        yield PeerNode(leader=1, name="b", domain="", host="127.0.0.1", port=server.address[1])
+    files.close()
+
+
+def files_of(root: Path) -> dict[str, bytes]:
+    return {one.name: one.read_bytes() for one in root.glob("gen/*/r*")}
+
+
+def test_a_copy_on_another_node_has_the_same_bytes(tmp_path: Path, generation: Generation) -> None:
+    with served(tmp_path / "b") as node, contextlib.closing(Peers(JOB, KEY, "a")) as peers:
+        (seal,) = generation.commit.seals
+        sent = peers.send(disk(tmp_path / "a"), generation, seal, node)
+        assert files_of(tmp_path / "b") == files_of(tmp_path / "a")
+        assert sent == len(files_of(tmp_path / "a")["r00000.safetensors"])
+        assert peers.send(disk(tmp_path / "a"), generation, seal, node) == 0, "what is there is not sent again"
+        buffer = bytearray(100)
+        name = f"{layout.folder(generation.id)}/r00000.safetensors"
+        peers.read(node, Extent(blob=name, offset=50, length=100), memoryview(buffer))
+        assert bytes(buffer) == files_of(tmp_path / "a")["r00000.safetensors"][50:150]
+        with pytest.raises(errors.MissingBlob):
+            peers.read(node, Extent(blob=name.replace("r00000", "r00009"), offset=0, length=1), memoryview(buffer))
+
+
+def test_a_copy_that_was_interrupted_is_begun_anew(tmp_path: Path, generation: Generation) -> None:
+    folder = tmp_path / "b" / layout.folder(generation.id)
+    folder.mkdir(parents=True)
+    (folder / "r00000.safetensors").write_bytes(b"half")
+    with served(tmp_path / "b") as node, contextlib.closing(Peers(JOB, KEY, "a")) as peers:
+        peers.send(disk(tmp_path / "a"), generation, generation.commit.seals[0], node)
+    assert files_of(tmp_path / "b") == files_of(tmp_path / "a")
+
+
+def test_a_file_that_was_not_finished_leaves_nothing(tmp_path: Path, generation: Generation) -> None:
+    name = f"{layout.folder(generation.id)}/r00000.safetensors"
+    with served(tmp_path / "b") as node:
+        call(node, FileCall(call="create", name=name, length=9))
+        call(node, FileCall(call="write", name=name, length=3), b"abc")
+    assert not files_of(tmp_path / "b")
+
+
+def call(node: PeerNode, request: FileCall, bulk: bytes = b"", key: str = KEY) -> bytes:
+    security = SharedKey(bytes.fromhex(key))
+    with Channel((node.host, node.port), node.name, Peer(JOB, "a"), security) as channel:
+        outgoing = [memoryview(bulk)] if bulk else []
+        return channel.call(msgspec.json.encode(request), outgoing=outgoing, timeout_seconds=20).record
+
+
+def test_a_finished_copy_is_not_replaced(tmp_path: Path, generation: Generation) -> None:
+    name = f"{layout.folder(generation.id)}/r00000.safetensors"
+    with served(tmp_path / "b") as node, contextlib.closing(Peers(JOB, KEY, "a")) as peers:
+        peers.send(disk(tmp_path / "a"), generation, generation.commit.seals[0], node)
+        with pytest.raises(errors.NameTaken):
+            call(node, FileCall(call="create", name=name, length=9))
+    assert files_of(tmp_path / "b") == files_of(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        FileCall(call="create", name="lastgood.json", length=3),
+        FileCall(call="create", name="gen/000000000001-0a0b0c0d/COMMIT.json", length=3),
+        FileCall(call="put", name="gen/000000000001-0a0b0c0d/../../x.manifest.json", length=3),
+        FileCall(call="read", name="gen/000000000001-0a0b0c0d/r00000.safetensors", offset=-1, length=3),
+        FileCall(call="create", name="gen/000000000001-0a0b0c0d/r00000.safetensors", length=-3),
+        FileCall(call="list", name="gen"),
+        FileCall(call="list", name="gen/../.."),
+        FileCall(call="finish", name="gen/000000000001-0a0b0c0d/r00000.safetensors"),
+    ],
+    ids=lambda one: f"{one.call} {one.name}",
+)
+def test_only_files_of_ranks_in_generations_are_touched(tmp_path: Path, request_: FileCall) -> None:
+    with served(tmp_path / "b") as node, pytest.raises(errors.Refused):
+        call(node, request_)
+    assert not [*(tmp_path / "b").rglob("*.json")] and not files_of(tmp_path / "b")
+
+
+def test_a_node_without_the_key_of_the_job_is_refused(tmp_path: Path) -> None:
+    with served(tmp_path / "b") as node, pytest.raises(errors.PeerRefused):
+        call(node, FileCall(call="list", name="gen/000000000001-0a0b0c0d"), key="cd" * 32)
+
+
+def test_half_of_a_copy_does_not_count(tmp_path: Path, generation: Generation) -> None:
+    """A restore would have read from it, and the whole copy would never have been made."""
+    own = disk(tmp_path / "a")
+    nodes = NodeDisks(own, Nodes((0,)), None)
+    assert nodes.held(generation) == {0: {0}}
+    own.delete(f"{layout.folder(generation.id)}/r00000.manifest.json")
+    assert nodes.held(generation) == {0: set()}
+
+
+def test_each_part_goes_to_as_many_nodes_as_lack_it() -> None:
+    placement = copies([Node("0", "x"), Node("1", "x"), Node("2", "y"), Node("3", "y")], 2)
+    assert placement.holders == {"0": ("2",), "2": ("0",), "1": ("3",), "3": ("1",)}
+    everywhere = {"0": {0}, "1": {1}, "2": {2}, "3": {3}}
+    assert missing_copies(everywhere, placement, 2) == [("0", "2", 0), ("1", "3", 1), ("2", "0", 2), ("3", "1", 3)]
+    copied = {"0": {0, 2}, "1": {1, 3}, "2": {2, 0}, "3": {3, 1}}
+    assert missing_copies(copied, placement, 2) == []
+    replaced = {**copied, "2": set()}
+    assert missing_copies(replaced, placement, 2) == [("0", "2", 0), ("0", "2", 2)], "a replaced node gets both again"
+    assert missing_copies({"0": {0, 1}, "2": {0}, "1": set(), "3": set()}, placement, 3) == [
+        ("0", "1", 0),
+        ("0", "2", 1),
+        ("0", "1", 1),
+    ]
+
+
+def test_the_address_and_the_label_of_a_node_come_from_its_environment() -> None:
+    assert own_address({"LASTGOOD_ADDRESS": "10.0.0.7"}) == "10.0.0.7"
+    assert own_address({"MASTER_ADDR": "127.0.0.1"}) == "127.0.0.1" == own_address({})
+    assert label("rack", {"LASTGOOD_RACK": "r7"}) == "r7" and label(None, {"LASTGOOD_RACK": "r7"}) == ""
