@@ -425,3 +425,25 @@ def test_stop_is_refused_while_a_training_process_is_attached(run: Run, call_jso
         ckpt.wait()
         code, data = call_json("agent", "stop", str(run.home))
         assert code == 5 and "a training process is attached" in data["message"]
+
+
+# ---- the end of the process ------------------------------------------------------------------------------------
+
+
+NEVER_CLOSED = """
+import sys
+import torch
+import lastgood
+
+home = sys.argv[1]
+every = lastgood.Every(steps=1)
+ckpt = lastgood.Checkpointer(home, {"w": torch.ones(3)}, tiers=[lastgood.Tier(home + "-front", cadence=every)])
+ckpt.restore()
+ckpt.save(1).committed()
+"""
+
+
+def test_a_process_that_never_closes_a_run_in_two_places_ends(tmp_path: Path) -> None:
+    """Its thread for the copies to the second place waited for ever, and the process with it."""
+    ended = subprocess.run([sys.executable, "-c", NEVER_CLOSED, str(tmp_path / "home")], timeout=90)
+    assert ended.returncode == 0 and steps(tmp_path / "home") == [1]

@@ -15,7 +15,8 @@ from lastgood.agent.peer_files import PeerFiles
 from lastgood.format import commit, layout
 from lastgood.io.memory_files import MemoryFiles
 from lastgood.policy.placement import Node, copies, missing_copies
-from lastgood.records import Extent, Generation
+from lastgood.records import Extent, Generation, GenerationId
+from lastgood.run.known import Holds
 from lastgood.run.node_disks import NodeDisks, Nodes
 from lastgood.run.peer_opening import label, own_address
 from lastgood.run.peers import FileCall, PeerNode, Peers
@@ -46,10 +47,17 @@ def disk(root: Path) -> Disk:
 @contextlib.contextmanager
 def served(root: Path, key: str = KEY) -> Iterator[PeerNode]:
     """A node whose agent keeps files in `root`."""
-    files = PeerFiles(disk(root))
+    files = PeerFiles(lambda: disk(root))
     with Server(("127.0.0.1", 0), Peer(JOB, "b"), SharedKey(bytes.fromhex(key)), files) as server:
         yield PeerNode(leader=1, name="b", domain="", host="127.0.0.1", port=server.address[1])
     files.close()
+
+
+def commit_on(root: Path, generation: Generation) -> None:
+    """Let a node have the COMMIT of a generation, as it has before anything is copied to it."""
+    name = f"{layout.folder(generation.id)}/COMMIT.json"
+    (root / name).parent.mkdir(parents=True, exist_ok=True)
+    (root / name).write_bytes((root.parent / "a" / name).read_bytes())
 
 
 def files_of(root: Path) -> dict[str, bytes]:
@@ -57,6 +65,7 @@ def files_of(root: Path) -> dict[str, bytes]:
 
 
 def test_a_copy_on_another_node_has_the_same_bytes(tmp_path: Path, generation: Generation) -> None:
+    commit_on(tmp_path / "b", generation)
     with served(tmp_path / "b") as node, contextlib.closing(Peers(JOB, KEY, "a")) as peers:
         (seal,) = generation.commit.seals
         sent = peers.send(disk(tmp_path / "a"), generation, seal, node)
@@ -73,8 +82,9 @@ def test_a_copy_on_another_node_has_the_same_bytes(tmp_path: Path, generation: G
 
 def test_a_copy_that_was_interrupted_is_begun_anew(tmp_path: Path, generation: Generation) -> None:
     folder = tmp_path / "b" / layout.folder(generation.id)
-    folder.mkdir(parents=True)
+    commit_on(tmp_path / "b", generation)
     (folder / "r00000.safetensors").write_bytes(b"half")
+    commit_on(tmp_path / "b", generation)
     with served(tmp_path / "b") as node, contextlib.closing(Peers(JOB, KEY, "a")) as peers:
         peers.send(disk(tmp_path / "a"), generation, generation.commit.seals[0], node)
     assert files_of(tmp_path / "b") == files_of(tmp_path / "a")
@@ -82,6 +92,7 @@ def test_a_copy_that_was_interrupted_is_begun_anew(tmp_path: Path, generation: G
 
 def test_a_file_that_was_not_finished_leaves_nothing(tmp_path: Path, generation: Generation) -> None:
     name = f"{layout.folder(generation.id)}/r00000.safetensors"
+    commit_on(tmp_path / "b", generation)
     with served(tmp_path / "b") as node:
         call(node, FileCall(call="create", name=name, length=9))
         call(node, FileCall(call="write", name=name, length=3), b"abc")
@@ -95,8 +106,25 @@ def call(node: PeerNode, request: FileCall, bulk: bytes = b"", key: str = KEY) -
         return channel.call(msgspec.json.encode(request), outgoing=outgoing, timeout_seconds=20).record
 
 
+def test_two_sendings_of_a_file_do_not_mix(tmp_path: Path, generation: Generation) -> None:
+    """The second half came from a sending that had been given up, and the file had a hole and its manifest."""
+    name = f"{layout.folder(generation.id)}/r00000.safetensors"
+    commit_on(tmp_path / "b", generation)
+    with served(tmp_path / "b") as node:
+        for sending in ("first", "second"):
+            call(node, FileCall(call="create", name=name, sending=sending, length=6))
+        with pytest.raises(errors.Refused, match="begun anew"):
+            call(node, FileCall(call="write", name=name, sending="first", offset=3, length=3), b"def")
+        call(node, FileCall(call="write", name=name, sending="second", length=3), b"abc")
+        with pytest.raises(errors.Refused, match="lacks 3 bytes"):
+            call(node, FileCall(call="finish", name=name, sending="second"))
+        call(node, FileCall(call="abort", name=name, sending="second"))
+    assert not files_of(tmp_path / "b")
+
+
 def test_a_finished_copy_is_not_replaced(tmp_path: Path, generation: Generation) -> None:
     name = f"{layout.folder(generation.id)}/r00000.safetensors"
+    commit_on(tmp_path / "b", generation)
     with served(tmp_path / "b") as node, contextlib.closing(Peers(JOB, KEY, "a")) as peers:
         peers.send(disk(tmp_path / "a"), generation, generation.commit.seals[0], node)
         with pytest.raises(errors.NameTaken):
@@ -122,6 +150,30 @@ def test_only_files_of_ranks_in_generations_are_touched(tmp_path: Path, request_
     with served(tmp_path / "b") as node, pytest.raises(errors.Refused):
         call(node, request_)
     assert not [*(tmp_path / "b").rglob("*.json")] and not files_of(tmp_path / "b")
+
+
+def test_a_generation_that_was_deleted_meanwhile_gets_no_copies(tmp_path: Path, generation: Generation) -> None:
+    """Copies that came after the deletion would have stayed in memory until the end of the run."""
+    with (
+        served(tmp_path / "b") as node,
+        contextlib.closing(Peers(JOB, KEY, "a")) as peers,
+        pytest.raises(errors.Refused, match="was deleted on this node"),
+    ):
+        peers.send(disk(tmp_path / "a"), generation, generation.commit.seals[0], node)
+    assert not files_of(tmp_path / "b")
+
+
+def test_a_generation_is_kept_until_every_place_has_it() -> None:
+    """The first place that had its copy gave the generation free, and the second one lost it."""
+    held, at = Holds(), GenerationId(step=1, incarnation="0a0b0c0d")
+    held.add(at, "near")
+    held.add(at, "far")
+    held.add(at, "far")
+    held.discard(at, "near")
+    assert at in held
+    held.discard(at, "far")
+    held.discard(at, "far")
+    assert at not in held
 
 
 def test_a_node_without_the_key_of_the_job_is_refused(tmp_path: Path) -> None:

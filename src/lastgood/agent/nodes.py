@@ -44,7 +44,7 @@ class Nodes:
     def serve(self, serve: Serve) -> str:
         """Listen as `serve` says, instead of as before. Returns why that failed, or ""."""
         self._stop()
-        files = PeerFiles(self._memory())
+        files = PeerFiles(self._memory)
         self._serving.callback(files.close)
         me, security = Peer(serve.job, serve.node), SharedKey(bytes.fromhex(serve.key))
         try:

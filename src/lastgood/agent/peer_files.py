@@ -3,11 +3,14 @@
 Invariants
   1. Only files of ranks, in folders of generations, are written, and no finished file is changed or deleted.
   2. A file counts only with its manifest, which comes after it.
+  3. Nothing is written to a generation whose COMMIT this node does not have: it may have been deleted meanwhile.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 
@@ -21,21 +24,29 @@ from ..storage.directory import Disk
 from ..wire.port import Answer, Peer
 
 
-class PeerFiles:
-    """`wire.port.Service` over the memory of this node."""
+@dataclass
+class _Receiving:
+    """A file that another node is sending. `sending`: its text. `missing`: bytes that were not written yet."""
 
-    def __init__(self, disk: Disk) -> None:
-        self._disk = disk
+    sending: str
+    upload: Upload
+    missing: int
+
+
+class PeerFiles:
+    """`wire.port.Service` over the memory of this node. `memory`: makes its tier."""
+
+    def __init__(self, memory: Callable[[], Disk]) -> None:
+        self._memory = memory
         self._lock = threading.Lock()
-        self._uploads: dict[tuple[str, str], Upload] = {}
-        """(node, file) -> the file that this node is sending"""
+        self._files: dict[str, _Receiving] = {}
 
     def close(self) -> None:
         """Drop the files that were not finished."""
         with self._lock:
-            uploads, self._uploads = [*self._uploads.values()], {}
-        for one in uploads:
-            one.abort()
+            files, self._files = [*self._files.values()], {}
+        for one in files:
+            one.upload.abort()
 
     def buffer(self, peer: Peer, request: bytes, length: int) -> memoryview:
         """Memory for the bytes of a "write" or "put"."""
@@ -46,53 +57,73 @@ class PeerFiles:
 
     def handle(self, peer: Peer, request: bytes, bulk: memoryview) -> Answer:
         """As `wire.port.Service.handle`."""
-        call = _decoded(request)
-        key = (peer.node, call.name)
+        call, disk = _decoded(request), self._memory()
         if call.call == "list":
-            return Answer(msgspec.json.encode(dict(self._disk.list(call.name))))
+            return Answer(msgspec.json.encode(dict(disk.list(call.name))))
         if call.call == "read":
             data = memoryview(bytearray(call.length))
-            self._disk.read_into(Extent(blob=call.name, offset=call.offset, length=call.length), data)
+            disk.read_into(Extent(blob=call.name, offset=call.offset, length=call.length), data)
             return Answer(b"", (data,))
+        if call.call == "abort":
+            self._drop(call.name, call.sending)
+            return Answer()
+        folder = call.name.rpartition("/")[0]
+        if layout.COMMIT not in disk.list(folder):  # guard: deleted-generation-gets-no-copies
+            self._drop_all(folder)
+            raise Refused(f"{folder} was deleted on this node, or never committed", safe="Nothing was written.")
         if call.call == "create":
-            self._drop(key)
-            self._remove_unfinished(call.name)
-            upload: Upload = self._disk.create(call.name, call.length)
+            self._drop(call.name)
+            _remove_unfinished(disk, call.name)
+            received = _Receiving(call.sending, disk.create(call.name, call.length), call.length)
             with self._lock:
-                self._uploads[key] = upload
+                self._files[call.name] = received
         elif call.call == "put":
-            self._disk.put_new(call.name, bytes(bulk))
+            disk.put_new(call.name, bytes(bulk))
         else:
-            self._go_on(key, call, bulk)
+            self._go_on(call, bulk)
         return Answer()
 
     def abandon(self, peer: Peer, request: bytes) -> None:
         """As `wire.port.Service.abandon`: the sender begins the file anew."""
 
-    def _go_on(self, key: tuple[str, str], call: FileCall, bulk: memoryview) -> None:
+    def _go_on(self, call: FileCall, bulk: memoryview) -> None:
         with self._lock:
-            upload = self._uploads.get(key)
+            one = self._files.get(call.name)
+            if one is None or one.sending != call.sending:  # guard: sendings-do-not-mix
+                raise Refused(f"{call.name} was not begun, or was begun anew", safe="Nothing was written.")
             if call.call == "finish":
-                self._uploads.pop(key, None)
-        if upload is None:
-            raise Refused(f"{call.name} was not begun, or was begun anew", safe="Nothing was written.")
+                if one.missing:
+                    raise Refused(f"{call.name} lacks {one.missing} bytes", safe="It does not count as a copy.")
+                del self._files[call.name]
         if call.call == "finish":
-            upload.finish()
-        else:
-            upload.write_at(bulk, call.offset)
-
-    def _drop(self, key: tuple[str, str]) -> None:
+            one.upload.finish()
+            return
+        one.upload.write_at(bulk, call.offset)
         with self._lock:
-            upload = self._uploads.pop(key, None)
-        if upload is not None:
-            upload.abort()
+            one.missing -= len(bulk)
 
-    def _remove_unfinished(self, name: str) -> None:
-        """Remove what an earlier attempt has left: a file without its manifest."""
-        folder, _, file = name.rpartition("/")
-        there, manifest = self._disk.list(folder), f"{file.partition('.')[0]}.manifest.json"
-        if file in there and manifest not in there:  # guard: finished-copy-not-replaced
-            self._disk.delete(name)
+    def _drop(self, name: str, sending: str | None = None) -> None:
+        """Drop an unfinished file, if it is that of this sending (None: of any)."""
+        with self._lock:
+            one = self._files.get(name)
+            if one is None or sending not in (None, one.sending):
+                return
+            del self._files[name]
+        one.upload.abort()
+
+    def _drop_all(self, folder: str) -> None:
+        with self._lock:
+            names = [name for name in self._files if name.startswith(f"{folder}/")]
+        for name in names:
+            self._drop(name)
+
+
+def _remove_unfinished(disk: Disk, name: str) -> None:
+    """Remove what an earlier attempt has left: a file without its manifest."""
+    folder, _, file = name.rpartition("/")
+    there, manifest = disk.list(folder), f"{file.partition('.')[0]}.manifest.json"
+    if file in there and manifest not in there:  # guard: finished-copy-not-replaced
+        disk.delete(name)
 
 
 def _decoded(request: bytes) -> FileCall:

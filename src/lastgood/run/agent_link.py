@@ -159,9 +159,10 @@ class AgentLink:
             error = asked(connection, Request(protocol=PROTOCOL, call="attach")).error
         except (OSError, ValueError) as failure:
             error = f"{type(failure).__name__}: {failure}"
-        if not error and self._serve is not None:
-            error = self._served(connection, self._serve)
         if not error:
+            if self._serve is not None and (problem := self._served(connection, self._serve)):
+                self._serve = None
+                reporting.warning(f"the agent of {self._folder} does not serve other nodes: {problem}")
             connection.setblocking(False)  # with a timeout Python would wait for it in each call
             self._connection = connection
             return True
@@ -205,7 +206,8 @@ class AgentLink:
         self._serve = serve
         self.close()
         self.check()
-        return self._serve.port if self._connection is not None else 0
+        served = self._serve
+        return served.port if served is not None and self._connection is not None else 0
 
     def send(self, send: Send, stop: Callable[[], bool]) -> None:
         """Let the agent send files to other nodes, and wait for that. May be called from another thread.

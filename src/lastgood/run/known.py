@@ -51,6 +51,33 @@ class Environment:
     oldest generation is deleted that newer verified ones make unnecessary"""
 
 
+class Holds:
+    """Generations that are not deleted, each with those who need it: several places may wait for the same one.
+
+    An `owner` is any object that is hashed by its identity. Every method may be called from any thread.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._owners: dict[GenerationId, set[object]] = {}
+
+    def add(self, at: GenerationId, owner: object) -> None:
+        with self._lock:
+            self._owners.setdefault(at, set()).add(owner)
+
+    def discard(self, at: GenerationId, owner: object) -> None:
+        """Note that `owner` does not need the generation any more."""
+        with self._lock:
+            owners = self._owners.get(at, set())
+            owners.discard(owner)
+            if not owners:  # guard: held-until-all-have-it
+                self._owners.pop(at, None)
+
+    def __contains__(self, at: GenerationId) -> bool:
+        with self._lock:
+            return at in self._owners
+
+
 class KnownRun:
     """The generations, incarnations and marks of a run, and the incarnation in which this process saves.
 
@@ -73,7 +100,7 @@ class KnownRun:
         """generations that are about to get a label: they are not deleted"""
         self.deleting: set[GenerationId] = set()
         """generations that are being deleted: they get no label"""
-        self.held: set[GenerationId] = set()
+        self.held = Holds()
         """generations that wait for their copy to another place: they are not deleted"""
         self.lost: set[GenerationId] = set()
         """generations that lack the files of a rank, because its node was replaced: they get no mark"""

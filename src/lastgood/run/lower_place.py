@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from concurrent.futures import Executor, Future
 from typing import cast
 
@@ -30,6 +31,7 @@ from . import copying
 from .known import KnownRun
 from .outcomes import Outcomes
 from .part_copies import OtherRanks
+from .thread_pools import EXIT_POLL_SECONDS, interpreter_is_ending
 from .writer import CATALOG_LEAST, RunWriter
 
 PAUSES_SECONDS = (1.0, 5.0, 20.0, 60.0)
@@ -107,7 +109,7 @@ class LowerPlace:
         at, keep = generation.id, self.writer.keep
         with self._changed:
             copied = self._waiting.setdefault(at, Future())
-            self._source.held.add(at)  # guard: waiting-generation-held
+            self._source.held.add(at, self)  # guard: waiting-generation-held
             if pinned or wanted(keep, at.step, generation.commit.milestone, generation.commit.metrics):
                 self._pinned.add(at)
             kept = self._pinned | {self._under_way}  # guard: copy-under-way-not-overtaken
@@ -195,15 +197,23 @@ class LowerPlace:
             self._trying = False
             while not self._stopped and not (self._closing and (not self._waiting or self._last_try)):
                 if not self._waiting:
-                    self._changed.wait_for(lambda: self._waiting or self._closing)
+                    self._changed.wait_for(lambda: self._waiting or self._closing, EXIT_POLL_SECONDS)
+                    self._closing |= interpreter_is_ending()  # guard: unclosed-place-ends-with-the-process
                     continue
-                if self._failures and not self._closing:
-                    pause = PAUSES_SECONDS[min(self._failures, len(PAUSES_SECONDS)) - 1]
-                    if self._changed.wait_for(lambda: self._closing, 0.0 if self._hurried else pause):
-                        continue
+                if self._failures and not self._closing and not self._paused():
+                    continue
                 self._trying, self._last_try = True, self._closing
                 return True
             return False
+
+    def _paused(self) -> bool:
+        """Make the pause after a failed attempt. Returns False if this place is to be closed. The lock is held."""
+        pause = 0.0 if self._hurried else PAUSES_SECONDS[min(self._failures, len(PAUSES_SECONDS)) - 1]
+        until = time.monotonic() + pause
+        while not self._closing and not self._hurried and (left := until - time.monotonic()) > 0:
+            self._changed.wait(min(left, EXIT_POLL_SECONDS))
+            self._closing |= interpreter_is_ending()
+        return not self._closing
 
     def copy_next(self) -> None:
         """Try to copy the newest generation that waits, if there is one. Only one call may be under way.
@@ -275,7 +285,7 @@ class LowerPlace:
         """Note that a generation waits no more. The lock is held."""
         copied = self._waiting.pop(at, None)
         self._pinned.discard(at)
-        self._source.held.discard(at)
+        self._source.held.discard(at, self)
         if copied is not None:
             if error is None:
                 copied.set_result(None)

@@ -15,6 +15,7 @@ Invariants
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -26,13 +27,14 @@ from ..errors import Cancelled, LastgoodError, Overtaken
 from ..policy.placement import Node, Placement, copies, missing_copies
 from ..records import Generation, GenerationId, Record
 from . import paths
-from .agent_link import AgentLink, Send
+from .agent_link import SEND_SECONDS, AgentLink, Send
 from .known import KnownRun
 from .lower_place import PAUSES_SECONDS
 from .node_disks import NodeDisks
 from .outcomes import Outcomes
 from .peers import PeerNode, PeerOrder, PeerTable
 from .rank_requests import Requests
+from .thread_pools import EXIT_POLL_SECONDS, interpreter_is_ending
 from .verify import Stop
 
 SUBJECT = "copies"
@@ -71,23 +73,28 @@ class CopySender:
 class NodeCopies:
     """At the coordinator: copies each newest generation to `copies` nodes in all. Begins at once; `close` ends it.
 
-    `disks`: of all nodes. `source`: what the process knows of the run there. `table`: the nodes. `outcomes`: receives
-    errors.
+    `disks`: of all nodes. `source`: what the process knows of the run there. `table`: the nodes. `count`: how many of
+    them are to have each file. `outcomes`: receives errors.
     """
 
     def __init__(
         self, disks: NodeDisks, source: KnownRun, table: PeerTable, count: int, ranks: RankGroup, outcomes: Outcomes
     ) -> None:
         assert disks.links.agent is not None, "a front whose nodes copy to each other has agents"
-        self._disks, self._source, self._count, self._outcomes = disks, source, count, outcomes
+        self._count = min(count, len(table.nodes))
+        self._disks, self._source, self._outcomes = disks, source, outcomes
         self._own = CopySender(disks.links.agent, table, ranks.rank)
         self._requests = Requests(ranks, SUBJECT, disks.nodes.others, lambda: self._closing)
-        self._placement = placed(table.nodes, count)
-        self.place = paths.PEERS + ("domain" if self._placement.domains_survived else "node")
+        self._placement = placed(table.nodes, self._count)
+        labelled = all(one.domain for one in table.nodes)  # a node without a label may share its rack with another one
+        self.place = paths.PEERS + ("domain" if labelled and self._placement.domains_survived else "node")
         self._changed = threading.Condition()
         self._waiting: tuple[Generation, Future[None]] | None = None
         self._closing = False
-        self._failures = 0
+        self._failures = self._failed_attempts = 0
+        """how many attempts have failed in a row, and in all"""
+        self._hurried = False
+        """whether somebody waits for the next attempt, so that no pause is made"""
         self._thread = threading.Thread(target=self._run, name="lastgood-copies")
         self._thread.start()
 
@@ -97,15 +104,19 @@ class NodeCopies:
         with self._changed:
             self._give_up(Overtaken(f"a newer generation than the copies of {self.place} was committed"))
             self._waiting = generation, copied
-            self._source.held.add(generation.id)
-            self._failures = 0
+            self._source.held.add(generation.id, self)
             self._changed.notify_all()
         return copied
 
     def wait(self, timeout_seconds: float | None) -> None:
         """Wait until the newest generation is copied, or an attempt has failed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting is None or self._failures or self._closing, timeout_seconds)
+            before, self._hurried = self._failed_attempts, True
+            self._changed.notify_all()
+            self._changed.wait_for(
+                lambda: self._waiting is None or self._failed_attempts > before or self._closing, timeout_seconds
+            )
+            self._hurried = False
 
     def close(self) -> None:
         """End the thread. Copies that are under way are not waited for: their agents go on."""
@@ -122,7 +133,7 @@ class NodeCopies:
         if self._waiting is not None:
             generation, copied = self._waiting
             self._waiting = None
-            self._source.held.discard(generation.id)
+            self._source.held.discard(generation.id, self)
             copied.set_exception(error)
 
     # ---- the thread ----------------------------------------------------------------------------------------
@@ -131,7 +142,12 @@ class NodeCopies:
         while True:
             with self._changed:
                 pause = PAUSES_SECONDS[min(self._failures, len(PAUSES_SECONDS)) - 1] if self._failures else None
-                self._changed.wait_for(lambda: self._closing or (self._waiting and not self._failures), pause)
+                until = None if pause is None else time.monotonic() + pause
+                while not self._closing and not (self._waiting and not self._failures):
+                    if self._waiting and (self._hurried or (until is not None and time.monotonic() >= until)):
+                        break
+                    self._changed.wait(EXIT_POLL_SECONDS)
+                    self._closing |= interpreter_is_ending()
                 if self._closing:
                     return
                 waiting = self._waiting
@@ -141,20 +157,24 @@ class NodeCopies:
     def _copy(self, generation: Generation, copied: Future[None]) -> None:
         """Make the copies of one generation. A failure is put into `outcomes` once, and tried again."""
         failed: Exception | None = None
+        self._source.held.add(generation.id, self._thread)  # also if a newer one is to be copied before this has ended
         try:
             self._make(generation)
         except Cancelled:
             return
-        except LastgoodError as error:
+        except Exception as error:  # noqa: BLE001 - whoever waits for the copies must not wait for ever
             failed = error
+        finally:
+            self._source.held.discard(generation.id, self._thread)
         with self._changed:
             if failed is not None:
                 if self._failures == 0:
                     self._outcomes.put(failed)
                 self._failures += 1
+                self._failed_attempts += 1
             elif self._waiting is not None and self._waiting[1] is copied:
                 self._waiting, self._failures = None, 0
-                self._source.held.discard(generation.id)
+                self._source.held.discard(generation.id, self)
                 copied.set_result(None)
             self._changed.notify_all()
 
@@ -173,7 +193,7 @@ class NodeCopies:
             self._own.served(msgspec.to_builtins(request), lambda: self._closing)
         except LastgoodError as error:
             problem = error
-        self._requests.answers()
+        self._requests.answers(SEND_SECONDS)
         if problem is not None:
             raise problem
 

@@ -221,12 +221,14 @@ class NodeDisks:
     def held(self, generation: Generation) -> dict[int, set[int]]:
         """Leader of a node -> the ranks that wrote the generation whose files lie on the node."""
         listings = self._listings(layout.folder(generation.id))
+        files = {name for listing in listings.values() for name in listing}
         return {
             # guard: copy-counts-with-its-manifest
             leader: {
                 one.rank
                 for one in generation.commit.seals
-                if layout.blob_name(one.rank) in listing and one.manifest in listing
+                if one.manifest in listing
+                and (layout.blob_name(one.rank) in listing or layout.blob_name(one.rank) not in files)  # no tensors
             }
             for leader, listing in listings.items()
         }

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
+from .. import reporting
 from ..coordination.rounds import RankGroup
 from ..coordination.single_rank import AnyRanks
 from ..errors import Damaged, LastgoodError, NameTaken, Refused
@@ -61,8 +62,11 @@ def opened(path: str | os.PathLike[str], options: RunOptions, ranks: AnyRanks) -
             disk = cast(Own, own)
             topic.agree((nodes.leaders[ranks.rank], _run_of(disk)), _require_one_run)
             links = NodeLinks(agent)
+            if options.copies > 1 and ranks.size == 1:
+                reporting.warning(f"copies={options.copies}, and this job has one node: no copies are made.")
             if options.copies > 1 and isinstance(ranks, RankGroup):
-                links.table = peer_opening.agreed(agent, nodes.leaders[ranks.rank], options.spread, topic)
+                leader, copies, spread = nodes.leaders[ranks.rank], options.copies, options.spread
+                links.table = peer_opening.agreed(agent, leader, copies, spread, topic)
                 if links.table is not None and leads:
                     links.peers = Peers(links.table.job, links.table.key, machine())
                     storage.callback(links.peers.close)

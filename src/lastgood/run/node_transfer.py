@@ -17,6 +17,7 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ from ..ports import Tier
 from ..records import Blob, Extent, Generation, GenerationId, Manifest, Record
 from ..storage.slot_file import aligned
 from .node_disks import FETCHED, NodeDisks, NodeTier
+from .peers import Peers, PeerTable
 from .rank_requests import Requests
 from .verify import Stop, never
 
@@ -54,8 +56,8 @@ class Transfer(Record, frozen=True, kw_only=True):
     """the place to copy from, by its position among the lower ones; None: from node to node"""
     wanted: dict[str, dict[str, list[int]]]
     """leader -> the chunks that its node lacks"""
-    senders: dict[str, int]
-    """file -> the leader of a node that has it"""
+    holders: dict[str, list[int]]
+    """file -> the leaders of the nodes that have it; the first one sends it through the store of the job"""
 
 
 class _Chunk(NamedTuple):
@@ -130,14 +132,27 @@ class Carrier:
         if table is not None and peers is not None:  # all leaders have a table, or none has
             if not wants:
                 return b""
-            data = bytearray(extent.length)
-            peers.read(table.node_of(one.senders[chunk.blob.name]), extent, memoryview(data))
-            return bytes(data)
-        if one.senders[chunk.blob.name] == self._ranks.rank:
+            return self._read_from_peers(one, chunk.blob.name, extent, table, peers)
+        if one.holders[chunk.blob.name][0] == self._ranks.rank:
             receivers = [leader for leader, of in one.wanted.items() if chunk.number in of.get(chunk.blob.name, ())]
             self._send(one, extent, receivers)
             return b""
         return self._receive(one, extent) if wants else b""
+
+    def _read_from_peers(self, one: Transfer, name: str, extent: Extent, table: PeerTable, peers: Peers) -> bytes:
+        """A chunk from the agent of a node that has it. Each transfer begins with another one of them."""
+        holders, data = one.holders[name], bytearray(extent.length)
+        first = one.number % len(holders)
+        problem: LastgoodError | None = None
+        for leader in [*holders[first:], *holders[:first]]:
+            try:
+                peers.read(table.node_of(leader), extent, memoryview(data))
+            except LastgoodError as error:
+                problem = error
+            else:
+                return bytes(data)
+        assert problem is not None, "a file that is asked for has a holder"
+        raise TierDown(f"{extent.blob} could not be read from any node: {problem.what}", safe="Nothing was loaded.")
 
     def _send(self, one: Transfer, extent: Extent, receivers: Sequence[str]) -> None:
         """Send a chunk of this node. If it cannot be read, empty parts are sent, and the error is raised."""
@@ -208,13 +223,19 @@ class NodeTransfers:
         wanted = needed(wants, self._disks.nodes.leaders, held, owners)
         if not wanted:
             return {}, {}
-        senders = {
-            name: leader for leader in sorted(held, reverse=True) for name in owners if owners[name] in held[leader]
-        }
-        one = Transfer(number=self._number, at=generation.id, place=place, wanted=wanted, senders=senders)
+        holders = {name: [leader for leader in sorted(held) if owners[name] in held[leader]] for name in owners}
+        absent = [name for of in wanted.values() for name in of if not holders[name]]
+        if place is None and absent:
+            raise TierDown(f"{absent[0]} of {generation.id} lies on no node", safe="Nothing was loaded.")
+        one = Transfer(number=self._number, at=generation.id, place=place, wanted=wanted, holders=holders)
         self._number += 1
         self._requests.ask(one)
-        own = self._carrier.carry(one, stop)
+        try:
+            own = self._carrier.carry(one, stop)
+        except LastgoodError:
+            with contextlib.suppress(LastgoodError):
+                self._requests.answers()  # waited for, so that the next request meets idle servers
+            raise
         leaders = map(str, self._disks.nodes.others)
         return wanted, {"0": own} | dict(zip(leaders, self._requests.answers(), strict=True))
 

@@ -28,11 +28,12 @@ ADDRESS = "LASTGOOD_ADDRESS"
 LOOPBACK = "127.0.0.1"
 
 
-def agreed(agent: AgentLink | None, leader: int, spread: str | None, topic: AnyTopic) -> PeerTable | None:
+def agreed(agent: AgentLink | None, leader: int, copies: int, spread: str | None, topic: AnyTopic) -> PeerTable | None:
     """The nodes of the job with their agents; None if there is one node only, or if an agent does not listen.
 
-    All ranks call it. `agent`: at a leader, that of its node. `leader`: the leader of this node. `spread`: as for
-    `Tier`. Raises Refused where the failure domain of a node has no label.
+    All ranks call it. `agent`: at a leader, that of its node. `leader`: the leader of this node. `copies`, `spread`: as
+    for `Tier`; with fewer nodes than copies, each node has one. Raises Refused where the failure domain of a node has
+    no label.
     """
     job, key = topic.agree(None, lambda _: [secrets.token_hex(8), secrets.token_hex(32)])
     mine: PeerNode | str | None = None
@@ -51,8 +52,11 @@ def agreed(agent: AgentLink | None, leader: int, spread: str | None, topic: AnyT
             mine = f"the agent of node {node} does not listen at {host}"
     posted = topic.agree(msgspec.to_builtins(mine), _decided)
     nodes, problem = msgspec.convert(posted, tuple[list[PeerNode], str])
-    if problem and agent is not None and leader == 0:
-        reporting.warning(f"no copies are made in the memory of other nodes: {problem}. The run goes on.")
+    if agent is not None and leader == 0:
+        if problem:
+            reporting.warning(f"no copies are made in the memory of other nodes: {problem}. The run goes on.")
+        elif len(nodes) < copies:
+            reporting.warning(f"copies={copies}, and there are {len(nodes)} nodes: each of them has every file.")
     return None if problem else PeerTable(job=job, key=key, nodes=nodes)
 
 

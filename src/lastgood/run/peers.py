@@ -7,6 +7,7 @@
     agent    write     bulk bytes at an offset of it
     agent    finish    the file is complete
     agent    put       creates a manifest; the file that it describes was finished before
+    agent    abort     drops an unfinished file
     trainer  read      a range of a file, as bulk bytes of the answer
 
 Only files of ranks in folders of generations have such calls. A manifest shows that the files beside it are complete.
@@ -14,13 +15,16 @@ Only files of ranks in folders of generations have such calls. A manifest shows 
 
 from __future__ import annotations
 
+import contextlib
 import re
+import secrets
+import threading
 from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
-from ..errors import MissingBlob
+from ..errors import Cancelled, LastgoodError, MissingBlob
 from ..format import layout, sealed
 from ..limits import CHUNK_BYTES
 from ..ports import Tier
@@ -37,8 +41,10 @@ RANK_FILE = re.compile(r"gen/(\d+-[0-9a-f]+)/r\d{5,}(\.\d+)?\.(safetensors|manif
 class FileCall(Record, frozen=True, kw_only=True):
     """One call. `name`: of the file, or of the folder for "list"."""
 
-    call: Literal["list", "create", "write", "finish", "put", "read"]
+    call: Literal["list", "create", "write", "finish", "put", "abort", "read"]
     name: str
+    sending: str = ""
+    """a random text of one sending of the files of a rank: two that overlap never write to one file"""
     offset: int = 0
     length: int = 0
 
@@ -81,11 +87,15 @@ class Peers:
 
     def __init__(self, job: str, key: str, name: str) -> None:
         self._me, self._security = Peer(job, name), SharedKey(bytes.fromhex(key))
+        self._lock = threading.Lock()
         self._channels: dict[tuple[str, int, str], Channel] = {}
+        self._closed = False
 
     def close(self) -> None:
         """Close all connections."""
-        for one in list(self._channels.values()):
+        with self._lock:
+            self._closed, channels = True, [*self._channels.values()]
+        for one in channels:
             one.close()
 
     def read(self, node: PeerNode, extent: Extent, mv: memoryview) -> None:
@@ -108,21 +118,29 @@ class Peers:
         if seal.manifest in there:
             return 0
         manifest = sealed.sealed_record(disk, generation, seal)
-        sent, buffer = 0, memoryview(bytearray(CHUNK_BYTES))
+        sent, sending = 0, secrets.token_hex(8)
         for blob in manifest.blobs:
-            name = f"{folder}/{blob.name}"
-            self._call(node, FileCall(call="create", name=name, length=blob.length))
-            for start in range(0, blob.length, CHUNK_BYTES):
-                length = min(CHUNK_BYTES, blob.length - start)
-                disk.read_into(Extent(blob=name, offset=start, length=length), buffer)
-                write = FileCall(call="write", name=name, offset=start, length=length)
-                self._call(node, write, [buffer[:length]])
-                sent += length
-            self._call(node, FileCall(call="finish", name=name))
+            sent += self._send_file(disk, f"{folder}/{blob.name}", blob.length, node, sending)
         data = sealed.record_bytes([disk], generation, seal)
         put = FileCall(call="put", name=f"{folder}/{seal.manifest}", length=len(data))
         self._call(node, put, [memoryview(data)])
         return sent
+
+    def _send_file(self, disk: Tier, name: str, length: int, node: PeerNode, sending: str) -> int:
+        buffer = memoryview(bytearray(min(CHUNK_BYTES, max(length, 1))))
+        self._call(node, FileCall(call="create", name=name, sending=sending, length=length))
+        try:
+            for start in range(0, length, CHUNK_BYTES):
+                part = min(CHUNK_BYTES, length - start)
+                disk.read_into(Extent(blob=name, offset=start, length=part), buffer)
+                write = FileCall(call="write", name=name, sending=sending, offset=start, length=part)
+                self._call(node, write, [buffer[:part]])
+            self._call(node, FileCall(call="finish", name=name, sending=sending))
+        except LastgoodError:
+            with contextlib.suppress(LastgoodError):  # otherwise it goes when its generation is deleted
+                self._call(node, FileCall(call="abort", name=name, sending=sending))
+            raise
+        return length
 
     def _call(self, node: PeerNode, call: FileCall, outgoing: Sequence[memoryview] = ()) -> bytes:
         request = msgspec.json.encode(call)
@@ -130,4 +148,9 @@ class Peers:
 
     def _channel(self, node: PeerNode) -> Channel:
         at = (node.host, node.port, node.name)
-        return self._channels.setdefault(at, Channel((node.host, node.port), node.name, self._me, self._security))
+        with self._lock:
+            if self._closed:
+                raise Cancelled("this node does not send or read any more")
+            if at not in self._channels:
+                self._channels[at] = Channel((node.host, node.port), node.name, self._me, self._security)
+            return self._channels[at]

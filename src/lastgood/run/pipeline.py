@@ -263,7 +263,8 @@ class Pipeline:
                 generation = save.committed()
                 if isinstance(self.run, RunWriter):
                     generation = self.run.label(generation.id, milestone, metrics)
-                labelled.note_places(self.run.tier.place, self.places.add(generation.id))
+                copies = {**save.copies_on_nodes(), **self.places.add(generation.id)}
+                labelled.note_places(self.run.tier.place, copies)
             except BaseException as error:  # noqa: BLE001 - reported by the training thread
                 labelled.note_outcome(None, error)
                 if save.is_committed():  # otherwise the failure of the save itself is reported

@@ -22,7 +22,7 @@ from ..coordination.rounds import RankGroup
 from ..coordination.single_rank import AnyRanks, AnyTopic, SingleRank
 from ..engine import guard
 from ..engine.arena import Arena
-from ..errors import LastgoodError, Refused, Unreadable
+from ..errors import LastgoodError, Refused, Unavailable, Unreadable
 from ..events import Event
 from ..format import commit, layout
 from ..limits import WORKERS
@@ -135,13 +135,26 @@ class Places:
         return [one for one in self._all if isinstance(one, RunWriter)]
 
     def carry(self, generation: Generation, wants: Sequence[Chunks]) -> Any:
-        """As `NodeTransfers.carry`: from a lower place that has the generation, or else from node to node."""
+        """As `NodeTransfers.carry`: from the memory of other nodes where their agents serve, else from a lower place
+        that has the generation, else from node to node.
+        """
         assert self.transfers is not None, "the front lies on the disks of several nodes"
         below = [dict(one.writer.known.survey.generations) for one in self.below]
         place = holder(below, generation.id)
         whole = place is not None and below[place][generation.id].restorable
-        again, self._carried = generation.id == self._carried, generation.id  # what came from below may be damaged
-        return self.transfers.carry(generation, wants, place if whole and not again else None)
+        again, self._carried = generation.id == self._carried, generation.id  # what came before may be damaged
+        below_first = self.copies is None
+        first, second = (place, None) if below_first else (None, place)
+        if not whole:
+            first = second = None
+        if again:
+            return self.transfers.carry(generation, wants, second)
+        try:
+            return self.transfers.carry(generation, wants, first)
+        except Unavailable:
+            if below_first or not whole:
+                raise
+            return self.transfers.carry(generation, wants, second)  # an agent has ended, or cannot be reached
 
     # ---- copying -------------------------------------------------------------------------------------------
 

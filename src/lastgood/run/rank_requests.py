@@ -31,6 +31,7 @@ from ..coordination.rounds import RankGroup, decode_error, encode_error
 from ..errors import Cancelled, TierDown, TimedOut
 from ..limits import COORDINATOR_TIMEOUTS
 from ..records import Record
+from .thread_pools import interpreter_is_ending
 from .verify import Stop, never
 
 POLL_SECONDS = 0.2
@@ -63,15 +64,16 @@ class Requests:
         self._group.post(key, {"nonce": self._nonce, "request": request})
         self._asked, self._is_unsure = self._asked + 1, False
 
-    def answers(self) -> list[Any]:
+    def answers(self, least_seconds: float = 0.0) -> list[Any]:
         """Wait for the answers to the last request; returns them in the order of the servers.
 
-        A rank has as much time as this process took since the request, and the timeout between ranks in addition.
+        A rank has as much time as this process took since the request, and the timeout between ranks in addition; at
+        least `least_seconds` (default 0).
         Raises the error of the first rank that failed, and TierDown if one does not answer in time.
         """
         group, number = self._group, self._asked - 1
         keys = [f"{self._keys}/{self._nonce}/{rank}" for rank in self._servers]  # guard: answer-belongs-to-its-request
-        seconds = group.timeout_seconds + time.monotonic() - self._asked_at
+        seconds = max(group.timeout_seconds + time.monotonic() - self._asked_at, least_seconds)
         try:
             posts = group.receive(keys, seconds, self._stop, POLL_SECONDS)
         except TimedOut as error:
@@ -161,4 +163,6 @@ class RequestServer:
 
     def _is_over(self) -> bool:
         since, limit_seconds = self._closing_since, COORDINATOR_TIMEOUTS * self._ranks.timeout_seconds
+        if interpreter_is_ending():  # the run was never closed
+            return True
         return self._left.is_set() or (since is not None and time.monotonic() - since > limit_seconds)

@@ -143,9 +143,16 @@ class Save:
         """Called by the pipeline: every byte has been written."""
         self._written.set()
 
-    def note_places(self, first: str, copies: Mapping[str, Future[None]]) -> None:
-        """Called by the pipeline: where the save is committed first, and the copies to other places."""
-        self._places = {first: None, **copies}
+    def note_places(self, first: str, copies: Mapping[str, Future[None] | None]) -> None:
+        """Called by the pipeline: where the save is committed first, and the copies to other places.
+
+        Those in the memory of other nodes, which were noted before, stay.
+        """
+        self._places = {first: None, **self.copies_on_nodes(), **copies}
+
+    def copies_on_nodes(self) -> dict[str, Future[None] | None]:
+        """The copies in the memory of other nodes."""
+        return {place: copied for place, copied in self._places.items() if place.startswith(paths.PEERS)}
 
     def note_outcome(self, generation: Generation | None, error: BaseException | None) -> None:
         """Called by the pipeline, once: the save has ended with a generation or with an error."""

@@ -13,6 +13,15 @@ from ..errors import Refused
 Pool = TypeVar("Pool", bound=ThreadPoolExecutor)
 
 
+EXIT_POLL_SECONDS = 0.5
+"""How often a thread that waits without a limit looks whether the interpreter is ending."""
+
+
+def interpreter_is_ending() -> bool:
+    """Whether the main thread has ended. Python then waits for all other threads, which must end by themselves."""
+    return not threading.main_thread().is_alive()
+
+
 class Workers(ThreadPoolExecutor):
     """A thread pool that goes on working while the interpreter ends: each job then runs in the thread that submits it.
 

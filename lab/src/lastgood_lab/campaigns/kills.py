@@ -102,7 +102,8 @@ def main() -> int:
     begun = time.monotonic()
     count = -(-options.kills // IN_A_ROW)
     results: list[Series] = []
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
+    where = "/dev/shm" if options.tier == "memory" else None
+    with tempfile.TemporaryDirectory(dir=where) as folder, ThreadPoolExecutor(options.jobs) as pool:
         at = Path(folder)
         span = pause(at, options.tier)
         show = progress(count * IN_A_ROW)

@@ -20,6 +20,7 @@ PROVED = {
     "crash_model": TORCH_FREE,
     "dcp_torch_tests": ("convert", "ranks", "snapshot", "state", "run", "engine", "format"),
     "kills": ("",),
+    "memory_kills": ("",),
     "mutation": ("",),
     "optimizers": ("loop", "snapshot", "state", "run", "engine", "format"),
     "places_damage": ("",),

@@ -45,8 +45,11 @@ from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
 from lastgood_lab.plain import State, save
 
-TIERS = ("directory", "slots", "mmap")
-"""how a run may be stored at its path; mmap: in slots that are written through a memory mapping"""
+TIERS = ("directory", "slots", "mmap", "memory")
+"""how a run may be stored at its path; mmap: in slots that are written through a memory mapping; memory: its path is in
+a tmpfs"""
+DIRECTORIES = ("directory", "memory")
+"""those that keep as many generations as their retention says"""
 CHUNK_BYTES = 8192
 SIZES = {"w": 20_000, "b": 5, "empty": 0, "m.v": 12_345}
 """with the header five chunks, of which the last does not end at a block boundary"""
@@ -145,7 +148,8 @@ def warnings_to(write_line: Callable[[str], None]) -> Iterator[None]:
 
 def path(run: str, tier: str) -> str:
     """The path of a run as lastgood takes it, with the scheme of its tier."""
-    return run if tier == "directory" else f"{paths.SLOTS}{os.path.abspath(run)}"
+    scheme = {"directory": "", "memory": paths.MEMORY}.get(tier, paths.SLOTS)
+    return f"{scheme}{os.path.abspath(run)}" if scheme else run
 
 
 def _write(
@@ -154,7 +158,7 @@ def _write(
     write_line("opening")
     if options.buffered or options.short:
         files = ShortFiles(random.Random(options.seed)) if options.short else PosixFiles()
-        kind = Disk if options.tier == "directory" else access.slots
+        kind = Disk if options.tier in DIRECTORIES else access.slots
         tier = kind(files, os.path.abspath(options.run), direct=options.short and not options.buffered)
     names = (hashlib.sha256(f"{options.seed} {count}".encode()).hexdigest()[:8] for count in range(100))
 

@@ -18,7 +18,7 @@ from lastgood.policy.restore import lineage
 from lastgood.ports import Tier
 from lastgood.records import Generation
 from lastgood.run import access
-from lastgood_lab.campaigns.victim import bytes_of, differs, live, path, place, restored
+from lastgood_lab.campaigns.victim import DIRECTORIES, bytes_of, differs, live, path, place, restored
 
 _FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 """in a warning: the disk, or the quota of the user, was full"""
@@ -108,7 +108,7 @@ class Ledger:
         self.heads, self.maybe = {at} if at in self.maybe else self.heads | {at}, set()
         if at != "-" and at not in self.durable:
             # The commit of an unknown outcome came true. With slots, it may have replaced the generations beside it.
-            self.durable = [*self.durable, at] if self.tier == "directory" else [at]
+            self.durable = [*self.durable, at] if self.tier in DIRECTORIES else [at]
 
     def _read_durable(self, at: str) -> None:
         self.heads, self._saving = {at}, ""
@@ -127,7 +127,7 @@ class Ledger:
         if self._saving and name != "CommitUnknown":
             self.maybe.discard(self._saving)
             self.refused.add(self._saving)
-        if not self._saving and self.tier != "directory":
+        if not self._saving and self.tier not in DIRECTORIES:
             self.perhaps |= {*self.durable[-1:]}
         self._saving = ""
 
@@ -147,7 +147,7 @@ class Ledger:
         for at, generation in generations.items():
             self._judge_content(tier, at, generation)
         good = [at for at, one in generations.items() if one.verified or at in self.verified]
-        owed = self.last if self.tier == "directory" and not self.pressed else 1
+        owed = self.last if self.tier in DIRECTORIES and not self.pressed else 1
         if len(good) < min(owed, len(self.verified)):
             self._wrong(f"of {len(self.verified)} verified generations only {good} still exist")
         for at in {place(one) for one in lineage(survey).lost} - self.cut_short:
@@ -156,7 +156,7 @@ class Ledger:
 
     def _judge_existence(self, existing: Set[str]) -> None:
         missing = set(self.durable) - existing
-        if self.tier != "directory" and self.maybe & existing:  # its commit kept one other; a mark decided which
+        if self.tier not in DIRECTORIES and self.maybe & existing:  # its commit kept one other; a mark decided which
             least = self._kept_by_a_commit()
             either = self.durable[self.durable.index(least[0]) :] if least else []
             missing = set() if existing & {*either} else {*least}
@@ -205,7 +205,7 @@ class Ledger:
 
     def _kept_by_a_commit(self) -> list[str]:
         """The durable generations that the commit of a further one keeps."""
-        if self.tier == "directory":
+        if self.tier in DIRECTORIES:
             return self.durable
         return [at for at in self.durable if at in self.verified][-1:] or self.durable[-1:]
 

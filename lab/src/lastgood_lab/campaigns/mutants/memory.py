@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .change import Never, Remove, Swap
+from .change import Always, Never, Remove, Swap
 from .record import Mutant, table
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -18,6 +18,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *table(
         "agent",
         ("agent", "ranks_memory"),
+        ("a place keeps a run that was not closed from ending", "unclosed-place-ends-with-the-process", Remove()),
         ("COMMIT is copied before the files of other nodes", "commit-copied-after-all-nodes", Never()),
         ("another user is served", "agent-serves-own-user", Never()),
         ("the memory of an open run is removed", "open-memory-not-removed", Swap("access.LOCK", '"other"')),
@@ -31,11 +32,10 @@ MUTANTS: tuple[Mutant, ...] = (
     *table(
         "peers",
         ("peers", "ranks_memory"),
-        (
-            "a finished file of another node is replaced",
-            "finished-copy-not-replaced",
-            Swap("manifest not in", "True or"),
-        ),
+        ("copies come into a deleted generation", "deleted-generation-gets-no-copies", Never()),
+        ("finished files are replaced", "finished-copy-not-replaced", Swap("manifest not in", "True or")),
+        ("two sendings of a file mix", "sendings-do-not-mix", Swap(" or one.sending != call.sending", "")),
+        ("the first place that has its copy gives it free", "held-until-all-have-it", Always()),
         ("half of a copy counts as one", "copy-counts-with-its-manifest", Swap(" and one.manifest in listing", "")),
     ),
 )

@@ -1,0 +1,176 @@
+"""SIGKILLs of the training process and of its agent, at random instants, of a run in memory in front of a directory.
+
+A life restores, saves every step to memory and each fourth one to the directory, until it is killed; in some lives the
+agent is killed too, before the training process or after it. Each life must restore the last committed save, or
+the one that was under way, to the bit. Where the agent is left, the directory must have that save once it has copied.
+Writes lab/reports/memory_kills.*
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import lastgood
+from lastgood.run import agent_link, memory_place, paths
+from lastgood_lab.campaigns.reports import report
+from lastgood_lab.campaigns.trials import progress
+from lastgood_lab.worlds import CONTEXT
+
+NUMBERS = 200_000
+LIVES_OF_A_RUN = 25
+MOST_SAVES = 12
+COPIED_SECONDS = 60.0
+
+
+def life(home: str, memory: str, pipe: Connection) -> None:
+    """Restore, then save steps until this process is killed. Posts what it has done."""
+    os.environ[memory_place.VARIABLE] = memory
+    state = {"w": torch.zeros(NUMBERS)}
+    tiers = [lastgood.Tier("memory://", cadence=lastgood.Every(steps=1))]
+    ckpt = lastgood.Checkpointer(home, state, tiers=tiers, cadence=lastgood.Every(steps=4))
+    step = ckpt.restore().step
+    pipe.send(("restored", step, bool((state["w"] == float(step)).all())))
+    while True:
+        step += 1
+        state["w"].fill_(float(step))
+        save = ckpt.step(step)
+        assert save is not None
+        save.committed()
+        pipe.send(("committed", step, True))
+
+
+class Run:
+    """One run, and what it must hold."""
+
+    def __init__(self, folder: Path, memory: Path, number: int) -> None:
+        self.home, self._root, self._chance = folder / f"run{number}", memory, random.Random(number)
+        self.memory = memory_place.url_of(self.home, {memory_place.VARIABLE: str(memory)}).removeprefix(paths.MEMORY)
+        self.committed = 0
+        self.ends = Counter[str]()
+        self.problems: list[str] = []
+
+    def live_and_die(self) -> None:
+        """One life, its end, and what is found after it."""
+        receiver, sender = CONTEXT.Pipe(duplex=False)
+        process = CONTEXT.Process(target=life, args=(str(self.home), str(self._root), sender))
+        process.start()
+        sender.close()
+        kind = self._chance.choice(["trainer", "trainer", "agent first", "both"])
+        self._receive(receiver, self._chance.randrange(1, MOST_SAVES))
+        if kind == "agent first":
+            kill_agent(self.memory)
+            self._receive(receiver, self._chance.randrange(1, 4))
+        select.select([], [], [], self._chance.uniform(0, 0.02))
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        if kind == "both":
+            kill_agent(self.memory)
+        process.join()
+        self._receive(receiver, MOST_SAVES * 100)
+        self.ends[kind] += 1
+        if kind == "trainer" and self._chance.random() < 0.5:
+            self._judge_copied()
+
+    def _receive(self, pipe: Connection, count: int) -> None:
+        for _ in range(count):
+            try:
+                what, step, good = pipe.recv()
+            except (EOFError, OSError):
+                return
+            if what == "restored" and step not in (self.committed, self.committed + 1):
+                self.problems.append(f"{self.home.name}: restored step {step}, and {self.committed} was committed")
+            if not good:
+                self.problems.append(f"{self.home.name}: step {step} was restored with other bytes")
+            self.committed = max(self.committed, step)
+
+    def _judge_copied(self) -> None:
+        """The agent, which nobody killed, has copied the newest save to the home."""
+        until = time.monotonic() + COPIED_SECONDS
+        while (found := state_of(self.memory)) is not None and (found.copying or found.attached):
+            if time.monotonic() > until:
+                self.problems.append(f"{self.home.name}: not copied after {COPIED_SECONDS} s: {found.missing}")
+                return
+            select.select([], [], [], 0.02)
+        if found is None:
+            self.ends["no agent was left"] += 1  # it had been killed before, and its successor had not started yet
+            return
+        newest = lastgood.open(self.home).generation()
+        if newest.step not in (self.committed, self.committed + 1):
+            self.problems.append(f"{self.home.name}: the home has step {newest.step} of {self.committed}")
+        self.ends["copied by the agent"] += 1
+
+
+def state_of(folder: str) -> agent_link.Answer | None:
+    """The state of the agent of a memory folder; None if there is none."""
+    request = agent_link.Request(protocol=agent_link.PROTOCOL, call="status")
+    with contextlib.suppress(OSError, ValueError), contextlib.closing(agent_link.connected(folder)) as connection:
+        return agent_link.asked(connection, request)
+    return None
+
+
+def kill_agent(folder: str) -> None:
+    """Kill the agent of a memory folder, if there is one."""
+    found = state_of(folder)
+    if found is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(found.process, signal.SIGKILL)
+
+
+def series(folder: Path, memory: Path, number: int, lives: int) -> Run:
+    """Kill one run `lives` times."""
+    run = Run(folder, memory, number)
+    for _ in range(lives):
+        run.live_and_die()
+        if run.problems:
+            break
+    kill_agent(run.memory)
+    shutil.rmtree(run.memory, ignore_errors=True)
+    return run
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=1000, help="how many lives to kill (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="determines the moments of the kills")
+    options = parser.parse_args()
+    begun, count = time.monotonic(), -(-options.kills // LIVES_OF_A_RUN)
+    runs: list[Run] = []
+    show = progress(count * LIVES_OF_A_RUN)
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        for number in range(options.seed * count, (options.seed + 1) * count):
+            runs.append(series(Path(folder), Path(memory), number + 1, LIVES_OF_A_RUN))
+            show(len(runs) * LIVES_OF_A_RUN, sum(bool(one.problems) for one in runs))
+    ends = sum((one.ends for one in runs), Counter[str]())
+    violated = [problem for one in runs for problem in one.problems]
+    facts: dict[str, Any] = {
+        "training_processes_killed": ends["trainer"] + ends["agent first"] + ends["both"],
+        "agents_killed": ends["agent first"] + ends["both"],
+        "newest_save_copied_by_the_agent_and_found_at_home": ends["copied by the agent"],
+        "saves_committed": sum(one.committed for one in runs),
+        "violations": len(violated),
+        "seconds": round(time.monotonic() - begun),
+        "seed": options.seed,
+        "violated": violated,
+    }
+    rows = "\n".join(f"| {name} | {number:,} |" for name, number in ends.most_common())
+    report("memory_kills", "SIGKILLs of training processes and agents", facts, [f"| end | times |\n|---|---|\n{rows}"])
+    return 1 if violated else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
