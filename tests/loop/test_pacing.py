@@ -20,7 +20,7 @@ class Flown:
     def ended(self) -> bool:
         return self.over
 
-    def durable(self) -> bool:
+    def is_committed(self) -> bool:
         return self.over and self.good
 
 

@@ -201,7 +201,7 @@ def test_the_disk_bound_is_compared_with_the_free_space(caplog, bound, free, lev
 
 def test_the_first_step_compares_the_disk_bound_with_the_free_space(tmp_path, monkeypatch, caplog) -> None:
     """A disk that was too small was reported only at the first save, five minutes or hours after the start."""
-    monkeypatch.setattr(disk_space, "free_bytes", lambda _: 30_000)
+    monkeypatch.setattr(disk_space, "room_bytes", lambda _: 30_000)
     state = {"w": torch.zeros(2_500)}  # 10 kB, and a page for its header
     with lastgood.Checkpointer(tmp_path, state, exclude=["rng"], save_on_exit=False) as ckpt:
         ckpt.step(1)
@@ -217,7 +217,7 @@ def test_a_save_that_can_never_fit_deletes_nothing(tmp_path: Path, monkeypatch: 
     run = opened(tmp_path, Keep(last=5), 10)
     for step in range(1, 6):
         saved(run, step)
-    monkeypatch.setattr(disk_space, "free_bytes", lambda _: 0)
+    monkeypatch.setattr(disk_space, "room_bytes", lambda _: 0)
     assert not run.retirement.relieve(100 * STATE_BYTES)
     assert sorted(one.step for one in run.survey.generations) == [1, 2, 3, 4, 5]
     assert run.retirement.relieve(STATE_BYTES), "room is made for a save that may fit"
