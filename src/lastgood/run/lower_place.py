@@ -72,6 +72,10 @@ class LowerPlace:
         """the generation of the last attempt, which may read it until the next attempt begins"""
         self._failures = self._failed_attempts = 0
         """how many attempts in a row have failed, and how many since the run was opened"""
+        self._copying: GenerationId | None = None
+        """the generation of the present attempt"""
+        self._again = False
+        """whether it was added once more meanwhile"""
         self._trying = self._hurried = self._closing = self._last_try = self._stopped = False
         """whether an attempt is under way; whether no pause is made before the next one; whether this place is being
         closed; whether the present attempt began after that; whether no attempt is to go on"""
@@ -109,6 +113,8 @@ class LowerPlace:
         at, keep = generation.id, self.writer.keep
         with self._changed:
             copied = self._waiting.setdefault(at, Future())
+            if self._copying == at:  # guard: label-during-copy-copied-again
+                self._again = True  # the copy may have passed the labels already
             self._source.held.add(at, self)  # guard: waiting-generation-held
             if pinned or wanted(keep, at.step, generation.commit.milestone, generation.commit.metrics):
                 self._pinned.add(at)
@@ -225,6 +231,8 @@ class LowerPlace:
                 return
             at = max(self._waiting)  # the newest is worth most
         failed: Exception | None = None
+        with self._changed:
+            self._copying, self._again = at, False
         try:
             self._copy(at)
         except Cancelled:
@@ -242,8 +250,9 @@ class LowerPlace:
             self._outcomes.put(error)
             failed = error  # guard: failed-copy-ends-its-wait
         with self._changed:
-            self._failures, self._last_try = 0, False
-            self._end(at, failed)
+            self._failures, self._last_try, self._copying = 0, False, None
+            if failed is not None or not self._again:
+                self._end(at, failed)
             self._changed.notify_all()
 
     def _copy(self, at: GenerationId) -> None:

@@ -35,6 +35,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("copies come into a deleted generation", "deleted-generation-gets-no-copies", Never()),
         ("finished files are replaced", "finished-copy-not-replaced", Swap("manifest not in", "True or")),
         ("two sendings of a file mix", "sendings-do-not-mix", Swap(" or one.sending != call.sending", "")),
+        ("a label that comes during a copy is lost", "label-during-copy-copied-again", Never()),
         ("the first place that has its copy gives it free", "held-until-all-have-it", Always()),
         ("half of a copy counts as one", "copy-counts-with-its-manifest", Swap(" and one.manifest in listing", "")),
     ),
