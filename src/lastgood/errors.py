@@ -46,6 +46,14 @@ def _sentence(text: str) -> str:
     return text if text[-1] in ".!?:\n" or "\n" in text else text + "."
 
 
+def class_named(name: str, otherwise: type[LastgoodError]) -> type[LastgoodError]:
+    """The error class of this name, if it is made from texts alone, as a message has them; else `otherwise`."""
+    kind = globals().get(name)
+    if isinstance(kind, type) and issubclass(kind, LastgoodError) and kind not in (StateMismatch, NotInstalled):
+        return kind
+    return otherwise
+
+
 class Refused(LastgoodError):
     """The request was wrong. Nothing was changed, on disk or in the live state."""
 

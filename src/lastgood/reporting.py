@@ -38,6 +38,11 @@ def threat(text: str) -> None:
         _print(text)
 
 
+def is_reported(count: int) -> bool:
+    """Whether the occurrence number `count` of something that repeats is reported: the 1st, 2nd, 4th, 8th, ..."""
+    return count & (count - 1) == 0
+
+
 def _report(level: int, text: str) -> bool:
     """Log `text`, or print it where no handler is configured. Returns whether it reached stdout or stderr."""
     if not LOGGER.isEnabledFor(level):

@@ -18,7 +18,7 @@ import lastgood
 from agents import agent, answers, ended, state, until
 from harness import flip, reported, steps
 from lastgood.io.files import Lock
-from lastgood.run import access, agent_link, lower_place, memory_place, paths
+from lastgood.run import access, agent_link, lower_place, memory_place
 from lastgood_lab.worlds import CONTEXT
 from training import Training
 
@@ -32,7 +32,7 @@ class Run:
 
     def __init__(self, home: Path) -> None:
         self.home, self.training = home, Training()
-        self.memory = Path(memory_place.url_of(home).removeprefix(paths.MEMORY))
+        self.memory = Path(memory_place.folder_of(home))
 
     def opened(self, **options: object) -> lastgood.Checkpointer:
         self.training = Training()
@@ -352,12 +352,14 @@ def raw(folder: Path) -> socket.socket:
     [
         (b"\x00\xff\xfe garbage\n", b"this is no request"),
         (b"[]\n", b"this is no request"),
+        (b'{"protocol":1,"call":"\xff"}\n', b"this is no request"),
+        (b'{"\xff":1}\n', b"this is no request"),
         (b'{"protocol":1,"call":"burn"}\n', b"this is no request"),
         (b'{"protocol":1,"call":"status","more":1}\n', b"this is no request"),
         (b'{"protocol":99,"call":"attach"}\n', b"speaks version 1"),
         (b"x" * (agent_link.MESSAGE_LIMIT_BYTES + 8192), b""),
     ],
-    ids=["bytes", "list", "unknown call", "unknown field", "future version", "endless line"],
+    ids=["bytes", "list", "no text", "no name", "unknown call", "unknown field", "future version", "endless line"],
 )
 def test_a_garbled_request_is_answered_and_the_agent_goes_on(run: Run, sent: bytes, answer: bytes) -> None:
     with agent(make(run.memory)), contextlib.closing(raw(run.memory)) as connection:

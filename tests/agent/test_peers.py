@@ -71,7 +71,7 @@ def test_a_copy_on_another_node_has_the_same_bytes(tmp_path: Path, generation: G
         sent = peers.send(disk(tmp_path / "a"), generation, seal, node)
         assert files_of(tmp_path / "b") == files_of(tmp_path / "a")
         assert sent == len(files_of(tmp_path / "a")["r00000.safetensors"])
-        assert peers.send(disk(tmp_path / "a"), generation, seal, node) == 0, "what is there is not sent again"
+        assert peers.send(disk(tmp_path / "a"), generation, seal, node) == 0, "the node has it already"
         buffer = bytearray(100)
         name = f"{layout.folder(generation.id)}/r00000.safetensors"
         peers.read(node, Extent(blob=name, offset=50, length=100), memoryview(buffer))

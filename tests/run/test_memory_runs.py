@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 import lastgood
+from agents import ended
 from harness import reported, steps
 from lastgood import errors
 from lastgood.io import memory_files
-from lastgood.run import memory_place, outcomes, paths
+from lastgood.run import memory_place, outcomes
 from training import Training
 
 EVERY = lastgood.Every(steps=1)
@@ -27,7 +28,7 @@ class Run:
 
     def __init__(self, home: Path) -> None:
         self.home, self.training = home, Training()
-        self.memory = Path(memory_place.url_of(home).removeprefix(paths.MEMORY))
+        self.memory = Path(memory_place.folder_of(home))
 
     def opened(self, home_every: int = 100, **options: object) -> lastgood.Checkpointer:
         self.training = Training()
@@ -53,7 +54,9 @@ KILLED = """
 import os, sys
 sys.path[:0] = sys.argv[1].split(os.pathsep)
 from pathlib import Path
+from lastgood.run import agent_link
 from test_memory_runs import Run
+agent_link.AgentLink.check = lambda self: None  # no agent copies what this process leaves
 run = Run(Path(sys.argv[2]))
 ckpt = run.opened()
 ckpt.restore()
@@ -66,8 +69,8 @@ os.kill(os.getpid(), 9)
 
 def test_a_killed_process_loses_no_save_that_was_in_memory_only(run: Run) -> None:
     path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
-    ended = subprocess.run([sys.executable, "-c", KILLED, path, str(run.home)])
-    assert ended.returncode == -signal.SIGKILL
+    killed = subprocess.run([sys.executable, "-c", KILLED, path, str(run.home)])
+    assert killed.returncode == -signal.SIGKILL
     assert steps(run.memory)[-1] == 7 and 7 not in steps(run.home)
     found = run.train(9)
     assert found.step == 7 and list(found.sources) == [f"memory://{run.memory}"]
@@ -121,6 +124,7 @@ def test_a_milestone_is_kept_at_home_and_leaves_memory(run: Run) -> None:
 
 def test_after_a_restart_of_the_machine_the_home_is_restored(run: Run) -> None:
     run.train(5)
+    ended(str(run.memory))  # nothing else changes these folders
     shutil.rmtree(run.memory)
     found = run.train(6)
     assert found.step == 5 and list(found.sources) == [str(run.home)]
@@ -202,6 +206,7 @@ def test_the_tiers_of_a_run_show_what_memory_holds(run: Run, call_json) -> None:
 
 def test_the_home_of_another_run_is_refused_beside_its_old_memory(run: Run) -> None:
     run.train(3)
+    ended(str(run.memory))  # nothing else changes these folders
     shutil.rmtree(run.home)
     lastgood.save(run.home, {"n": 1})
     with pytest.raises(errors.Refused, match="hold different runs"):

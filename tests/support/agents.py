@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import select
-import signal
 import subprocess
 import sys
 import time
@@ -43,22 +41,16 @@ def answers(folder: Path) -> bool:
 
 
 def state(folder: Path) -> agent_link.Answer | None:
-    """The state of the agent of a folder; None if there is none."""
-    with contextlib.suppress(OSError, ValueError), contextlib.closing(agent_link.connected(str(folder))) as connection:
-        return agent_link.asked(connection, agent_link.Request(protocol=agent_link.PROTOCOL, call="status"))
+    """The state of the agent of a folder; None if there is none that answers."""
+    with contextlib.suppress(OSError, ValueError):
+        return agent_link.status(str(folder))
     return None
 
 
 def ended(folder: str) -> None:
     """Kill the agent of a folder, if there is one, and wait for its end."""
     with contextlib.suppress(OSError), contextlib.closing(agent_link.connected(folder)) as connection:
-        process, _ = agent_link._peer(connection)
-        pidfd = os.pidfd_open(process)
-        try:
-            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-            select.select([pidfd], [], [], LIMIT_SECONDS)
-        finally:
-            os.close(pidfd)
+        agent_link.kill(connection)
 
 
 def until(condition: Callable[[], object]) -> None:

@@ -11,14 +11,14 @@ import torch.distributed as dist
 
 import lastgood
 from agents import ended, state, until
-from lastgood.run import memory_place, paths
+from lastgood.run import memory_place
 from lastgood_lab.campaigns.rank_jobs import PATIENCE, Loop
 
 
 def folder(home: Path, node: str, memory: Path) -> Path:
     """The memory of a run on the node of this name."""
     environ = {"LASTGOOD_NODE": node, memory_place.VARIABLE: str(memory)}
-    return Path(memory_place.url_of(home, environ).removeprefix(paths.MEMORY))
+    return Path(memory_place.folder_of(home, environ))
 
 
 def opened(loop: Loop, node: str, memory: Path, home: Path, copies: int = 1, **options: Any) -> lastgood.Checkpointer:

@@ -45,7 +45,7 @@ from ..run.agent_link import (
     read_spec,
     user_of,
 )
-from ..run.lower_place import PAUSES_SECONDS
+from ..run.lower_place import PAUSES_SECONDS, pause_seconds
 from ..storage.directory import Disk
 from .drain import drained
 from .nodes import Nodes
@@ -56,7 +56,7 @@ CONNECTIONS_LIMIT = 256
 """So many processes may be connected at once; others are refused."""
 
 
-class Peer:
+class Client:
     """One connection, and what has been received of its next request."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -83,7 +83,7 @@ class Server:
         self._wake_receiver.setblocking(False)
         self._wake_sender.setblocking(False)
         self._selector.register(self._wake_receiver, selectors.EVENT_READ)
-        self._peers: dict[socket.socket, Peer] = {}
+        self._clients: dict[socket.socket, Client] = {}
         self._stop = Event()
         self._copies: Future[list[str]] | None = None
         self._missing: list[str] = []
@@ -115,7 +115,7 @@ class Server:
                     self._remove()
             self._stop.set()
         self._refuse_to_end("" if self._removed else "it was ended by a signal")
-        for one in [*self._peers]:
+        for one in [*self._clients]:
             self._leave(one)
         self._selector.close()
         for end in (self._listener, self._wake_receiver, self._wake_sender):
@@ -133,7 +133,7 @@ class Server:
                     self._wake_receiver.recv(64)
             else:
                 assert isinstance(key.fileobj, socket.socket)
-                self._receive(self._peers[key.fileobj])
+                self._receive(self._clients[key.fileobj])
 
     def _timeout_seconds(self) -> float | None:
         if self._attached() or self._copies is not None:
@@ -146,75 +146,76 @@ class Server:
             connection, _ = self._listener.accept()
         except OSError:
             return
-        if user_of(connection) != os.geteuid() or len(self._peers) >= CONNECTIONS_LIMIT:  # guard: agent-serves-own-user
+        full = len(self._clients) >= CONNECTIONS_LIMIT
+        if full or user_of(connection) != os.geteuid():  # guard: agent-serves-own-user
             connection.close()
             return
         connection.setblocking(False)
-        self._peers[connection] = Peer(connection)
+        self._clients[connection] = Client(connection)
         self._selector.register(connection, selectors.EVENT_READ)
 
-    def _receive(self, peer: Peer) -> None:
+    def _receive(self, client: Client) -> None:
         try:
-            part = peer.connection.recv(4096)
+            part = client.connection.recv(4096)
         except BlockingIOError:
             return
         except OSError:
             part = b""
-        peer.data += part
-        if not part or len(peer.data) > MESSAGE_LIMIT_BYTES:
-            self._leave(peer.connection)
+        client.data += part
+        if not part or len(client.data) > MESSAGE_LIMIT_BYTES:
+            self._leave(client.connection)
             return
-        while b"\n" in peer.data and peer.connection in self._peers:
-            line, _, peer.data = peer.data.partition(b"\n")
-            self._serve(peer, line)
+        while b"\n" in client.data and client.connection in self._clients:
+            line, _, client.data = client.data.partition(b"\n")
+            self._serve(client, line)
 
-    def _serve(self, peer: Peer, line: bytes) -> None:
+    def _serve(self, client: Client, line: bytes) -> None:
         try:
             request = msgspec.json.decode(line, type=Request)
-        except msgspec.MsgspecError as error:
-            self._send(peer, f"this is no request: {error}")
-            self._leave(peer.connection)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # the latter for text that is not UTF-8
+            self._send(client, f"this is no request: {error}")
+            self._leave(client.connection)
             return
         if request.protocol != PROTOCOL:
             what = f"this agent speaks version {PROTOCOL} of the protocol, and not {request.protocol}"
-            self._send(peer, what)
+            self._send(client, what)
         elif request.call == "attach":
-            peer.attached = peer.waits = True
+            client.attached = client.waits = True
             self._stop.set()
             self._refuse_to_end("a training process has attached")
             self._answer_waiting()
         elif request.call == "serve" and request.serve is not None:
-            self._send(peer, self._nodes.serve(request.serve))
+            self._send(client, self._nodes.serve(request.serve))
         elif request.call == "send" and request.send is not None:
-            peer.sending = self._nodes.send(request.send)
+            client.sending = self._nodes.send(request.send)
         elif request.call == "end" and self._attached():
-            self._send(peer, "a training process is attached; end it first")
+            self._send(client, "a training process is attached; end it first")
         elif request.call == "end":
-            peer.ends, self._next_at, self._failures = True, 0.0, 0
+            client.ends, self._next_at, self._failures = True, 0.0, 0
         else:
-            self._send(peer)
+            self._send(client)
 
     def _answer_waiting(self) -> None:
         if self._copies is None:
-            for peer in [one for one in self._peers.values() if one.waits]:
-                peer.waits = False
-                self._send(peer)
+            for client in [one for one in self._clients.values() if one.waits]:
+                client.waits = False
+                self._send(client)
 
     def _answer_senders(self) -> None:
         """Answer those whose sending has ended."""
-        for peer in [one for one in self._peers.values() if one.sending is not None and one.sending.done()]:
-            assert peer.sending is not None
-            ended, peer.sending = peer.sending, None
+        for client in [one for one in self._clients.values() if one.sending is not None and one.sending.done()]:
+            assert client.sending is not None
+            ended, client.sending = client.sending, None
             problem = ended.exception()
-            self._send(peer, f"{type(problem).__name__}: {problem}" if problem else ended.result())
+            self._send(client, f"{type(problem).__name__}: {problem}" if problem else ended.result())
 
     def _refuse_to_end(self, error: str) -> None:
         """Answer those who have asked for the end; with "": it has come."""
-        for peer in [one for one in self._peers.values() if one.ends]:
-            peer.ends = False
-            self._send(peer, error)
+        for client in [one for one in self._clients.values() if one.ends]:
+            client.ends = False
+            self._send(client, error)
 
-    def _send(self, peer: Peer, error: str = "") -> None:
+    def _send(self, client: Client, error: str = "") -> None:
         answer = Answer(
             protocol=PROTOCOL,
             process=os.getpid(),
@@ -224,22 +225,22 @@ class Server:
             port=self._nodes.port,
             error=error,
         )
-        with contextlib.suppress(OSError):  # it is told nothing if it does not read its short answer
-            peer.connection.send(msgspec.json.encode(answer) + b"\n")
+        with contextlib.suppress(OSError):  # a client that does not read its short answer gets none
+            client.connection.send(msgspec.json.encode(answer) + b"\n")
 
     def _leave(self, connection: socket.socket) -> None:
         """Forget a connection. If it was the last training process, the copies begin."""
         self._selector.unregister(connection)
-        peer = self._peers.pop(connection)
+        client = self._clients.pop(connection)
         connection.close()
-        if peer.attached and not self._attached():
+        if client.attached and not self._attached():
             self._next_at, self._failures = 0.0, 0
 
     def _attached(self) -> int:
-        return sum(one.attached for one in self._peers.values())
+        return sum(one.attached for one in self._clients.values())
 
     def _asked_to_end(self) -> bool:
-        return any(one.ends for one in self._peers.values())
+        return any(one.ends for one in self._clients.values())
 
     # ---- copies --------------------------------------------------------------------------------------------
 
@@ -276,10 +277,10 @@ class Server:
         if not self._missing:
             self._next_at, self._failures, self._kept_until = None, 0, now + self._linger_seconds
         else:
-            self._next_at = now + PAUSES_SECONDS[min(self._failures, len(PAUSES_SECONDS) - 1)]
             self._failures += 1
+            self._next_at = now + pause_seconds(self._failures)
             # The first attempt often comes before the system has released the locks of a killed process.
-            if self._failures > 1 and self._failures & (self._failures - 1) == 0:
+            if self._failures > 1 and reporting.is_reported(self._failures):
                 reporting.warning(f"{self._folder}: attempt {self._failures}: {'; '.join(self._missing)}")
             self._refuse_to_end(f"not everything could be copied: {'; '.join(self._missing)}")
         self._answer_waiting()

@@ -64,7 +64,7 @@ def stop(run: Run, as_json: Json = False) -> Answer:
         raise NotARun(
             f"{folder} has no agent",
             safe="Nothing was touched.",
-            todo="`lastgood agent run` copies what is there. `lastgood agent status` lists all memory of this user.",
+            todo="`lastgood agent run` copies the saves in it. `lastgood agent status` lists all memory of this user.",
         ) from error
     with contextlib.closing(connection):
         connection.settimeout(None)  # copies take as long as they take
@@ -81,14 +81,11 @@ def state_of(folder: str) -> dict[str, Any]:
     """What a memory folder takes, and the state of its agent."""
     row: dict[str, Any] = {"folder": folder, "bytes": _bytes_of(folder), "attached": 0, "missing": [], "process": None}
     try:
-        connection = agent_link.connected(folder)
-    except OSError:
+        answer = agent_link.status(folder)
+    except (OSError, ValueError):
+        return {**row, "agent": "silent"}
+    if answer is None:
         return {**row, "agent": "none"}
-    with contextlib.closing(connection):
-        try:
-            answer = agent_link.asked(connection, agent_link.Request(protocol=agent_link.PROTOCOL, call="status"))
-        except (OSError, ValueError):
-            return {**row, "agent": "silent"}
     state = "attached" if answer.attached else "copying" if answer.copying else "waiting"
     found = {"attached": answer.attached, "missing": answer.missing, "process": answer.process}
     return {**row, **found, "agent": state}
@@ -96,7 +93,7 @@ def state_of(folder: str) -> dict[str, Any]:
 
 def _folder_of(run: str) -> str:
     place = paths.parsed(run)
-    return place.root if place.kind == "memory" else memory_place.url_of(run).removeprefix(paths.MEMORY)
+    return place.root if place.kind == "memory" else memory_place.folder_of(run)
 
 
 def _folders() -> list[str]:

@@ -34,7 +34,7 @@ from typing import Any
 import msgspec
 
 from .. import errors
-from ..errors import Cancelled, LastgoodError, RankFailed, StateMismatch, StepDiffers, TierDown, TimedOut
+from ..errors import Cancelled, LastgoodError, RankFailed, StepDiffers, TierDown, TimedOut
 from ..limits import COORDINATOR_TIMEOUTS, RANK_TIMEOUT_SECONDS, STEP_HISTORY, VERDICT_HISTORY
 from ..ports import Store
 
@@ -354,7 +354,5 @@ def encode_error(error: BaseException) -> dict[str, Any]:
 
 def decode_error(message: Mapping[str, Any]) -> LastgoodError:
     """The error of a message: of its own class if that is a LastgoodError made from texts alone, else RankFailed."""
-    kind = getattr(errors, message["error"], None)
-    if not (isinstance(kind, type) and issubclass(kind, LastgoodError)) or kind is StateMismatch:
-        kind = RankFailed
+    kind = errors.class_named(message["error"], RankFailed)
     return kind(message["what"], safe=message.get("safe", ""), todo=message.get("todo", ""))

@@ -51,8 +51,7 @@ class MemoryFiles:
     def open(self, path: str, mode: OpenMode, *, direct: bool = False, fresh: bool = False) -> PosixFile | MemoryFile:
         """As `ports.Files.open`. Files in memory need no direct I/O, and no other medium shows their bytes."""
         if mode == "new":
-            if (elsewhere := self._spilled(path)) and os.path.lexists(elsewhere):
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+            self._require_free(path)
             return MemoryFile(self, path, self._files.open(path, "new"))
         try:
             return self._files.open(path, mode)
@@ -142,7 +141,7 @@ class MemoryFiles:
         os.makedirs(os.path.dirname(elsewhere), mode=0o700, exist_ok=True)
         file = self._files.open(elsewhere, "new")
         self.spilled += 1
-        if self.spilled & (self.spilled - 1) == 0:
+        if reporting.is_reported(self.spilled):
             reporting.warning(
                 f"memory is short: {os.path.relpath(path, self._root)} was written to {self._spill} instead (spilled "
                 f"file {self.spilled}). Save smaller states, keep fewer in memory (Tier(retention=Keep(last=1))), or "

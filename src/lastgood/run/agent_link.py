@@ -167,7 +167,7 @@ class AgentLink:
             self._connection = connection
             return True
         reporting.warning(f"the agent of {self._folder} is replaced: {error}")
-        _kill(connection)  # guard: silent-agent-killed
+        kill(connection)  # guard: silent-agent-killed
         connection.close()
         return False
 
@@ -187,7 +187,7 @@ class AgentLink:
         if self.attach():
             return
         self._attempts += 1
-        if self._attempts & (self._attempts - 1):
+        if not reporting.is_reported(self._attempts):
             return
         problem = _started(self._folder)
         if not problem and self.attach() and self._attempts == 1:
@@ -255,6 +255,16 @@ def asked(connection: socket.socket, request: Request) -> Answer:
     """Send a request and return the answer. Raises OSError, and ValueError for an answer that is none."""
     connection.sendall(_encoded(request))
     return _answer(connection)
+
+
+def status(folder: str) -> Answer | None:
+    """The state of the agent of a memory folder; None if none listens. Raises as `asked` if it does not answer."""
+    try:
+        connection = connected(folder)
+    except OSError:
+        return None
+    with contextlib.closing(connection):
+        return asked(connection, Request(protocol=PROTOCOL, call="status"))
 
 
 def _encoded(request: Request) -> bytes:
@@ -333,7 +343,7 @@ def _has_ended(connection: socket.socket) -> bool:
         return True
 
 
-def _kill(connection: socket.socket) -> None:
+def kill(connection: socket.socket) -> None:
     """Kill the process at the other end, and wait until it has ended. Raises nothing."""
     process, user = _peer(connection)
     if process <= 0 or user != os.geteuid():

@@ -38,6 +38,11 @@ PAUSES_SECONDS = (1.0, 5.0, 20.0, 60.0)
 """The pauses after failed attempts in a row; the last one is repeated."""
 
 
+def pause_seconds(failures: int) -> float:
+    """The pause after so many failed attempts in a row, at least one."""
+    return PAUSES_SECONDS[min(failures, len(PAUSES_SECONDS)) - 1]
+
+
 class LowerPlace:
     """Copies generations of an open run from the place of `source` to that of `writer`.
 
@@ -214,7 +219,7 @@ class LowerPlace:
 
     def _paused(self) -> bool:
         """Make the pause after a failed attempt. Returns False if this place is to be closed. The lock is held."""
-        pause = 0.0 if self._hurried else PAUSES_SECONDS[min(self._failures, len(PAUSES_SECONDS)) - 1]
+        pause = 0.0 if self._hurried else pause_seconds(self._failures)
         until = time.monotonic() + pause
         while not self._closing and not self._hurried and (left := until - time.monotonic()) > 0:
             self._changed.wait(min(left, EXIT_POLL_SECONDS))
@@ -230,9 +235,8 @@ class LowerPlace:
             if not self._waiting:
                 return
             at = max(self._waiting)  # the newest is worth most
-        failed: Exception | None = None
-        with self._changed:
             self._copying, self._again = at, False
+        failed: Exception | None = None
         try:
             self._copy(at)
         except Cancelled:

@@ -38,11 +38,19 @@ def folder_of_user(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def url_of(last_place: str | os.PathLike[str], environ: Mapping[str, str] = os.environ) -> str:
-    """The URL of the memory of a run. `last_place`: the path or URL of its durable place. Raises as `paths.parsed`."""
+    """The URL of the memory of a run, as `folder_of`."""
+    return f"{paths.MEMORY}{folder_of(last_place, environ)}"
+
+
+def folder_of(last_place: str | os.PathLike[str], environ: Mapping[str, str] = os.environ) -> str:
+    """The folder of the memory of a run. `last_place`: the path or URL of its durable place.
+
+    Raises as `paths.parsed`.
+    """
     url = paths.parsed(last_place).url
     name = re.sub(r"[^A-Za-z0-9_.-]", "_", url.rstrip("/").rpartition("/")[2])[:40]
     digest = checksum.digest("xxh3_128", f"{url}\0{machine(environ)}".encode())
-    return f"{paths.MEMORY}{folder_of_user(environ)}/{name}-{digest[:12]}"
+    return f"{folder_of_user(environ)}/{name}-{digest[:12]}"
 
 
 def spill_folder(root: str, environ: Mapping[str, str] = os.environ) -> str:

@@ -29,7 +29,7 @@ from ..records import Generation, GenerationId, Record
 from . import paths
 from .agent_link import SEND_SECONDS, AgentLink, Send
 from .known import KnownRun
-from .lower_place import PAUSES_SECONDS
+from .lower_place import pause_seconds
 from .node_disks import NodeDisks
 from .outcomes import Outcomes
 from .peers import PeerNode, PeerOrder, PeerTable
@@ -141,7 +141,7 @@ class NodeCopies:
     def _run(self) -> None:
         while True:
             with self._changed:
-                pause = PAUSES_SECONDS[min(self._failures, len(PAUSES_SECONDS)) - 1] if self._failures else None
+                pause = pause_seconds(self._failures) if self._failures else None
                 until = None if pause is None else time.monotonic() + pause
                 while not self._closing and not (self._waiting and not self._failures):
                     if self._waiting and (self._hurried or (until is not None and time.monotonic() >= until)):
@@ -162,7 +162,7 @@ class NodeCopies:
             self._make(generation)
         except Cancelled:
             return
-        except Exception as error:  # noqa: BLE001 - whoever waits for the copies must not wait for ever
+        except Exception as error:  # noqa: BLE001 - a caller of `wait` must not wait for ever
             failed = error
         finally:
             self._source.held.discard(generation.id, self._thread)

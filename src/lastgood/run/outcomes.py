@@ -202,7 +202,7 @@ class Outcomes:
         self.last_failure = _first_line(error)
 
     def _report_failure(self, step: int, error: BaseException) -> None:
-        if _is_power_of_two(self.consecutive_failures):  # guard: failure-reports-thin-out
+        if reporting.is_reported(self.consecutive_failures):  # guard: failure-reports-thin-out
             count, attempt = self.consecutive_failures, ""
             if count > 1:
                 attempt = f" (failed save {count} in a row; the next report comes with failure {2 * count})"
@@ -211,14 +211,10 @@ class Outcomes:
     def _report_problem(self, error: BaseException, always: bool) -> None:
         self._repeated[type(error).__name__] += 1
         count = self._repeated[type(error).__name__]
-        if always or isinstance(error, Damaged) or _is_power_of_two(count):
+        if always or isinstance(error, Damaged) or reporting.is_reported(count):
             again = f" (occurrence {count})" if count > 1 else ""
             expected = isinstance(error, LastgoodError) and not isinstance(error, (Damaged, Unfit))
             (reporting.warning if expected else reporting.threat)(f"{self._place}: {_described(error)}{again}")
-
-
-def _is_power_of_two(count: int) -> bool:
-    return count & (count - 1) == 0
 
 
 def _counted(count: int, noun: str) -> str:

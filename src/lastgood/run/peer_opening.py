@@ -3,8 +3,9 @@
     coordinator   a random id of the job and a key -> all ranks
     each leader   its agent listens with that key; its name, failure domain and address -> the coordinator -> all ranks
 
-The key reaches whoever can read the store of the job. An address is that of the interface that leads to MASTER_ADDR;
-LASTGOOD_ADDRESS names another one. If an agent of any node does not listen, no copies are made, and that is reported.
+Every process that can read the store of the job can read the key. An address is that of the interface that leads to
+MASTER_ADDR; LASTGOOD_ADDRESS names another one. If an agent of any node does not listen, no copies are made, and that
+is reported.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from .. import errors
-from ..errors import LastgoodError, PeerDown, Refused, StateMismatch
+from ..errors import LastgoodError, PeerDown, Refused
 from ..limits import WIRE_BULK_LIMIT_BYTES, WIRE_RECORD_LIMIT_BYTES
 
 SECRET_BYTES = 32
@@ -116,7 +116,5 @@ def failure_of(error: BaseException) -> Failure:
 
 def error_of(failure: Failure) -> LastgoodError:
     """The error of a message: of its own class if that is a LastgoodError made from texts alone, else PeerDown."""
-    kind = getattr(errors, failure.kind, None)
-    if not (isinstance(kind, type) and issubclass(kind, LastgoodError)) or kind in (StateMismatch, errors.NotInstalled):
-        kind = PeerDown
+    kind = errors.class_named(failure.kind, PeerDown)
     return kind(failure.what or "?", safe=failure.safe, todo=failure.todo)

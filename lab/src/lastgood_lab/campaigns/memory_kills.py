@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 import lastgood
-from lastgood.run import agent_link, memory_place, paths
+from lastgood.run import agent_link, memory_place
 from lastgood_lab.campaigns.reports import report
 from lastgood_lab.campaigns.trials import progress
 from lastgood_lab.worlds import CONTEXT
@@ -59,7 +59,7 @@ class Run:
 
     def __init__(self, folder: Path, memory: Path, number: int) -> None:
         self.home, self._root, self._chance = folder / f"run{number}", memory, random.Random(number)
-        self.memory = memory_place.url_of(self.home, {memory_place.VARIABLE: str(memory)}).removeprefix(paths.MEMORY)
+        self.memory = memory_place.folder_of(self.home, {memory_place.VARIABLE: str(memory)})
         self.committed = 0
         self.ends = Counter[str]()
         self.problems: list[str] = []
@@ -116,19 +116,16 @@ class Run:
 
 
 def state_of(folder: str) -> agent_link.Answer | None:
-    """The state of the agent of a memory folder; None if there is none."""
-    request = agent_link.Request(protocol=agent_link.PROTOCOL, call="status")
-    with contextlib.suppress(OSError, ValueError), contextlib.closing(agent_link.connected(folder)) as connection:
-        return agent_link.asked(connection, request)
+    """The state of the agent of a memory folder; None if there is none that answers."""
+    with contextlib.suppress(OSError, ValueError):
+        return agent_link.status(folder)
     return None
 
 
 def kill_agent(folder: str) -> None:
     """Kill the agent of a memory folder, if there is one."""
-    found = state_of(folder)
-    if found is not None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(found.process, signal.SIGKILL)
+    with contextlib.suppress(OSError), contextlib.closing(agent_link.connected(folder)) as connection:
+        agent_link.kill(connection)
 
 
 def series(folder: Path, memory: Path, number: int, lives: int) -> Run:

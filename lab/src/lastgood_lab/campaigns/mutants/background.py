@@ -47,7 +47,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "only the first of several failures in a row is reported",
             "failure-reports-thin-out",
-            Swap("_is_power_of_two(self.consecutive_failures)", "self.consecutive_failures == 1"),
+            Swap("reporting.is_reported(self.consecutive_failures)", "self.consecutive_failures == 1"),
         ),
         (
             "a durable save does not reset the count of failures in a row",
