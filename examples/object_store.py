@@ -36,6 +36,22 @@ options = parser.parse_args()
 def local_server(folder: Path):
     """Start an S3 server on loopback, and yield the URL of a bucket in it."""
     folder.mkdir(exist_ok=True)
+    for _ in range(5):  # another process may take one of its ports first
+        server, endpoint = started(folder)
+        try:
+            if answers(server, endpoint):
+                os.environ |= {"AWS_ENDPOINT_URL": endpoint, "AWS_ACCESS_KEY_ID": "any"}
+                os.environ |= {"AWS_SECRET_ACCESS_KEY": "any", "AWS_REGION": "us-east-1"}
+                yield "s3://bucket/runs/digits"
+                return
+        finally:
+            server.kill()  # what it has acknowledged is in its files; its own shutdown takes half a minute
+            server.wait()
+    raise SystemExit(f"the server did not start: see {folder / 'log'}")
+
+
+def started(folder: Path):
+    """A server on free ports, which may not answer yet, and its endpoint."""
     weed = Path(sys.executable).with_name("weed")
     with contextlib.ExitStack() as sockets:
         held = [sockets.enter_context(socket.socket()) for _ in range(4)]
@@ -48,19 +64,17 @@ def local_server(folder: Path):
     command = [weed, "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3"]
     with open(folder / "log", "ab") as log:
         server = subprocess.Popen([*command, *listening, *limits], stdout=log, stderr=log)
-    try:
-        endpoint = f"http://127.0.0.1:{ports[3]}"
-        os.environ |= {"AWS_ENDPOINT_URL": endpoint, "AWS_ACCESS_KEY_ID": "any", "AWS_SECRET_ACCESS_KEY": "any"}
-        os.environ |= {"AWS_REGION": "us-east-1"}
-        until = time.monotonic() + 60
-        while not made(f"{endpoint}/bucket"):
-            if server.poll() is not None or time.monotonic() > until:
-                raise SystemExit(f"the server did not start: see {folder / 'log'}")
-            time.sleep(0.2)
-        yield "s3://bucket/runs/digits"
-    finally:
-        server.kill()  # what it has acknowledged is in its files; its own shutdown takes half a minute
-        server.wait()
+    return server, f"http://127.0.0.1:{ports[3]}"
+
+
+def answers(server: subprocess.Popen, endpoint: str) -> bool:
+    """Wait until the server has made its bucket; False if it ended, or did not within a minute."""
+    until = time.monotonic() + 60
+    while server.poll() is None and time.monotonic() < until:
+        if made(f"{endpoint}/bucket"):
+            return True
+        time.sleep(0.2)
+    return False
 
 
 def made(bucket: str) -> bool:
