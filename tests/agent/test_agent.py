@@ -224,7 +224,7 @@ def test_a_run_that_is_open_keeps_its_memory_though_nobody_is_attached(run: Run)
     with agent(run.memory, linger_seconds=0.0):
         until(lambda: steps(run.home) == [3])
         with contextlib.closing(agent_link.connected(str(run.memory))) as connection:
-            asked = agent_link.asked(connection, agent_link.Request(protocol=1, call="end"))
+            asked = agent_link.asked(connection, agent_link.Request(protocol=agent_link.PROTOCOL, call="end"))
             assert asked.error == "a process has the run open"
         assert steps(run.memory)[-1] == 3
     lock.close()
@@ -295,8 +295,8 @@ def test_an_agent_that_hangs_is_replaced_by_the_next_opening(run: Run, monkeypat
 def test_an_agent_of_another_version_is_replaced(run: Run, monkeypatch) -> None:
     run.killed_at(3, attached=True)
     process = state(run.memory).process
-    monkeypatch.setattr(agent_link, "PROTOCOL", 2)
-    with reported("is replaced: .*version 1"), contextlib.closing(agent_link.AgentLink(str(run.memory))) as link:
+    monkeypatch.setattr(agent_link, "PROTOCOL", agent_link.PROTOCOL + 1)
+    with reported("is replaced: .*speaks version"), contextlib.closing(agent_link.AgentLink(str(run.memory))) as link:
         assert not link.attach()
     monkeypatch.undo()
     until(lambda: not answers(run.memory))

@@ -22,7 +22,7 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Event
 
@@ -32,6 +32,7 @@ from .. import reporting
 from ..errors import Cancelled
 from ..io.files import Lock, PosixFiles
 from ..io.memory_files import MemoryFiles
+from ..records import Finding
 from ..run import access, memory_place, paths
 from ..run.agent_link import (
     LINGER_SECONDS,
@@ -49,9 +50,12 @@ from ..run.lower_place import PAUSES_SECONDS, pause_seconds
 from ..storage.directory import Disk
 from .drain import drained
 from .nodes import Nodes
+from .works import Done, Works
 
 FIRST_SECONDS = 2.0
 """How long a new agent waits for the training process that has started it to attach."""
+FINDINGS_LIMIT = 200
+"""So many findings fit into an answer that is sent at once."""
 CONNECTIONS_LIMIT = 256
 """So many processes may be connected at once; others are refused."""
 
@@ -66,7 +70,9 @@ class Client:
         self.ends = False
         """whether it has asked for the end"""
         self.sending: Future[str] | None = None
-        """the end of the sending that it has asked for: why that failed; empty if it did not""" ""
+        """the end of the sending that it has asked for: why that failed; empty if it did not"""
+        self.work: Future[Done] | None = None
+        """the end of the work that it has asked for"""
 
 
 class Server:
@@ -95,17 +101,18 @@ class Server:
         self._kept_until = 0.0
         """when the memory is to be removed, once everything is copied"""
         self._signalled = self._removed = False
-        self._nodes = Nodes(self._memory, self._wake)
+        self._nodes, self._works = Nodes(self._memory, self._wake), Works(self._memory, self._wake)
 
     def run(self) -> None:
         """Serve until the memory is removed or a signal comes."""
-        with ThreadPoolExecutor(1, "lastgood-agent") as worker, self._nodes, self._signals():
+        with ThreadPoolExecutor(1, "lastgood-agent") as worker, self._nodes, self._works, self._signals():
             while not self._removed and not self._signalled:
                 self._serve_once()
                 self._note_copies()
                 self._answer_senders()
+                self._answer_workers()
                 now = time.monotonic()
-                if self._attached() or self._copies is not None:
+                if self._attached() or self._copies is not None or self._works.running():
                     continue
                 if self._next_at is not None and now >= self._next_at:
                     self._stop.clear()
@@ -188,6 +195,8 @@ class Server:
             self._send(client, self._nodes.serve(request.serve))
         elif request.call == "send" and request.send is not None:
             client.sending = self._nodes.send(request.send)
+        elif request.call == "work" and request.work is not None and client.work is None:
+            client.work = self._works.begin(request.work)
         elif request.call == "end" and self._attached():
             self._send(client, "a training process is attached; end it first")
         elif request.call == "end":
@@ -196,7 +205,7 @@ class Server:
             self._send(client)
 
     def _answer_waiting(self) -> None:
-        if self._copies is None:
+        if self._copies is None and not self._works.running():  # guard: attached-after-work-stopped
             for client in [one for one in self._clients.values() if one.waits]:
                 client.waits = False
                 self._send(client)
@@ -209,13 +218,23 @@ class Server:
             problem = ended.exception()
             self._send(client, f"{type(problem).__name__}: {problem}" if problem else ended.result())
 
+    def _answer_workers(self) -> None:
+        """Answer those whose work has ended, and those who wait until works that were abandoned have stopped."""
+        for client in [one for one in self._clients.values() if one.work is not None and one.work.done()]:
+            assert client.work is not None
+            ended, client.work = client.work, None
+            problem = ended.exception()
+            findings, error = ([], f"{type(problem).__name__}: {problem}") if problem else ended.result()
+            self._send(client, error, findings)
+        self._answer_waiting()
+
     def _refuse_to_end(self, error: str) -> None:
         """Answer those who have asked for the end; with "": it has come."""
         for client in [one for one in self._clients.values() if one.ends]:
             client.ends = False
             self._send(client, error)
 
-    def _send(self, client: Client, error: str = "") -> None:
+    def _send(self, client: Client, error: str = "", findings: Sequence[Finding] = ()) -> None:
         answer = Answer(
             protocol=PROTOCOL,
             process=os.getpid(),
@@ -224,6 +243,7 @@ class Server:
             missing=self._missing,
             port=self._nodes.port,
             error=error,
+            findings=[*findings[:FINDINGS_LIMIT]],
         )
         with contextlib.suppress(OSError):  # a client that does not read its short answer gets none
             client.connection.send(msgspec.json.encode(answer) + b"\n")
@@ -233,6 +253,8 @@ class Server:
         self._selector.unregister(connection)
         client = self._clients.pop(connection)
         connection.close()
+        if client.work is not None:
+            self._works.abandon(client.work)
         if client.attached and not self._attached():
             self._next_at, self._failures = 0.0, 0
 

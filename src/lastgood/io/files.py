@@ -46,6 +46,14 @@ class PosixFile:
     def size(self) -> int:
         return os.fstat(self._fd).st_size
 
+    def inode(self) -> int:
+        """The number of the file in its file system."""
+        return os.fstat(self._fd).st_ino
+
+    def lock_shared(self) -> None:
+        """Acquire a shared lock, which is held until the file is closed. Raises BlockingIOError."""
+        fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
     def read_into(self, mv: memoryview, offset: int) -> int:
         return os.preadv(self._fd, [mv], offset)
 

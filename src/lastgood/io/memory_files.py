@@ -8,6 +8,7 @@ Invariants
   2. A file moves from memory to the spill folder only while it is empty, before its first byte is written.
   3. Memory is taken only within the limits of the tmpfs, the machine and the control groups: a process that goes past
      the limit of its control group would be killed.
+The memory of deleted files is used again (reused_files.py).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from ..ports import OpenMode
 from . import files
 from .files import PosixFile, PosixFiles
 from .memory_limits import available_bytes
+from .reused_files import ReusedFiles, hold
 
 RECORDS_BYTES = 8 << 20
 """What files of tensors leave of a tmpfs for the records beside them."""
@@ -45,6 +47,7 @@ class MemoryFiles:
 
     def __init__(self, root: str, spill: str | None = None, free: Callable[[str], int] = free_bytes) -> None:
         self._root, self._spill, self._free, self._files = root, spill, free, PosixFiles()
+        self.reused = ReusedFiles(root)
         self.spilled = 0
         """the number of files that did not fit since this object was made"""
 
@@ -54,11 +57,21 @@ class MemoryFiles:
             self._require_free(path)
             return MemoryFile(self, path, self._files.open(path, "new"))
         try:
-            return self._files.open(path, mode)
+            return self._opened(path, mode)
         except FileNotFoundError:
             if (elsewhere := self._spilled(path)) is None:
                 raise
             return self._files.open(elsewhere, mode, direct=direct, fresh=fresh)
+
+    def _opened(self, path: str, mode: OpenMode) -> PosixFile:
+        file = self._files.open(path, mode)
+        if mode == "read":
+            try:
+                hold(file, path)
+            except BaseException:
+                file.close()
+                raise
+        return file
 
     def list(self, path: str) -> dict[str, int | None]:
         found = dict[str, int | None]()
@@ -108,6 +121,8 @@ class MemoryFiles:
                 self._files.remove(elsewhere)  # first: a folder that is not empty there stays in memory too
             except FileNotFoundError:
                 missing = True
+        if self.reused.put(path):
+            return
         try:
             self._files.remove(path)
         except FileNotFoundError:
@@ -127,6 +142,8 @@ class MemoryFiles:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)  # guard: memory-reserved-one-by-one
+            if length > self._free(self._root):
+                self.reused.drop()  # guard: reused-memory-freed-first
             if length > self._free(self._root):  # guard: memory-limit-before-reserve
                 raise OSError(errno.ENOSPC, "not enough memory", self._root)
             yield
@@ -173,7 +190,11 @@ class MemoryFile:
         return self._file.write_at(mv, offset)
 
     def reserve(self, length: int) -> None:
-        """As `ports.File.reserve`."""
+        """As `ports.File.reserve`. It may take over the memory of a deleted file."""
+        if (taken := self._files.reused.take(self._path, length)) is not None:
+            self._file.close()
+            self._file = taken
+            return
         try:
             with self._files.room_for(length):
                 self._file.reserve(length)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 from ..errors import LastgoodError, NotARun, Refused, RunLocked
 from ..extras import needed
 from ..format import catalog, layout
-from ..io import os_errors
+from ..io import os_errors, reused_files
 from ..io.files import Lock, PosixFiles, lock_holder, takes_direct
 from ..io.machine import machine
 from ..io.mapped import MappedFiles
@@ -57,6 +57,7 @@ _RUN_NAMES = {
     "incarnations",
     claims.FOLDER,
     memory_place.SPILL,
+    reused_files.FOLDER,
 }
 _RUN_NAMES |= _GENERATIONS
 

@@ -36,11 +36,11 @@ from .. import reporting
 from ..errors import Cancelled, LastgoodError, PeerDown
 from ..format import layout
 from ..policy.retention import Keep
-from ..records import GenerationId, Record
+from ..records import Finding, GenerationId, Record
 from ..storage.directory import Disk
 from .peers import PeerOrder, Peers, PeerTable
 
-PROTOCOL = 1
+PROTOCOL = 2
 """The version of the messages. An agent of another version is ended, and a new one is started."""
 SOCKET, LOCK, LOG, SPEC = "agent.sock", "agent.lock", "agent.log", "AGENT.json"
 MESSAGE_LIMIT_BYTES = 1 << 20
@@ -93,17 +93,36 @@ class Send(Record, frozen=True, kw_only=True):
     orders: list[PeerOrder]
 
 
+Task = Literal["read", "copy"]
+
+
+class Work(Record, frozen=True, kw_only=True):
+    """Files of a generation that an agent is to read and verify, or to copy from memory to a place.
+
+    `root`: of the generation, as the training process knows it. `place`: where it is done; "": in memory. `of`: the
+    ranks that wrote the files; None: all.
+    """
+
+    at: GenerationId
+    root: str
+    task: Task
+    place: str
+    of: list[int] | None
+
+
 class Request(Record, frozen=True, kw_only=True):
     """What a process asks of an agent.
 
     "attach": until the connection ends, a training process has the run open. "status": nothing. "serve": listen for the
-    agents of other nodes. "send": send files to them. "end": copy everything, remove the memory, and end.
+    agents of other nodes. "send": send files to them. "work": read or copy files. "end": copy everything, remove the
+    memory, and end.
     """
 
     protocol: int
-    call: Literal["attach", "status", "serve", "send", "end"]
+    call: Literal["attach", "status", "serve", "send", "work", "end"]
     serve: Serve | None = None
     send: Send | None = None
+    work: Work | None = None
 
 
 class Answer(Record, frozen=True, kw_only=True):
@@ -120,6 +139,8 @@ class Answer(Record, frozen=True, kw_only=True):
     port: int = 0
     """where it listens for other nodes; 0: it does not"""
     error: str = ""
+    findings: list[Finding] = msgspec.field(default_factory=list)
+    """of the files that it was asked to read"""
 
 
 @dataclass
@@ -214,18 +235,8 @@ class AgentLink:
 
         Raises PeerDown with what the agent says, and if there is none; Cancelled once `stop()` is true.
         """
-        until = time.monotonic() + SEND_SECONDS
         try:
-            with contextlib.closing(connected(self._folder)) as connection:
-                connection.sendall(_encoded(Request(protocol=PROTOCOL, call="send", send=send)))
-                answered = select.poll()
-                answered.register(connection, select.POLLIN)
-                while not answered.poll(POLL_SECONDS * 1000):
-                    if stop():
-                        raise Cancelled("the run is being closed")
-                    if time.monotonic() > until:
-                        raise TimeoutError(f"it has not sent {send.at} within {SEND_SECONDS:.0f} s")
-                error = _answer(connection).error
+            error = answered(self._folder, Request(protocol=PROTOCOL, call="send", send=send), stop).error
         except (OSError, ValueError) as failure:
             error = f"{type(failure).__name__}: {failure}"
         if error:
@@ -255,6 +266,26 @@ def asked(connection: socket.socket, request: Request) -> Answer:
     """Send a request and return the answer. Raises OSError, and ValueError for an answer that is none."""
     connection.sendall(_encoded(request))
     return _answer(connection)
+
+
+def answered(folder: str, request: Request, stop: Callable[[], bool]) -> Answer:
+    """Ask the agent of a memory folder for what takes long, and wait for the answer.
+
+    Raises Cancelled once `stop()` is true; OSError if there is no agent, if it ends, or if it does not answer for
+    ATTACH_SECONDS whether it lives; ValueError for an answer that is none.
+    """
+    with contextlib.closing(connected(folder)) as connection:
+        connection.sendall(_encoded(request))
+        came = select.poll()
+        came.register(connection, select.POLLIN)
+        alive_until = time.monotonic() + ATTACH_SECONDS
+        while not came.poll(POLL_SECONDS * 1000):
+            if stop():
+                raise Cancelled("it was stopped")
+            if time.monotonic() > alive_until:  # guard: hung-agent-not-waited-for
+                status(folder)
+                alive_until = time.monotonic() + ATTACH_SECONDS
+        return _answer(connection)
 
 
 def status(folder: str) -> Answer | None:

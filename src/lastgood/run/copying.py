@@ -131,7 +131,10 @@ def complete(
         others.answers()  # guard: commit-copied-after-all-parts
     written += commit.copy_records(sources, target, generation)
     others.ask(generation, "read")
-    findings = read_all(target, generation, copying.arena, copying.workers, copying.stop, of=mine)
+    found = copying.agent.read_copy(target, generation, mine, copying.stop) if copying.agent else None
+    if found is None:
+        found = read_all(target, generation, copying.arena, copying.workers, copying.stop, of=mine)
+    findings = found
     findings += others.answers()
     if mine is not None and not findings:
         findings = disagreeing(target, generation)
@@ -152,6 +155,8 @@ def copy_files(
 
     `of`: the ranks that wrote them; None: all. The other parameters and the errors are those of `complete`.
     """
+    if copying.agent is not None and copying.agent.copy(target, generation, of, copying.stop):
+        return [layout.blob_name(one.rank) for one in generation.commit.seals if of is None or one.rank in of]
     files = [(one, blob) for one in _manifests([*sources, target], generation, of) for blob in one.blobs]
     return [blob.name for one, blob in files if _complete_blob(target, sources, generation.id, one, blob, copying)]
 

@@ -17,6 +17,7 @@ from ..errors import Cancelled, Damaged
 from ..io.files import round_up
 from ..ports import Upload
 from ..records import Blob
+from .agent_work import AgentWork
 from .watched import CountBytes
 
 Stop = Callable[[], bool]
@@ -27,13 +28,14 @@ class Copying:
     """How copies are made. `arena`: buffers for one chunk after another. `workers`: the threads that read and digest.
 
     `count_bytes`: called with the bytes of each chunk that is done. `stop`: polled before each chunk; once it is true,
-    Cancelled is raised.
+    Cancelled is raised. `agent`: copies what lies in memory for this process, where it can (None: it does not).
     """
 
     arena: Arena
     workers: Executor
     count_bytes: CountBytes = lambda count: None
     stop: Stop = lambda: False
+    agent: AgentWork | None = None
 
 
 class _FirstGood:

@@ -23,6 +23,7 @@ from ..limits import STEP_LIMIT
 from ..policy import places, restore
 from ..ports import Tier
 from ..records import Generation, GenerationId, Incarnation
+from . import agent_work
 
 
 def _random_id() -> str:
@@ -87,6 +88,8 @@ class KnownRun:
 
     def __init__(self, tier: Tier, environment: Environment, resumes: GenerationId | None = None) -> None:
         self.tier, self.environment = tier, environment
+        self.agent = agent_work.of(tier)
+        """reads and copies for this process, if the run is in memory here"""
         self.survey = commit.survey(tier)
         self.run_id = self.survey.run or ""
         self.incarnation: Incarnation | None = self.survey.incarnations.get(resumes.incarnation) if resumes else None

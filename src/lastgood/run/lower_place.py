@@ -280,7 +280,7 @@ class LowerPlace:
         if held := copying.holds(target, generation):
             commit.copy_records([source.tier], target, generation)  # labels that were added since
         else:
-            how = copying.Copying(arena, self._workers, stop=lambda: self._stopped)
+            how = copying.Copying(arena, self._workers, stop=lambda: self._stopped, agent=source.agent)
             copying.complete(target, [source.tier], generation, how, self._others)
         there = commit.read_generation(target, at, generation.commit.run)
         with known.lock:

@@ -22,7 +22,8 @@ from ..limits import CHUNK_BYTES, EXAMINATION_CHUNKS
 from ..policy.places import packed_parts
 from ..ports import Mendable, Shared, Tier
 from ..records import Finding, Generation, GenerationId, Record
-from . import copying, node_opening
+from . import agent_work, copying, node_opening
+from .agent_work import AgentWork
 from .node_disks import NodeDisks
 from .rank_requests import Requests, RequestServer
 from .reader import read_all
@@ -100,6 +101,7 @@ class PartServer:
 
     def __init__(self, tier: Shared, place: str, sources: Sequence[Tier], ranks: RankGroup, workers: Workers) -> None:
         self._tier, self._sources, self._rank, self._workers = tier, sources, ranks.rank, workers
+        self._agent = AgentWork(None) if not sources else agent_work.of(sources[0])
         self._server = RequestServer(ranks, f"parts/{place}", self)
 
     def leave(self) -> None:
@@ -116,8 +118,12 @@ class PartServer:
         asked, target = msgspec.convert(request, Request), cast(Mendable, self._tier)
         generation = self._generation(asked.at)
         mine = asked.parts[self._rank]
-        how = copying.Copying(Arena(EXAMINATION_CHUNKS * CHUNK_BYTES, CHUNK_BYTES), self._workers, stop=stop)
+        arena = Arena(EXAMINATION_CHUNKS * CHUNK_BYTES, CHUNK_BYTES)
+        how = copying.Copying(arena, self._workers, stop=stop, agent=self._agent)
         if asked.task == "read":
+            found = self._agent.read_copy(target, generation, mine, stop)
+            if found is not None:
+                return found
             return read_all(target, generation, how.arena, how.workers, how.stop, of=mine)
         self._tier.forget(layout.folder(asked.at))  # the coordinator may have deleted an earlier copy
         if asked.task == "pack":

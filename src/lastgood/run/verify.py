@@ -71,7 +71,8 @@ def own_findings(
     `of`: the ranks that wrote them; None: as `ranks_read_by` divides them.
     """
     mine = ranks_read_by([ranks.rank], ranks, generation) if of is None else of
-    return read_all(known.tier, generation, arena, workers, stop, also=also, of=mine)
+    found = known.agent.read(generation, mine, stop) if also is _ignore else None
+    return read_all(known.tier, generation, arena, workers, stop, also=also, of=mine) if found is None else found
 
 
 def post_key(ranks: RankGroup, generation: Generation, rank: int) -> str:
@@ -195,6 +196,9 @@ class Verifier:
         """
         known, ranks, now = self._known, self._ranks, self._known.environment.monotonic_seconds
         if not isinstance(ranks, RankGroup):
+            found = known.agent.read(generation, None, stop) if also is _ignore else None
+            if found is not None:
+                return found
             return read_all(known.tier, generation, arena, self._workers, stop, also=also)
         begun = now()
         # guard: rank-zero-reads-own-files

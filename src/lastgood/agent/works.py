@@ -1,0 +1,93 @@
+"""Work that a training process asks of its agent: files in memory are read and verified, or copied to a place below.
+
+Decides nothing, and writes no record: the training process does, which holds the locks meanwhile.
+
+Invariant: once the connection of who has asked ends, the work stops at its next chunk, and no other process is told
+that the agent is idle before it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Event
+from typing import cast
+
+from ..engine.arena import Arena
+from ..errors import Cancelled, LastgoodError, Refused
+from ..format import commit
+from ..limits import CHUNK_BYTES, EXAMINATION_CHUNKS, WORKERS
+from ..ports import Mendable, Tier
+from ..records import Finding, Generation
+from ..run import access, copying
+from ..run.agent_link import Work
+from ..run.reader import read_all
+from ..storage.directory import Disk
+
+AT_ONCE = 2
+"""So many works are done at the same time. Each has threads and buffers of its own."""
+
+Done = tuple[list[Finding], str]
+"""The findings of a reading, and why the work failed, or \"\"."""
+
+
+class Works:
+    """`memory`: makes the tier of this node's memory. `wake`: called when a work has ended. It ends with its block."""
+
+    def __init__(self, memory: Callable[[], Disk], wake: Callable[[], None]) -> None:
+        self._memory, self._wake = memory, wake
+        self._pool = ThreadPoolExecutor(AT_ONCE, "lastgood-work")
+        self._unfinished = dict[Future[Done], Event]()
+        """each work, and what stops it"""
+
+    def __enter__(self) -> Works:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for stopped in self._unfinished.values():
+            stopped.set()
+        self._pool.shutdown()
+
+    def begin(self, work: Work) -> Future[Done]:
+        """Begin a work."""
+        stopped = Event()
+        job = self._pool.submit(self._done, work, stopped)
+        self._unfinished[job] = stopped
+        job.add_done_callback(lambda _: self._wake())
+        return job
+
+    def abandon(self, job: Future[Done]) -> None:
+        """Stop a work for which nobody waits any more."""
+        self._unfinished[job].set()  # guard: abandoned-work-stops
+
+    def running(self) -> bool:
+        """Whether a work for which nobody waits any more has not stopped yet."""
+        self._unfinished = {job: stopped for job, stopped in self._unfinished.items() if not job.done()}
+        return any(stopped.is_set() for stopped in self._unfinished.values())
+
+    def _done(self, work: Work, stopped: Event) -> Done:
+        try:
+            return self._worked(work, stopped), ""
+        except Cancelled:
+            return [], "it was stopped"
+        except (LastgoodError, OSError) as error:
+            return [], f"{type(error).__name__}: {getattr(error, 'what', error)}"
+
+    def _worked(self, work: Work, stopped: Event) -> list[Finding]:
+        memory = self._memory()
+        generation = commit.read_generation(memory, work.at, None)
+        if generation.root != work.root:
+            raise Refused(f"{work.at} in memory has another COMMIT than the training process knows", safe="", todo="")
+        if not work.place:
+            return _on(memory, memory, generation, work, stopped)
+        with access.for_sharing(work.place, "atomic_dirsync") as target:
+            return _on(target, memory, generation, work, stopped)
+
+
+def _on(target: Tier, memory: Disk, generation: Generation, work: Work, stopped: Event) -> list[Finding]:
+    with ThreadPoolExecutor(WORKERS, "lastgood-work-read") as workers:
+        how = copying.Copying(Arena(EXAMINATION_CHUNKS * CHUNK_BYTES, CHUNK_BYTES), workers, stop=stopped.is_set)
+        if work.task == "read":
+            return read_all(target, generation, how.arena, workers, how.stop, of=work.of)
+        copying.copy_files(cast(Mendable, target), [memory], generation, work.of, how)
+        return []

@@ -1,0 +1,84 @@
+"""Bytes that the agent of a run in memory reads and copies for the training process, whose processor the loop needs.
+
+Only the work is the agent's. The training process decides what is done, waits for it, and writes every record; it holds
+the locks of the places meanwhile. What the agent cannot do, the training process does itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from .. import reporting
+from ..format import layout
+from ..ports import Tier
+from ..records import Finding, Generation
+from ..storage.directory import Disk
+from . import agent_link, paths
+from .agent_link import PROTOCOL, Answer, Request, Work
+
+Stop = Callable[[], bool]
+
+
+class AgentWork:
+    """`own`: the memory of this node; None: the run is not in memory, and nothing is done by an agent."""
+
+    def __init__(self, own: Disk | None) -> None:
+        self._own = own
+        self._failures = 0
+
+    def read(self, generation: Generation, of: Collection[int] | None, stop: Stop) -> list[Finding] | None:
+        """As `reader.read_all` in the memory of this node. None: this process has to read.
+
+        `of`: the ranks that wrote the files; None: all ranks. Raises Cancelled once `stop()` is true.
+        """
+        answer = self._done("read", "", generation, of, stop)
+        return answer.findings if answer is not None else None
+
+    def copy(self, target: Tier, generation: Generation, of: Collection[int] | None, stop: Stop) -> bool:
+        """As `copying.copy_files` from the memory of this node. Returns False if this process has to copy."""
+        return self._done("copy", target.place, generation, of, stop) is not None
+
+    def read_copy(
+        self, target: Tier, generation: Generation, of: Collection[int] | None, stop: Stop
+    ) -> list[Finding] | None:
+        """As `read`, in a place below."""
+        answer = self._done("read", target.place, generation, of, stop)
+        return answer.findings if answer is not None else None
+
+    def _done(
+        self, task: agent_link.Task, place: str, generation: Generation, of: Collection[int] | None, stop: Stop
+    ) -> Answer | None:
+        own = self._own
+        if own is None or (of is not None and not of) or not _lies_in(own, generation, of):
+            return None
+        ranks = None if of is None else sorted(of)
+        work = Work(at=generation.id, root=generation.root, task=task, place=place, of=ranks)
+        try:
+            answer = agent_link.answered(own.root, Request(protocol=PROTOCOL, call="work", work=work), stop)
+            error = answer.error
+        except (FileNotFoundError, ConnectionError):
+            return None  # there is no agent now: `AgentLink.check` reports that, and starts one
+        except (OSError, ValueError) as failure:
+            error = f"{type(failure).__name__}: {failure}"
+        if not error:
+            return answer
+        self._failures += 1
+        if reporting.is_reported(self._failures):
+            reporting.warning(
+                f"the agent of {own.root} could not {task} {generation.id} (time {self._failures}); this process does "
+                f"it instead: {error}"
+            )
+        return None
+
+
+def of(tier: Tier) -> AgentWork:
+    """The agent of a place that this process writes first, if that is memory."""
+    own = getattr(tier, "own", None)
+    return AgentWork(own if isinstance(own, Disk) and paths.in_memory(tier.place) else None)
+
+
+def _lies_in(own: Disk, generation: Generation, of: Collection[int] | None) -> bool:
+    """Whether the files of these ranks lie on this node. Others are read from where they lie."""
+    here = own.list(layout.folder(generation.id))
+    seals = [one for one in generation.commit.seals if of is None or one.rank in of]
+    return all(one.manifest in here and layout.blob_name(one.rank) in here for one in seals)

@@ -1,0 +1,132 @@
+"""The agent reads and copies for the training process; what it cannot do, the training process does itself."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+import lastgood
+from agents import state, until
+from harness import flip, steps
+from lastgood.agent import works
+from lastgood.errors import Cancelled
+from lastgood.format import commit
+from lastgood.run import agent_link, copying, memory_place, reader, verify
+from lastgood.run.agent_link import PROTOCOL, Request, Work
+from training import Training
+
+pytestmark = pytest.mark.slow
+
+
+class Job:
+    """A run that saves every step to memory, and every tenth step at home."""
+
+    def __init__(self, home: Path) -> None:
+        self.home, self.memory, self.training = home, Path(memory_place.folder_of(home)), Training()
+
+    def opened(self) -> lastgood.Checkpointer:
+        tiers = [lastgood.Tier("memory://", cadence=lastgood.Every(steps=1))]
+        ckpt = lastgood.Checkpointer(self.home, self.training.state, cadence=lastgood.Every(steps=10), tiers=tiers)
+        ckpt.restore()
+        return ckpt
+
+    def save(self, ckpt: lastgood.Checkpointer, step: int) -> None:
+        self.training.step()
+        ckpt.save(step).committed()
+
+
+@pytest.fixture
+def job(tmp_path: Path, memory: Path) -> Job:
+    return Job(tmp_path / "home")
+
+
+def unused(*_: object, **__: object) -> None:
+    raise AssertionError("the training process reads the files itself")
+
+
+def test_the_training_process_reads_nothing_that_it_has_saved(job: Job, monkeypatch) -> None:
+    with job.opened() as ckpt:
+        for place in (verify, copying):
+            monkeypatch.setattr(place, "read_all", unused)
+        job.save(ckpt, 10)
+        ckpt.wait()
+        assert steps(job.home) == [10] and lastgood.open(job.home).generations()[0].verified
+        assert lastgood.open(f"memory://{job.memory}").generations()[-1].verified
+
+
+def test_the_agent_finds_the_damage_that_this_process_finds(job: Job) -> None:
+    with job.opened() as ckpt:
+        job.save(ckpt, 1)
+        ckpt.wait()
+        run = ckpt._pipeline.run
+        flip(next(job.memory.glob("gen/*/*.safetensors")), -5)
+        generation, arena = run.lineage()[0], ckpt._pipeline.upkeep.arena()
+        found = run.known.agent.read(generation, None, verify.never)
+        assert found and found == reader.read_all(run.tier, generation, arena, ckpt._pipeline.workers)
+
+
+def test_without_an_agent_the_training_process_reads_and_copies(job: Job) -> None:
+    with job.opened() as ckpt:
+        process = state(job.memory).process
+        os.kill(process, signal.SIGKILL)
+        until(lambda: not os.path.exists(f"/proc/{process}/exe"))
+        job.save(ckpt, 10)
+        ckpt.wait()
+        assert steps(job.home) == [10] and lastgood.open(job.home).generations()[0].verified
+
+
+def test_an_agent_that_hangs_is_not_waited_for(job: Job, monkeypatch) -> None:
+    monkeypatch.setattr(agent_link, "ATTACH_SECONDS", 0.3)
+    with job.opened() as ckpt:
+        process = state(job.memory).process
+        os.kill(process, signal.SIGSTOP)
+        try:
+            job.save(ckpt, 10)
+            ckpt.wait()
+            assert steps(job.home) == [10] and lastgood.open(job.home).generations()[0].verified
+        finally:
+            os.kill(process, signal.SIGCONT)
+
+
+def test_work_stops_when_its_training_process_ends(job: Job, monkeypatch) -> None:
+    """Until it has stopped, the next training process is not told that it is attached."""
+    with job.opened() as ckpt:
+        job.save(ckpt, 1)
+        ckpt.wait()
+        generation = commit.survey(ckpt._pipeline.run.tier).generations[ckpt._pipeline.run.lineage()[0].id]
+    begun, noticed, ends = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(*arguments: object, **_: object) -> list[object]:
+        begun.set()
+        stop = arguments[4]
+        while not stop():  # type: ignore[operator]
+            noticed.wait(0.01)
+        noticed.set()
+        ends.wait(60)
+        raise Cancelled("it was stopped")
+
+    monkeypatch.setattr(works, "read_all", slow)
+    woken = threading.Event()
+    with works.Works(lambda: ckpt._pipeline.run.tier.own, woken.set) as agent:
+        job_ = agent.begin(Work(at=generation.id, root=generation.root, task="read", place="", of=None))
+        assert begun.wait(60) and not agent.running()
+        agent.abandon(job_)
+        assert noticed.wait(60) and agent.running()
+        ends.set()
+        assert job_.result() == ([], "it was stopped") and not agent.running() and woken.wait(60)
+
+
+def test_another_generation_of_the_same_step_is_refused(job: Job) -> None:
+    with job.opened() as ckpt:
+        job.save(ckpt, 1)
+        ckpt.wait()
+        at = ckpt._pipeline.run.lineage()[0].id
+        work = Work(at=at, root="0" * 32, task="read", place="", of=None)
+        with contextlib.closing(agent_link.connected(str(job.memory))) as connection:
+            answer = agent_link.asked(connection, Request(protocol=PROTOCOL, call="work", work=work))
+        assert "another COMMIT" in answer.error and not answer.findings
