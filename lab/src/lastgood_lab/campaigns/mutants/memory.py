@@ -8,16 +8,21 @@ from .record import Mutant, table
 MUTANTS: tuple[Mutant, ...] = (
     *table(
         "memory",
-        ("memory_limits", "memory_files", "memory_runs"),
+        ("memory_limits", "memory_files", "reused_files", "memory_runs"),
         ("memory is taken beyond the limit of the control group", "memory-limit-before-reserve", Never()),
         ("two processes take the same free memory", "memory-reserved-one-by-one", Remove()),
         ("a folder that another user made first is used", "memory-of-another-user-refused", Never()),
         ("a folder on a disk is used as memory", "memory-is-a-tmpfs", Never()),
+        ("memory of deleted files grows", "reused-memory-bounded", Remove()),
+        ("a mapping holds memory that another process has freed", "mapping-of-removed-file-released", Remove()),
+        ("a file is taken while it is read", "read-file-not-reused", Remove()),
+        ("a file that was deleted and taken is read", "reused-file-not-read", Never()),
+        ("a file is refused while deleted ones have its memory", "reused-memory-freed-first", Remove()),
         ("milestones stay in memory for ever", "memory-keeps-no-milestones", Never()),
     ),
     *table(
         "agent",
-        ("agent", "ranks_memory"),
+        ("agent", "agent_work", "ranks_memory"),
         ("a place keeps a run that was not closed from ending", "unclosed-place-ends-with-the-process", Remove()),
         ("COMMIT is copied before the files of other nodes", "commit-copied-after-all-nodes", Never()),
         ("another user is served", "agent-serves-own-user", Never()),
@@ -27,6 +32,13 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a fork keeps the connection of its parent open", "link-not-inherited-by-fork", Remove()),
         ("an agent that does not answer goes on beside the new one", "silent-agent-killed", Remove()),
         ("a newer process in a bucket is replaced", "newer-claim-not-taken-over", Swap("newest <= own_claims", "True")),
+        ("work goes on for a training process that has ended", "abandoned-work-stops", Remove()),
+        (
+            "a process is attached while work for another one goes on",
+            "attached-after-work-stopped",
+            Swap(" and not self._works.running()", ""),
+        ),
+        ("an agent that hangs is waited for", "hung-agent-not-waited-for", Never()),
         ("an agent copies while the run is opened", "agent-attached-before-opening", Remove()),
     ),
     *table(
