@@ -58,6 +58,7 @@ RESULTS := benchmarks/results
 bench: .venv/.ready
 	$(BIN)/lastgood bench durable --out $(RESULTS)
 	$(BIN)/lastgood bench restore --out $(RESULTS)
+	$(BIN)/lastgood bench memory --out $(RESULTS)
 	$(BIN)/lastgood bench objects --out $(RESULTS)
 	$(BIN)/lastgood bench size --out $(RESULTS)
 	$(BIN)/lastgood bench tensors --out $(RESULTS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from lastgood.cli import app
 from lastgood.errors import Refused
+from lastgood.run import memory_place
 from lastgood_lab import goodput
 from lastgood_lab.journal import Journal, entries
 from lastgood_lab.models import MODELS, Workload
@@ -387,6 +389,16 @@ def test_bench_restore_runs_small(bench: Any, tmp_path: Path) -> None:
     rows = json.loads(text)["rows"]
     assert len(rows) == 11 and all(row["seconds"] > 0 for row in rows)
     assert not list(tmp_path.glob("bench-*")), "the saves are deleted"
+
+
+def test_bench_memory_runs_small(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(prefix="lastgood-bench-", dir="/dev/shm") as memory:
+        monkeypatch.setenv(memory_place.VARIABLE, memory)
+        code, text, err = bench("memory", "--out", tmp_path, "--scale", 0.002, "--rounds", 1, "--json")
+        assert code == 0, err
+        rows = json.loads(text)["rows"]
+        assert len(rows) == 8 and all(row["seconds"] > 0 and row["bytes"] > 0 for row in rows)
+        assert not list(tmp_path.glob("bench-*")) and not list(Path(memory).glob("*/*")), "the agent has ended"
 
 
 def test_bench_tensors_runs_small(bench: Any, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The commands `lastgood bench NAME`, `lastgood lab NAME` and `lastgood report`: their arguments and answers.
+"""The commands `lastgood bench NAME` and `lastgood report`: their arguments and answers. For `lab`: lab_command.py.
 
 They are entry points of the group "lastgood.commands". Every command of lastgood imports this module, because the help
 lists these commands, too. Therefore torch and matplotlib are imported only when a benchmark runs.
@@ -6,7 +6,6 @@ lists these commands, too. Therefore torch and matplotlib are imported only when
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,18 +19,13 @@ from lastgood.errors import Refused
 from lastgood.run import paths
 from lastgood.units import size as size_text
 
+from .lab_command import Json, Out, Place, Rounds, report_progress
+from .lab_command import lab as lab
+
 app = typer.Typer(
     help="Measure lastgood and other packages on this machine. Long runs show progress and resume where they stopped.",
     no_args_is_help=True,
 )
-Out = Annotated[
-    Path, typer.Option(metavar="DIR", help="Directory for the journal, tables and figures.", show_default=False)
-]
-Place = Annotated[
-    Path | None,
-    typer.Option("--place", metavar="DIR", help="Directory to save into, on the disk to measure (default: --out)."),
-]
-Rounds = Annotated[int, typer.Option(min=1, help="Rounds, each of which measures every contender once.")]
 Scale = Annotated[
     float, typer.Option(min=0.001, max=1, help="Size of the networks, as a share of their published parameters.")
 ]
@@ -41,7 +35,6 @@ Work = Annotated[
 ]
 Writers = Annotated[int, typer.Option(min=1, help="Writer threads of each save.")]
 Device = Annotated[str, typer.Option(help="Device of the tensors: cpu or cuda.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
 class Benchmark(Protocol):
@@ -207,6 +200,14 @@ def objects(out: Out, place: Place = None, scale: Scale = 1.0, rounds: Rounds = 
 
 
 @app.command()
+def memory(out: Out, place: Place = None, scale: Scale = 1.0, rounds: Rounds = 5, as_json: Json = False) -> Answer:
+    """Measure saves to the memory of the machine and to a directory: processor, what the loop waits, and restores."""
+    from . import memory as bench
+
+    return _measured(bench, bench.Options(out, place, scale, rounds), out)
+
+
+@app.command()
 def tensors(
     out: Out,
     place: Place = None,
@@ -275,17 +276,13 @@ def _measured(bench: Benchmark, options: Any, out: Path) -> Answer:
     out.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # from DCP, at every save
-        found = bench.report(bench.run(options, _report_progress), options)
+        found = bench.report(bench.run(options, report_progress), options)
     command = command_line()
     files = found.write(out, command, today())
     text = found.markdown(command, today())
     written = "\n".join(f"wrote {path}" for path in files)
     data = {"bench": found.name, "files": [str(path) for path in files], "rows": list(found.rows)}
     return Answer(data, Text(f"{text}\n{written}"))
-
-
-def _report_progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _chosen(text: str, known: Sequence[str], option: str) -> tuple[str, ...]:
@@ -304,133 +301,6 @@ def _whole(text: str, option: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise typer.BadParameter(f"{option}: {text!r} is not a whole number >= 1.")
     return int(text)
-
-
-# ---- lab -----------------------------------------------------------------------------------------------------
-
-lab = typer.Typer(
-    help="Run experiments that try to break a promise in many trials. They resume where they stopped.",
-    no_args_is_help=True,
-)
-Trials = Annotated[int, typer.Option(min=1, help="Trials of each kind.")]
-Seed = Annotated[int, typer.Option(min=0, help="Seed from which every trial is drawn.")]
-Jobs = Annotated[int, typer.Option(min=1, help="Processes that run trials.")]
-
-
-@lab.command()
-def corrupt(out: Out, trials: Trials = 400, seed: Seed = 0, jobs: Jobs = 2, as_json: Json = False) -> Answer:
-    """Change committed bytes: which layer detects it, and is the state rebuilt, rolled back, or loaded wrong?"""
-    from . import corrupt as experiment
-    from .trials import Options
-
-    return _tried(experiment, Options(out, trials, seed, jobs), out)
-
-
-@lab.command()
-def crash(out: Out, trials: Trials = 400, seed: Seed = 0, jobs: Jobs = 2, as_json: Json = False) -> Answer:
-    """Kill a process at every step of the commit protocol, in all three write modes: is the run usable afterwards?"""
-    from . import crash as experiment
-    from .trials import Options
-
-    return _tried(experiment, Options(out, trials, seed, jobs), out)
-
-
-@lab.command()
-def latency(out: Out, trials: Trials = 400, seed: Seed = 0, place: Place = None, as_json: Json = False) -> Answer:
-    """Measure the latency of a save in the three write modes, from 192 KB to 1 GB."""
-    from . import latency as experiment
-
-    return _tried(experiment, experiment.Options(out, trials, seed, place=place), out)
-
-
-@lab.command()
-def timeline(
-    out: Out,
-    seconds: Annotated[float, typer.Option(min=1, help="Seconds to train.")] = 20.0,
-    place: Place = None,
-    as_json: Json = False,
-) -> Answer:
-    """Record disk activity and the events of saves, as a figure and as a trace file for Perfetto."""
-    from . import timeline as experiment
-
-    return _tried(experiment, experiment.Options(out, seconds, place=place), out)
-
-
-@lab.command()
-def peers(out: Out, trials: Trials = 200, seed: Seed = 0, jobs: Jobs = 2, as_json: Json = False) -> Answer:
-    """Apply the same damage, kills and failing writes to torch.save, DCP and lastgood."""
-    from . import peers as experiment
-    from .trials import Options
-
-    return _tried(experiment, Options(out, trials, seed, jobs), out)
-
-
-@lab.command()
-def powerloss(
-    out: Out,
-    trials: Annotated[int, typer.Option(min=1, help="Trials of each fault, file system and write mode.")] = 40,
-    seed: Seed = 0,
-    jobs: Jobs = 2,
-    plays: Annotated[
-        int, typer.Option(min=1, help="Times that each scenario of the crash model is played in each write mode.")
-    ] = 3,
-    as_json: Json = False,
-) -> Answer:
-    """Test crash states in a model of a disk and, as root, power loss on ext4, xfs and btrfs in image files."""
-    from . import powerloss as experiment
-
-    return _tried(experiment, experiment.Options(out, trials, seed, jobs, plays), out)
-
-
-@lab.command()
-def scale(out: Out, place: Place = None, as_json: Json = False) -> Answer:
-    """Measure the cost of a save's records with up to 16,384 ranks and a million pieces."""
-    from . import scale as experiment
-
-    return _tried(experiment, experiment.Options(out, place=place), out)
-
-
-@lab.command()
-def outage(
-    out: Out,
-    saves: Annotated[int, typer.Option(min=1, help="Saves of each phase: server up, down, up again.")] = 100,
-    place: Place = None,
-    as_json: Json = False,
-) -> Answer:
-    """Take the bucket behind a directory away for many saves: what the loop waits, memory, disk, what is missing."""
-    from . import outage as experiment
-
-    return _tried(experiment, experiment.Options(out, saves, place=place), out)
-
-
-@lab.command()
-def placement(out: Out, trials: Trials = 2000, seed: Seed = 0, jobs: Jobs = 2, as_json: Json = False) -> Answer:
-    """Draw failures of nodes and racks: how often are all copies of a part lost, with 16 to 4,096 nodes?"""
-    from . import placement as experiment
-
-    return _tried(experiment, experiment.Options(out, trials, seed, jobs), out)
-
-
-@lab.command()
-def wire(out: Out, rounds: Rounds = 5, as_json: Json = False) -> Answer:
-    """Measure the processor time of sender and receiver for each GB between two nodes, in every mode of the wire."""
-    from . import wire as experiment
-
-    return _tried(experiment, experiment.Options(out, rounds), out)
-
-
-def _tried(experiment: Any, options: Any, out: Path) -> Answer:
-    """Run an experiment, write its report, and return it as the answer."""
-    from . import trials
-    from .report import command_line, today
-
-    out.mkdir(parents=True, exist_ok=True)
-    rows = experiment.run(options, _report_progress)
-    found = experiment.report(rows, options)
-    files = trials.write(found, summary := experiment.summary(rows), out, command_line(), today())
-    written = "\n".join(f"wrote {path}" for path in files)
-    data = {"lab": found.name, "files": [str(path) for path in files], **summary}
-    return Answer(data, Text(f"{found.markdown(command_line(), today())}\n{written}"))
 
 
 def report(

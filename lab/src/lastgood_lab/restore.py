@@ -85,7 +85,6 @@ def _prepared(trained: Workload, place: Path) -> tuple[dict[str, Restore], int]:
     (blob,) = place.glob("run/gen/*/*.safetensors")
     torch.save(live, place / "state.pt")
     dcp.save(live, storage_writer=dcp.FileSystemWriter(str(place / "dcp")), no_dist=True)
-    buffer = warm_memory(max(RAW_THREADS))
 
     def ours(target: str, optimizer: Callable[[], torch.optim.Optimizer] = lambda: trained.optimizer) -> Restore:
         """Restore with a new Checkpointer, and so with new buffers, each time; only the restore is timed."""
@@ -96,15 +95,22 @@ def _prepared(trained: Workload, place: Path) -> tuple[dict[str, Restore], int]:
 
         return restore
 
-    def raw(threads: int) -> Restore:
-        return lambda: _timed(lambda: _read_direct(blob, buffer, threads))
-
-    restores = {name: raw(count) for name, count in zip(RAW, RAW_THREADS, strict=True)}
+    restores = raw_reads(blob)
     restores |= {OURS: ours(run), FRESH: ours(run, lambda: torch.optim.AdamW(trained.module.parameters()))}
     restores |= {SLOTS: ours(slots)}
     return restores | {
         name: lambda peer=peer: _timed(lambda: peer(place, live)) for name, peer in _PEERS.items()
     }, total
+
+
+def raw_reads(path: Path) -> dict[str, Restore]:
+    """The contenders RAW: each reads a file of the disk once, into memory that is warm."""
+    buffer = warm_memory(max(RAW_THREADS))
+
+    def raw(threads: int) -> Restore:
+        return lambda: _timed(lambda: _read_direct(path, buffer, threads))
+
+    return {name: raw(count) for name, count in zip(RAW, RAW_THREADS, strict=True)}
 
 
 def _timed(work: Callable[[], object]) -> float:
