@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from ..errors import LastgoodError
 from ..format import commit
 from ..run.agent_link import Send, Serve
-from ..run.peers import Peers
+from ..run.peers import PeerNode, Peers, PeerTable
 from ..storage.directory import Disk
 from ..wire.port import Peer
 from ..wire.security import SharedKey
@@ -31,6 +31,9 @@ class Nodes:
         self._serving = contextlib.ExitStack()
         self._senders = ThreadPoolExecutor(SENDERS, "lastgood-send")
         self._peers: Peers | None = None
+        self._served: Serve | None = None
+        self._receivers: dict[str, PeerNode] = {}
+        """name -> the nodes to which files were to be sent"""
         self.port = 0
         """where it listens; 0: it does not"""
 
@@ -51,16 +54,23 @@ class Nodes:
             server = self._serving.enter_context(Server((serve.host, serve.port), me, security, files))
         except LastgoodError as error:
             return str(error)
-        self._peers = Peers(serve.job, serve.key, serve.node)
+        self._served, self._peers = serve, Peers(serve.job, serve.key, serve.node)
         self._serving.callback(self._peers.close)
         self.port = server.address[1]
         return ""
 
     def send(self, send: Send) -> Future[str]:
         """Send files of a generation. The result is why that failed, or ""."""
+        self._receivers |= {order.to.name: order.to for order in send.orders}
         job = self._senders.submit(self._sent, send, self._peers)
         job.add_done_callback(lambda _: self._wake())
         return job
+
+    def table(self) -> PeerTable | None:
+        """The nodes to which files were to be sent since it listens; None: to none."""
+        if self._served is None or not self._receivers:
+            return None
+        return PeerTable(job=self._served.job, key=self._served.key, nodes=[*self._receivers.values()])
 
     def _sent(self, send: Send, peers: Peers | None) -> str:
         if peers is None:
@@ -77,4 +87,5 @@ class Nodes:
 
     def _stop(self) -> None:
         self._serving.close()
-        self._peers, self.port = None, 0
+        self._peers, self._served, self.port = None, None, 0
+        self._receivers.clear()

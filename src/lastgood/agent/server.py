@@ -47,6 +47,7 @@ from ..run.agent_link import (
     user_of,
 )
 from ..run.lower_place import PAUSES_SECONDS, pause_seconds
+from ..run.peers import PeerTable
 from ..storage.directory import Disk
 from .drain import drained
 from .nodes import Nodes
@@ -197,6 +198,8 @@ class Server:
             client.sending = self._nodes.send(request.send)
         elif request.call == "work" and request.work is not None and client.work is None:
             client.work = self._works.begin(request.work)
+        elif request.call == "peers":
+            self._send(client, peers=self._nodes.table())
         elif request.call == "end" and self._attached():
             self._send(client, "a training process is attached; end it first")
         elif request.call == "end":
@@ -234,7 +237,9 @@ class Server:
             client.ends = False
             self._send(client, error)
 
-    def _send(self, client: Client, error: str = "", findings: Sequence[Finding] = ()) -> None:
+    def _send(
+        self, client: Client, error: str = "", findings: Sequence[Finding] = (), peers: PeerTable | None = None
+    ) -> None:
         answer = Answer(
             protocol=PROTOCOL,
             process=os.getpid(),
@@ -242,6 +247,7 @@ class Server:
             copying=not self._attached() and (self._copies is not None or self._next_at is not None),
             missing=self._missing,
             port=self._nodes.port,
+            peers=peers,
             error=error,
             findings=[*findings[:FINDINGS_LIMIT]],
         )

@@ -26,6 +26,7 @@ from . import (
     agent,
     compare,
     copying,
+    drill,
     exporting,
     importing,
     listing,
@@ -74,6 +75,7 @@ app.command("scrub")(mending.scrub)
 app.command("repair")(mending.repair)
 app.command("copy")(copying.copy)
 app.command("tiers")(tiers.tiers)
+app.command("drill")(drill.drill)
 app.command("export")(exporting.export)
 app.command("import")(importing.import_file)
 app.command("tune")(tuning.tune)

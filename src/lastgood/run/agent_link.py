@@ -114,12 +114,12 @@ class Request(Record, frozen=True, kw_only=True):
     """What a process asks of an agent.
 
     "attach": until the connection ends, a training process has the run open. "status": nothing. "serve": listen for the
-    agents of other nodes. "send": send files to them. "work": read or copy files. "end": copy everything, remove the
-    memory, and end.
+    agents of other nodes. "send": send files to them. "peers": to whom files were sent. "work": read or copy files.
+    "end": copy everything, remove the memory, and end.
     """
 
     protocol: int
-    call: Literal["attach", "status", "serve", "send", "work", "end"]
+    call: Literal["attach", "status", "serve", "send", "peers", "work", "end"]
     serve: Serve | None = None
     send: Send | None = None
     work: Work | None = None
@@ -138,6 +138,8 @@ class Answer(Record, frozen=True, kw_only=True):
     """whether it copies, or is about to"""
     port: int = 0
     """where it listens for other nodes; 0: it does not"""
+    peers: PeerTable | None = None
+    """after the call "peers": the nodes to which it was asked to send files, and the key of their agents; None: none"""
     error: str = ""
     findings: list[Finding] = msgspec.field(default_factory=list)
     """of the files that it was asked to read"""
@@ -210,7 +212,7 @@ class AgentLink:
         self._attempts += 1
         if not reporting.is_reported(self._attempts):
             return
-        problem = _started(self._folder)
+        problem = started(self._folder)
         if not problem and self.attach() and self._attempts == 1:
             return
         what = f": {problem}" if problem else "" if self._connection else " and cannot be reached"
@@ -296,6 +298,22 @@ def status(folder: str) -> Answer | None:
         return None
     with contextlib.closing(connection):
         return asked(connection, Request(protocol=PROTOCOL, call="status"))
+
+
+def peers_of(folder: str) -> PeerTable | None:
+    """The nodes to which the agent of a memory folder was asked to send files; None if there is no such agent or node.
+
+    Raises OSError and ValueError if the agent does not answer, or does not know this call.
+    """
+    try:
+        connection = connected(folder)
+    except OSError:
+        return None
+    with contextlib.closing(connection):
+        answer = asked(connection, Request(protocol=PROTOCOL, call="peers"))
+    if answer.error:
+        raise ValueError(answer.error)
+    return answer.peers
 
 
 def _encoded(request: Request) -> bytes:
@@ -390,7 +408,7 @@ def kill(connection: socket.socket) -> None:
             os.close(pidfd)
 
 
-def _started(folder: str) -> str:
+def started(folder: str) -> str:
     """Start an agent in a session of its own, so that it outlives this process. Returns why that failed, or "".
 
     The command returns once the agent listens. It inherits no descriptor: a socket of this process that stayed open in

@@ -2,13 +2,13 @@
 
     caller   call      what the agent of the other node does
     -------  --------  ----------------------------------------------------------------------------------
-    agent    list      lists the folder of a generation
+    agent    list      lists the folder of a generation (a drill too)
     agent    create    begins a file of a rank, with its length; an unfinished one of this name is dropped
     agent    write     bulk bytes at an offset of it
     agent    finish    the file is complete
     agent    put       creates a manifest; the file that it describes was finished before
     agent    abort     drops an unfinished file
-    trainer  read      a range of a file, as bulk bytes of the answer
+    trainer  read      a range of a file, as bulk bytes of the answer (a drill too)
 
 Only files of ranks in folders of generations have such calls. A manifest shows that the files beside it are complete.
 """
@@ -107,6 +107,10 @@ class Peers:
         if sum(map(len, answer.bulk)) != extent.length:
             raise MissingBlob(f"{extent.blob} of node {node.name} ends early", blob=extent.blob)
 
+    def list(self, node: PeerNode, folder: str) -> dict[str, int | None]:
+        """The folder of a generation on another node, as `ports.Tier.list`. Raises what `port.Wire` raises."""
+        return msgspec.json.decode(self._call(node, FileCall(call="list", name=folder)), type=dict[str, int | None])
+
     def send(self, disk: Tier, generation: Generation, seal: Seal, node: PeerNode) -> int:
         """Send the files of one rank to a node, unless it has them. Returns the bytes that were sent.
 
@@ -114,8 +118,7 @@ class Peers:
         reading raises, and what `port.Wire` raises.
         """
         folder = layout.folder(generation.id)
-        there = msgspec.json.decode(self._call(node, FileCall(call="list", name=folder)), type=dict[str, int | None])
-        if seal.manifest in there:
+        if seal.manifest in self.list(node, folder):
             return 0
         manifest = sealed.sealed_record(disk, generation, seal)
         sent, sending = 0, secrets.token_hex(8)

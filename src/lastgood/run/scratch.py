@@ -62,7 +62,7 @@ def clear(run: str) -> list[str]:
         if os.path.islink(path) or not os.path.isdir(path) or not _is_scratch(path):
             continue
         with contextlib.suppress(RunLocked), access.for_writing(path, "atomic_dirsync"):
-            _remove(path)
+            remove(path)
             cleared.append(other)
     return cleared
 
@@ -75,10 +75,11 @@ def opened(run: str) -> Iterator[Tier]:
         with access.for_writing(path, "atomic_dirsync") as tier:
             yield tier
     finally:
-        _remove(path)
+        remove(path)
 
 
-def _remove(path: str) -> None:
+def remove(path: str) -> None:
+    """Remove a scratch directory, if it is there. Raises NotWritable, TierDown."""
     try:
         shutil.rmtree(path)
     except FileNotFoundError:
@@ -87,7 +88,7 @@ def _remove(path: str) -> None:
         kind = NotWritable if isinstance(error, PermissionError) else TierDown
         raise kind(
             f"{path} could not be removed: {error.strerror or error}",
-            safe="It holds only data that was written to measure the disk.",
+            safe="It holds only scratch data.",
             todo="Remove it.",
         ) from error
 

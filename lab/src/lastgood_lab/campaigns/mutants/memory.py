@@ -1,4 +1,4 @@
-"""Mutants of the safeguards of memory and of its agent: limits, owners, what stays, and who may remove it."""
+"""Mutants of the safeguards of memory, of its agent and of drills: limits, owners, what stays, who may remove it."""
 
 from __future__ import annotations
 
@@ -50,5 +50,12 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a label that comes during a copy is lost", "label-during-copy-copied-again", Never()),
         ("the first place that has its copy gives it free", "held-until-all-have-it", Always()),
         ("half of a copy counts as one", "copy-counts-with-its-manifest", Swap("one.manifest in listing", "True")),
+    ),    *table(
+        "drill",
+        ("drill",),
+        ("a folder with the files of somebody else is removed", "drill-clears-only-scratch", Never()),
+        ("copies fill the disk of the run", "drill-needs-free-space", Never()),
+        ("copies take memory that is not there", "drill-needs-free-memory", Never()),
+        ("a copy that is not the original counts as brought back", "drill-compares-digests", Remove()),
     ),
 )

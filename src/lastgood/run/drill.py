@@ -1,0 +1,157 @@
+"""A drill: the newest good generation of a run is copied to scratch places, which are damaged and must come back.
+
+The run itself is only read. What brings the copies back is the code that brings a run back: the settling of an opening
+(settle.py), the candidates of a restore (candidates.py), mending (mend.py), copies (copying.py) and the agent. What was
+brought back is compared with the original by the digest of all bytes of its files, and by its commit.
+
+Invariants
+  1. Nothing is written outside of the scratch places (drill_scratch.py).
+  2. Each act begins with whole copies of the original in all scratch places, and nothing else there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from ..engine import parity
+from ..errors import Damaged, NoSpace, NothingGood, Refused
+from ..format import commit, layout
+from ..io import memory_limits
+from ..io.files import free_bytes
+from ..io.reed_solomon import Code
+from ..limits import WORKERS
+from ..policy import restore
+from ..ports import Tier
+from ..records import Generation
+from ..units import size
+from . import access, drill_scratch, memory_place, paths, places
+from .drill_acts import Act, Original, Reading, Stage
+from .drill_peers import PeerRead, read_peers
+
+ATTEMPTS = 3
+"""Training may delete a generation while it is copied: the next one is taken then, so many times in all."""
+NOTHING_YET = "nothing has been committed in this run yet"
+
+
+@dataclass(frozen=True)
+class Drill:
+    """The result of a drill. `generation`, `place`: what was copied, and from where. `copied_seconds`: to make
+    the copies. `cleared`: names of folders of killed drills that were removed."""
+
+    generation: Generation
+    place: str
+    copied_seconds: float
+    acts: list[Act]
+    peers: list[PeerRead]
+    cleared: list[str]
+
+    @property
+    def good(self) -> bool:
+        """Whether every way back that was tried has worked."""
+        return all(good is not False for good in [*(one.good for one in self.acts), *(one.good for one in self.peers)])
+
+
+def drill(run: str, scratch_folder: str | None, announce: Callable[[str], object]) -> Drill:
+    """Play all acts with copies of the newest good generation of `run`.
+
+    `scratch_folder`: the directory for the copies; None: the one beside the run. `announce`: receives a line before
+    anything is copied. Raises NothingGood, NoSpace, Refused, and what opening the run raises.
+    """
+    tier = access.for_reading(run)
+    parent, name = drill_scratch.parent_folder(run, scratch_folder), drill_scratch.name_of(run)
+    folder = memory_folder(run, tier)
+    memory = access.for_reading(f"{paths.MEMORY}{folder}") if os.path.isdir(os.path.join(folder, "gen")) else None
+    with ThreadPoolExecutor(WORKERS, "lastgood-drill") as workers:
+        reading = Reading(workers)
+        cleared = drill_scratch.clear(parent, name)
+        with drill_scratch.opened(parent, name) as scratch:
+            for attempts_left in reversed(range(ATTEMPTS)):
+                original = newest_good(tier, memory, reading)
+                no_memory = require_room(original, parent, folder)
+                announce(f"copying step {original.generation.step} to {parent}: {size(original.room_bytes)} at most")
+                stage, begun = Stage(original, scratch, reading, no_memory), time.monotonic()
+                try:
+                    stage.make_whole()
+                    break
+                except Damaged:
+                    there = original.tier.list(layout.folder(original.generation.id))
+                    if not attempts_left or layout.COMMIT in there:  # else training has deleted it meanwhile
+                        raise
+            copied_seconds = time.monotonic() - begun
+            acts = [*stage.play()]
+        peers = read_peers(folder, memory, reading.read_ranks) if memory is not None else []
+    return Drill(original.generation, original.tier.place, copied_seconds, acts, peers, cleared)
+
+
+def require_room(original: Original, parent: str, memory: str) -> str:
+    """Raise NoSpace if the directory `parent` has no room for the copies. Returns why memory has none, or "".
+
+    `memory`: the folder of the run in memory; empty: it has none.
+    """
+    if (free := free_bytes(parent)) < original.room_bytes:  # guard: drill-needs-free-space
+        raise NoSpace(
+            f"a drill needs {original.room_bytes:,} bytes in {parent} for a while, free are {free:,}",
+            safe="Nothing was copied.",
+            todo="Free space on this disk, or name another directory: --in DIR.",
+        )
+    if not memory:
+        return "the run has no tier in the memory of this machine"
+    root = os.path.dirname(os.path.dirname(memory))
+    try:
+        known = [free_bytes(root), memory_limits.available_bytes()]
+    except OSError as error:
+        return f"{root}: {error.strerror}"
+    free = min(one for one in known if one is not None)
+    if free < original.room_bytes:  # guard: drill-needs-free-memory
+        return f"copies in memory need {size(original.room_bytes)}, and there are {size(free)}"
+    return ""
+
+
+def memory_folder(run: str, tier: Tier) -> str:
+    """The folder of the run in the memory of this machine; empty if it has no tier in memory. It may not exist."""
+    listed = places.listed(tier)
+    folder = memory_place.folder_of(listed[-1] if listed else run)
+    return folder if os.path.isdir(folder) or any(map(paths.in_memory, listed)) else ""
+
+
+def newest_good(tier: Tier, memory: Tier | None, reading: Reading) -> Original:
+    """The newest generation that a reading finds good: of the place `tier`; if that has none, of the memory.
+
+    Raises NoSuchStep if nothing was ever committed, NothingGood if none is good, and what reading raises.
+    """
+    why, survey = list[str](), commit.survey(tier)
+    for one, found in [(tier, survey), *([(memory, _whole(memory))] if memory is not None else [])]:
+        for at in restore.choose(found, None).candidates:
+            if at not in found.generations:
+                continue  # its commit cannot be read
+            generation = found.generations[at]
+            findings, digest = reading.read(one, generation)
+            if not findings:
+                return Original(one, generation, digest, _code(one, generation))
+            why.append(f"  step {at.step} in {one.place}: {restore.summary(findings)}")
+    if why:
+        raise NothingGood("\n".join(["no generation of this run is good:", *why]), safe="\nNothing was copied.")
+    raise restore.no_such_step(NOTHING_YET, survey)
+
+
+def _whole(memory: Tier) -> commit.Survey:
+    """What is in memory, without generations of which only other nodes have some files."""
+    survey = commit.survey(memory)
+    for at, one in [*survey.generations.items()]:
+        here = memory.list(layout.folder(at))
+        if not all(seal.manifest in here for seal in one.commit.seals):
+            del survey.generations[at]
+    return survey
+
+
+def _code(tier: Tier, generation: Generation) -> Code | None:
+    """The parity of a generation; None if it has none, or if no library for it is installed."""
+    with contextlib.suppress(Refused):
+        found = [] if tier.newest_only else parity.find_all(tier, generation.id)
+        return found[0].code if found else None
+    return None

@@ -1,0 +1,220 @@
+"""`lastgood drill`: real copies, processes and agents; the run stays as it was, and nothing of the drill is left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from agents import agent, until
+from cli_runs import DATA, at, contents, writing
+from harness import flip
+from lastgood.format import layout
+from lastgood.records import GenerationId
+from lastgood.run import access, agent_link, drill, drill_acts, drill_peers, drill_scratch, memory_place, paths
+from lastgood.run.agent_link import Request, Send, Serve
+from lastgood.run.peers import PeerNode, PeerOrder
+
+pytestmark = pytest.mark.slow
+
+KILLED, AGENT = "killed within a save to the disk", "the agent is killed while it copies"
+BYTE, CUT, MISSING = (f"{one}, on the disk" for one in drill_acts._DAMAGES.values())
+
+
+@pytest.fixture
+def home(tmp_path: Path, memory: Path) -> Path:
+    """A run of two steps. It has memory on this machine once `in_memory` was called."""
+    writing(tmp_path / "home", 1, 2)
+    return tmp_path / "home"
+
+
+def in_memory(home: Path) -> Path:
+    """Put the run into the memory of this machine too."""
+    folder = Path(memory_place.folder_of(home))
+    memory_place.make(str(folder))
+    shutil.copytree(home, folder, dirs_exist_ok=True)
+    return folder
+
+
+def by_act(document: dict) -> dict[str, dict]:
+    return {one["what"]: one for one in document["acts"]}
+
+
+def left(home: Path) -> list[str]:
+    """What a drill has left beside the run, and in memory."""
+    user = Path(memory_place.folder_of_user())
+    beside = [one.name for one in home.parent.iterdir() if one != home]
+    return sorted(beside + [one.name for one in user.glob("*/") if not one.name.startswith(f"{home.name}-")])
+
+
+def test_each_way_back_of_a_run_in_a_directory_works(home, call_json):
+    before = contents(home)
+    code, document = call_json("drill", home)
+    acts = by_act(document)
+    assert code == 0 and document["good"] and document["step"] == 2
+    assert {what for what, one in acts.items() if one["good"]} == {KILLED, BYTE, CUT, MISSING}
+    assert all(one["seconds"] > 0 for one in acts.values() if one["good"])
+    assert acts[KILLED]["way_back"] == "the next opening removed half of step 3; step 2 loaded"
+    assert acts[BYTE]["way_back"] == "found, and stepped over: step 2 loaded, the one before"
+    assert acts[AGENT]["good"] is None and "no tier in the memory" in acts[AGENT]["why"]
+    assert contents(home) == before and not left(home)
+
+
+def test_each_way_back_of_a_run_in_memory_works(home, call_json):
+    folder = in_memory(home)
+    before = contents(home), contents(folder)
+    code, document = call_json("drill", home)
+    acts = by_act(document)
+    assert code == 0 and all(one["good"] for one in acts.values()) and len(acts) == 9
+    assert acts[MISSING]["way_back"] == "found, and mended from memory; step 2 loaded"
+    assert acts["a byte of a file differs, in memory"]["way_back"] == "found, and mended from the disk; step 2 loaded"
+    assert acts["the disk is gone"]["way_back"] == "step 2 loaded from memory, and copied back"
+    assert acts[AGENT]["way_back"].endswith("the copy of step 3, and removed the memory")
+    assert (contents(home), contents(folder)) == before and not left(home)
+
+
+def test_parity_mends_the_copy_of_the_newest_good_step(run, call_json):
+    before = contents(run)
+    code, document = call_json("drill", run)
+    assert code == 0 and document["step"] == 3, "step 4 is not good"
+    assert by_act(document)[BYTE]["way_back"] == "found, and mended from parity; step 3 loaded"
+    assert contents(run) == before
+
+
+def test_a_way_back_that_fails_is_shown_and_has_its_exit_code(home, call, call_json, monkeypatch):
+    in_memory(home)
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))  # no process and no agent can be started
+    code, document = call_json("drill", home)
+    acts = by_act(document)
+    assert code == 4 and not document["good"] and acts[KILLED]["good"] is False and acts[BYTE]["good"]
+    assert acts[AGENT]["good"] is False and "could not save" in acts[AGENT]["why"]
+    code, out, err = call("drill", home)
+    assert code == 4 and "FAILED" in out and "3 failed" in out and "removed" not in out and "copying step 2" in err
+    assert not left(home)
+
+
+def test_a_copy_that_is_not_the_original_fails_the_drill(home, monkeypatch):
+    found = drill.newest_good
+
+    def other(*args: object) -> drill_acts.Original:
+        return found(*args)._replace(digest="0" * 32)
+
+    monkeypatch.setattr(drill, "newest_good", other)
+    acts = drill.drill(str(home), None, print).acts
+    assert {one.why for one in acts if one.good is False} == {"step 2 was loaded, and is not the original"}
+
+
+def test_the_newest_good_generation_is_found_before_damage(home, call_json, call):
+    flip(at(home, 2) / DATA)
+    assert call_json("drill", home)[1]["step"] == 1
+    flip(at(home, 1) / DATA)
+    code, _, err = call("drill", home)
+    assert code == 4 and "no generation of this run is good" in err and not left(home)
+
+
+def test_a_full_disk_refuses_a_drill_before_a_byte_is_copied(home, call, monkeypatch):
+    monkeypatch.setattr(drill, "free_bytes", lambda folder: 100_000)
+    code, _, err = call("drill", home)
+    assert code == 5 and "free are 100,000" in err and not left(home)
+
+
+def test_too_little_memory_leaves_out_the_acts_in_memory(home, call_json, monkeypatch):
+    in_memory(home)
+    monkeypatch.setattr(drill.memory_limits, "available_bytes", lambda: 100_000)
+    code, document = call_json("drill", home)
+    acts = by_act(document)
+    assert code == 0 and acts[AGENT]["good"] is None and "and there are 100 kB" in acts[AGENT]["why"]
+
+
+def test_another_directory_for_the_copies_can_be_named(home, tmp_path, call, call_json):
+    (tmp_path / "other").mkdir()
+    assert call_json("drill", home, "--in", tmp_path / "other")[0] == 0
+    assert not list((tmp_path / "other").iterdir())
+    assert call("drill", home, "--in", tmp_path / "none")[0] == 3
+    assert call("drill", f"{paths.MEMORY}{in_memory(home)}")[0] == 3, "nothing is beside memory"
+
+
+def started(home: Path) -> subprocess.Popen[bytes]:
+    """A drill in another process, which has begun to copy."""
+    command = [sys.executable, "-m", "lastgood", "drill", str(home)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    until(lambda: process.poll() is not None or list(home.parent.glob("home.drill-*/run/gen/*")))
+    return process
+
+
+def test_an_interrupted_drill_leaves_nothing(home):
+    in_memory(home)
+    process = started(home)
+    process.send_signal(signal.SIGINT)
+    assert b"interrupted" in process.communicate()[1] and process.returncode == 130
+    assert not left(home)
+
+
+def test_the_next_drill_removes_what_a_killed_one_has_left(home, call_json):
+    in_memory(home)
+    process = started(home)
+    process.kill()
+    process.communicate()
+    (folder,) = left(home)[:1]
+    other = home.parent / "home.drill-00000000"
+    (other / "photos").mkdir(parents=True)
+    code, document = call_json("drill", home)
+    assert code == 0 and document["cleared"] == [folder]
+    assert left(home) == [other.name], "a folder with other files is not a drill's"
+
+
+def test_a_running_drill_is_not_removed_by_another(home):
+    parent = str(home.parent)
+    with drill_scratch.opened(parent, "home") as places:
+        assert drill_scratch.clear(parent, "home") == [] and os.path.isdir(os.path.dirname(places.disk.root))
+    assert not left(home)
+
+
+# ---- peers ---------------------------------------------------------------------------------------------------------
+
+
+def asked(folder: Path, **request: object) -> agent_link.Answer:
+    with contextlib.closing(agent_link.connected(str(folder))) as connection:
+        answer = agent_link.asked(connection, Request(protocol=agent_link.PROTOCOL, **request))
+    assert not answer.error
+    return answer
+
+
+def test_copies_on_another_node_are_read_and_verified(home, call, call_json):
+    mine = in_memory(home)
+    theirs = mine.with_name("peer-0123456789ab")
+    generation = GenerationId(step=2, incarnation=at(home, 2).name.partition("-")[2])
+    folder = Path(layout.folder(generation))
+    (theirs / folder).mkdir(parents=True)
+    shutil.copy(home / folder / layout.COMMIT, theirs / folder)
+    job, key = "0" * 16, "ab" * 32
+    with agent(mine):
+        with agent(theirs) as other:
+            serving = [Serve(job=job, key=key, node=one, host="127.0.0.1", port=0) for one in "ab"]
+            asked(mine, call="serve", serve=serving[0])
+            port = asked(theirs, call="serve", serve=serving[1]).port
+            node = PeerNode(leader=1, name="b", domain="", host="127.0.0.1", port=port)
+            assert agent_link.peers_of(str(mine)) is None, "nothing was sent yet"
+            asked(mine, call="send", send=Send(at=generation, orders=[PeerOrder(rank=0, to=node)]))
+            before = contents(theirs / "gen")
+            code, document = call_json("drill", home)
+            (row,) = document["peers"]
+            assert code == 0 and row["good"] and (row["node"], row["step"]) == ("b", 2)
+            assert row["bytes"] == (home / folder / DATA).stat().st_size and row["bytes_per_second"] > 0
+            assert contents(theirs / "gen") == before
+            flip(theirs / folder / DATA)
+            code, out, _ = call("drill", home)
+            assert code == 4 and "copies on node b" in out and "differs from its digest" in out and "1 failed" in out
+            other.kill()
+            other.wait()
+        with ThreadPoolExecutor(2) as workers:
+            own, reading = access.for_reading(f"{paths.MEMORY}{mine}"), drill_acts.Reading(workers)
+            (down,) = drill_peers.read_peers(str(mine), own, reading.read_ranks)
+        assert down.good is None and down.why.startswith("PeerDown"), "a node that is down is no damage"
