@@ -107,8 +107,9 @@ def require_room(original: Original, parent: str, memory: str) -> str:
     except OSError as error:
         return f"{root}: {error.strerror}"
     free = min(one for one in known if one is not None)
-    if free < original.room_bytes:  # guard: drill-needs-free-memory
-        return f"copies in memory need {size(original.room_bytes)}, and there are {size(free)}"
+    needed = original.room_bytes + original.generation.bytes  # memory of deleted files is kept (io/reused_files.py)
+    if free < needed:  # guard: drill-needs-free-memory
+        return f"copies in memory need {size(needed)}, and there are {size(free)}"
     return ""
 
 

@@ -1,0 +1,118 @@
+"""The manifests of docs/manifests: valid by the schemas of Kubernetes and by systemd, and shown by the documentation."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from agents import agent, answers, until
+from cli_runs import writing
+from lastgood.format import layout
+from lastgood.policy.retention import KEEP
+from lastgood.run import agent_link, memory_place
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+SIDECAR, UNIT = DOCS / "manifests/agent-sidecar.yaml", DOCS / "manifests/lastgood-agent.service"
+NATIVE_SIDECARS = (1, 29)
+"""The first version of Kubernetes that has them without a feature gate."""
+
+
+def job() -> dict[str, Any]:
+    return yaml.safe_load(SIDECAR.read_text())
+
+
+def agent_container() -> dict[str, Any]:
+    (container,) = job()["spec"]["template"]["spec"]["initContainers"]
+    return container
+
+
+def errors_of(manifest: dict[str, Any]) -> set[str]:
+    """What is wrong with a manifest by the strict schema of each version of Kubernetes that has native sidecars."""
+    validator = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate: pip install '.[dev]'")
+    versions = [one for one in validator.utils.all_versions() if tuple(map(int, one.split(".")))[:2] >= NATIVE_SIDECARS]
+    assert len(versions) >= 9
+    found = set()
+    for version in versions:
+        try:
+            validator.validate(manifest, version, strict=True)
+        except validator.ValidationError as error:
+            found.add(error.message)
+    return found
+
+
+def test_the_sidecar_manifest_is_valid_for_every_kubernetes_that_can_run_it() -> None:
+    assert errors_of(job()) == set()
+
+
+@pytest.mark.parametrize(("part", "wrong"), [("startupProbe", {"exec": "test"}), ("restartPolicies", "Always")])
+def test_the_schema_finds_a_wrong_field_of_the_sidecar(part: str, wrong: object) -> None:
+    manifest = job()
+    manifest["spec"]["template"]["spec"]["initContainers"][0][part] = wrong
+    assert errors_of(manifest)
+
+
+def test_the_agent_and_the_trainer_share_user_memory_and_node_name() -> None:
+    pod = job()["spec"]["template"]["spec"]
+    (trainer,) = pod["containers"]
+    sidecar = agent_container()
+    assert (
+        sidecar["restartPolicy"] == "Always" and pod["shareProcessNamespace"] and "runAsUser" in pod["securityContext"]
+    )
+    for key in ("env", "volumeMounts", "image"):
+        assert sidecar[key] == trainer[key]
+    assert {memory_place.VARIABLE, "LASTGOOD_NODE"} == {one["name"] for one in sidecar["env"]}
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_sidecar_copy_memory_when_the_pod_ends(tmp_path: Path, memory: Path) -> None:
+    """Probe and hook run in a real shell against a real agent. A save in memory only is on the disk afterwards."""
+    home = tmp_path / "gpt"
+    writing(home, 1)
+    folder = Path(memory_place.folder_of(home))
+    memory_place.make(str(folder))
+    shutil.copytree(home, folder, dirs_exist_ok=True)
+    for one in home.glob("gen/*"):
+        shutil.rmtree(one)
+    place = agent_link.CopyTo(url=str(home), keep=KEEP)
+    spec = agent_link.AgentSpec(format=layout.FORMAT, places=[place], order=0, spill=None)
+    (folder / agent_link.SPEC).write_bytes(layout.encode(spec))
+    (tmp_path / "lastgood").write_text(f'#!/bin/sh\nexec {sys.executable} -m lastgood "$@"\n')
+    (tmp_path / "lastgood").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+    def run(command: list[str]) -> int:
+        placed = [one.replace("/runs/gpt", str(home)).replace("/memory", str(memory)) for one in command]
+        return subprocess.run(placed, env=environment, timeout=60).returncode
+
+    probe = agent_container()["startupProbe"]["exec"]["command"]
+    hook = agent_container()["lifecycle"]["preStop"]["exec"]["command"]
+    assert run(probe) != 0, "no agent listens yet"
+    with agent(folder):
+        until(lambda: answers(folder))
+        assert run(probe) == 0
+        assert run(hook) == 0
+    assert list(home.glob("gen/*/COMMIT.json")) and not folder.exists()
+    assert run(hook) == 0, "it ends where there is no agent any more"
+
+
+def test_the_unit_is_valid_by_systemd(tmp_path: Path) -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("needs systemd-analyze: apt-get install systemd")
+    unit = tmp_path / UNIT.name
+    unit.write_text(UNIT.read_text().replace("/opt/venv/bin/lastgood", sys.executable))
+    ended = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, [line for line in ended.stderr.splitlines() if UNIT.name in line]) == (0, [])
+
+
+@pytest.mark.parametrize(("file", "language"), [(SIDECAR, "yaml"), (UNIT, "ini")])
+def test_the_page_of_the_agent_shows_each_manifest_as_it_is(file: Path, language: str) -> None:
+    shown = re.findall(rf"```{language}\n(.*?)```", (DOCS / "agent.md").read_text(), re.DOTALL)
+    assert shown == [file.read_text()]
