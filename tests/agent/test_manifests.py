@@ -1,4 +1,4 @@
-"""The manifests of docs/manifests: valid by the schemas of Kubernetes and by systemd, and shown by the documentation."""
+"""The manifests of docs/manifests: valid by the schemas of Kubernetes and by systemd, and shown by the pages."""
 
 from __future__ import annotations
 

@@ -141,6 +141,18 @@ def test_another_directory_for_the_copies_can_be_named(home, tmp_path, call, cal
     assert call("drill", f"{paths.MEMORY}{in_memory(home)}")[0] == 3, "nothing is beside memory"
 
 
+def test_runs_in_slots_and_in_an_object_store_are_copied_to_a_directory(tmp_path, bucket, call, call_json):
+    slots = f"{paths.SLOTS}{tmp_path / 'slots'}"
+    writing(slots, 1, 2)
+    assert call("copy", slots, bucket)[0] == 0
+    code, document = call_json("drill", slots)
+    assert code == 0 and document["good"] and document["step"] == 2
+    assert call("drill", bucket)[0] == 3, "there is no directory beside it"
+    code, document = call_json("drill", bucket, "--in", tmp_path)
+    assert code == 0 and document["good"] and document["place"] == bucket
+    assert [one.name for one in tmp_path.iterdir()] == ["slots"]
+
+
 def started(home: Path) -> subprocess.Popen[bytes]:
     """A drill in another process, which has begun to copy."""
     command = [sys.executable, "-m", "lastgood", "drill", str(home)]
