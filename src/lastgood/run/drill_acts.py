@@ -152,22 +152,27 @@ class Stage:
         self._digests = drill_victim.digests(commit.read_manifests(disk, self._original.generation))
 
     def play(self) -> Iterator[Act]:
-        """Play all acts. An act that fails does not end the others. Raises what copying the original anew raises."""
+        """Play all acts. One that fails does not end the others. Raises nothing but bugs and interruptions."""
         failed = False
         for what, play, not_played in self._acts():
-            if not_played:
+            if not_played := not_played or (self._renewed() if failed else ""):
                 yield Act(what=what, why=not_played)
                 continue
-            if failed:
-                self.make_whole()
             self._struck = time.monotonic()
-            try:
-                way_back = play()
-                yield Act(what=what, way_back=way_back, good=True, seconds=time.monotonic() - self._struck)
-                failed = False
-            except LastgoodError as error:
-                yield Act(what=what, good=False, why=error.what, seconds=time.monotonic() - self._struck)
-                failed = True
+            way_back, why = _outcome(play)
+            failed = bool(why)
+            seconds = time.monotonic() - self._struck
+            yield Act(what=what, way_back=way_back, good=not failed, seconds=seconds, why=why)
+
+    def _renewed(self) -> str:
+        """Make whole copies again. Returns why that is not possible, or ""."""
+
+        def renew() -> str:
+            self.make_whole()
+            return ""
+
+        _, why = _outcome(renew)
+        return why and f"the copies could not be made again: {why}"
 
     def _acts(self) -> Iterator[tuple[str, Callable[[], str], str]]:
         """What each act does, the act, and why it is not played ("": it is)."""
@@ -197,17 +202,15 @@ class Stage:
 
     def _damage(self, damage: Damage, place: ScratchPlace) -> str:
         others = [one for one in self._places if one is not place]
-        mendable = bool(others) or (self._original.code is not None and damage == "byte")
-        at = self._original.generation.id if mendable else self._saved(place)
+        if self._original.code is not None and damage == "byte" and place is self._disk:
+            others, by = [], "parity"
+        else:
+            by = others[0].name if others else ""
+        at = self._original.generation.id if by else self._saved(place)
         self._strike(damage, place, at)
         found = self._restored([place, *others])
-        if mendable:
+        if by:
             _require(found.at == at and bool(found.mended), f"step {found.at.step} was loaded, and nothing was mended")
-            by = (
-                "parity"
-                if self._original.code is not None and damage == "byte" and place is self._disk
-                else others[0].name
-            )
             return f"found, and mended from {by}; step {at.step} loaded"
         _require(found.over == [at.step], f"step {at.step} was damaged, and stepped over were {found.over}")
         with access.for_writing(place.url, "atomic_dirsync") as tier:
@@ -346,6 +349,16 @@ class Stage:
             return contextlib.closing(agent_link.connected(self._memory.root))
         except OSError as error:
             raise TierDown(f"the agent of {self._memory.root} cannot be reached: {error}", safe=_SAFE) from error
+
+
+def _outcome(play: Callable[[], str]) -> tuple[str, str]:
+    """What a call returns, and ""; or "" and why it failed."""
+    try:
+        return play(), ""
+    except LastgoodError as error:
+        return "", error.what or type(error).__name__
+    except OSError as error:
+        return "", f"{type(error).__name__}: {error}"
 
 
 def _names(place: ScratchPlace, at: GenerationId) -> list[str]:
