@@ -48,7 +48,7 @@ def errors_of(manifest: dict[str, Any]) -> set[str]:
     return found
 
 
-def test_the_sidecar_manifest_is_valid_for_every_kubernetes_that_can_run_it() -> None:
+def test_every_kubernetes_with_native_sidecars_accepts_the_manifest() -> None:
     assert errors_of(job()) == set()
 
 

@@ -141,7 +141,7 @@ def test_another_directory_for_the_copies_can_be_named(home, tmp_path, call, cal
     assert call("drill", f"{paths.MEMORY}{in_memory(home)}")[0] == 3, "nothing is beside memory"
 
 
-def test_runs_in_slots_and_in_an_object_store_are_copied_to_a_directory(tmp_path, bucket, call, call_json):
+def test_slots_and_object_stores_are_copied_to_a_directory(tmp_path, bucket, call, call_json):
     slots = f"{paths.SLOTS}{tmp_path / 'slots'}"
     writing(slots, 1, 2)
     assert call("copy", slots, bucket)[0] == 0
