@@ -50,7 +50,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a label that comes during a copy is lost", "label-during-copy-copied-again", Never()),
         ("the first place that has its copy gives it free", "held-until-all-have-it", Always()),
         ("half of a copy counts as one", "copy-counts-with-its-manifest", Swap("one.manifest in listing", "True")),
-    ),    *table(
+    ),
+    *table(
         "drill",
         ("drill",),
         ("a folder with the files of somebody else is removed", "drill-clears-only-scratch", Never()),
