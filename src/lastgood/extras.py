@@ -14,6 +14,7 @@ PACKAGES = {
     "transformers": ("transformers", "accelerate"),
     "lightning": ("torchmetrics", "lightning", "pytorch_lightning"),
     "accelerate": ("accelerate",),
+    "nixl": ("nixl",),
 }
 """extra -> the packages of it that lastgood imports"""
 

@@ -142,6 +142,8 @@ WIRE_IDLE_SECONDS = 600.0
 """After this time without a request, a server closes a connection."""
 WIRE_REUSE_SECONDS = 300.0
 """After this time without a request, a client does not use a connection again."""
+WIRE_PIECE_BYTES, WIRE_PIECES = 2 << 20, 2
+"""Where peers write bulk bytes into memory of this node: the length of a piece, and how many are under way at most."""
 
 assert WIRE_BULK_LIMIT_BYTES >= CHUNK_LIMIT_BYTES, "every chunk that a manifest may name fits one request"
 assert WIRE_BODY_LIMIT_BYTES < 2**31 and WIRE_BULK_LIMIT_BYTES < 2**31, "lengths fit the fields of a frame"

@@ -11,14 +11,17 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from lastgood.wire.channel import Channel
 from lastgood.wire.frames import PUBLIC_KEY, FrameWriter
+from lastgood.wire.messages import Offer
 from lastgood.wire.port import Answer, Peer
 from lastgood.wire.security import MutualTls, Plain, Security, SharedKey
 from lastgood.wire.serving import Bounds, Server
+from lastgood.wire.window import WINDOW_BYTES
 
 RUN, SERVER, CLIENT = "run-1", "node-a", "node-b"
 KEY = bytes(range(32))
@@ -140,16 +143,47 @@ def security(mode: str, node: str, signer: Callable[[], Authority]) -> Security:
 # ---- nodes -----------------------------------------------------------------------------------------------------
 
 
+class LocalMemory:
+    """A window of this process, whose other side is in this process too: see `window.Memory`."""
+
+    all: ClassVar[dict[int, LocalMemory]] = {}
+
+    def __init__(self) -> None:
+        self.view = memoryview(bytearray(WINDOW_BYTES))
+        self.offer = Offer(b"local", id(self))
+        self.all[id(self)] = self
+
+    def connect(self, offer: Offer) -> None:
+        self.peer = self.all[offer.address]
+
+    def write(self, start: int, length: int) -> None:
+        self.peer.view[start : start + length] = self.view[start : start + length]
+
+    def written(self) -> bool:
+        return True
+
+    def progress(self) -> None: ...
+
+    def close(self) -> None:
+        self.all.pop(id(self), None)
+
+
+WINDOWS: Callable[[], object] | None = None
+"""makes the windows of both nodes; the fixture `either_wire` sets it"""
+
+
 @contextlib.contextmanager
 def serving(secure: Security, service: object, bounds: Bounds | None = None, **more: object) -> Iterator[Server]:
     """A server of the node SERVER on loopback."""
-    with Server((HOST, 0), Peer(RUN, SERVER), secure, service, bounds, **more) as server:
+    windows = {"windows": None if secure.encrypt else WINDOWS}
+    with Server((HOST, 0), Peer(RUN, SERVER), secure, service, bounds, **windows | more) as server:
         yield server
 
 
 def channel(address: tuple[str, int], secure: Security, **more: object) -> Channel:
     """A channel of the node CLIENT to the node SERVER."""
-    return Channel(address, SERVER, Peer(RUN, CLIENT), secure, **more)
+    windows = {"windows": None if secure.encrypt else WINDOWS}
+    return Channel(address, SERVER, Peer(RUN, CLIENT), secure, **windows | more)
 
 
 class Stranger:

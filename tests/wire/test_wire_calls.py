@@ -31,6 +31,7 @@ from wired import (
     serving,
 )
 
+pytestmark = pytest.mark.usefixtures("either_wire")
 SIZES = [1, RECEIVE_BYTES, RECEIVE_BYTES + 1, 3 * RECEIVE_BYTES - 5]
 
 

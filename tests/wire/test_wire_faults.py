@@ -108,6 +108,7 @@ def test_a_peer_that_hangs_ends_a_call_with_a_timeout(direction, offset):
     assert service.unused() == 0
 
 
+@pytest.mark.usefixtures("either_wire")
 def test_a_peer_that_takes_no_bytes_ends_a_call_with_a_timeout():
     stopped = threading.Event()
     with serving(Plain(), Recorder()) as server, Network(server.address) as network:
@@ -119,6 +120,7 @@ def test_a_peer_that_takes_no_bytes_ends_a_call_with_a_timeout():
         stopped.set()
 
 
+@pytest.mark.usefixtures("either_wire")
 def test_a_peer_that_is_not_there_is_down():
     with serving(Plain(), Recorder()) as server:
         address = server.address
@@ -126,6 +128,7 @@ def test_a_peer_that_is_not_there_is_down():
         wire.call(b"ping", timeout_seconds=SECONDS)
 
 
+@pytest.mark.usefixtures("either_wire")
 @pytest.mark.parametrize("kind", FAULTS)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_fault_anywhere_gives_the_right_answer_or_an_error(mode, kind, signer):

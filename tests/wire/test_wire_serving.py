@@ -18,6 +18,7 @@ from lastgood.wire.security import Plain, SharedKey
 from lastgood.wire.serving import Bounds
 from wired import CLIENT, KEY, MODES, RUN, SECONDS, SERVER, Recorder, Stranger, channel, security, serving
 
+pytestmark = pytest.mark.usefixtures("either_wire")
 LONG = 3 * SECONDS
 """longer than a test waits"""
 

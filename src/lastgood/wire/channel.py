@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+from .. import reporting
 from ..errors import Cancelled, FrameInvalid, LastgoodError, PeerDown
 from ..limits import WIRE_BULK_LIMIT_BYTES, WIRE_REUSE_SECONDS
 from .frames import SAFE
@@ -18,6 +19,7 @@ from .port import Answer, Peer
 from .security import Security
 from .session import Session
 from .sockets import Deadline, Stream, connect
+from .window import MakeMemory, offer_window, require_clear
 
 CONNECTIONS = 2
 
@@ -32,7 +34,9 @@ class Channel:
 
     `address`: host and port. `me`: this node. `security`: the mode, the same at all nodes. `connections`: how many
     calls run at the same time; a further one waits. Default 2. `clock`: a monotonic clock, in seconds. `random`:
-    returns so many random bytes. Nothing is opened before the first call, and the calling threads do all the work.
+    returns so many random bytes. `windows`: makes windows for bulk bytes (`nixl.Nixl`), where the other node has them
+    too. Default: bulk bytes go through the sockets. Nothing is opened before the first call, and the calling threads do
+    all the work. Raises Refused for windows with encryption.
     """
 
     def __init__(
@@ -44,9 +48,11 @@ class Channel:
         connections: int = CONNECTIONS,
         clock: Callable[[], float] = time.monotonic,
         random: Random = os.urandom,
+        windows: MakeMemory | None = None,
     ) -> None:
+        require_clear(windows, security)
         self._address, self._node, self._side = address, node, Side(me, security, random)
-        self._connections, self._clock = connections, clock
+        self._connections, self._clock, self._windows = connections, clock, windows
         self._turn = threading.Condition()
         self._idle: list[_Idle] = []
         self._busy: dict[int, Session | Stream | None] = {}
@@ -153,7 +159,7 @@ class Channel:
 
     def _open(self, me: int, deadline: Deadline) -> Session:
         """A new connection, after its handshake."""
-        stream = connect(self._address, deadline)
+        stream, windows = connect(self._address, deadline), self._windows
         try:
             with self._turn:
                 self._busy[me] = stream
@@ -167,7 +173,20 @@ class Channel:
             self._busy[me] = session
             if self._closed:
                 session.cut()
+        if windows is not None and (reason := self._offer_window(session, windows, deadline)):
+            with self._turn:
+                first, self._windows = self._windows is not None, None
+            if first:
+                reporting.warning(f"bulk bytes to {self._node} go through sockets, not NIXL: {reason}")
         return session
+
+    def _offer_window(self, session: Session, windows: MakeMemory, deadline: Deadline) -> str:
+        """See `offer_window`."""
+        try:
+            return offer_window(session, windows, deadline)
+        except BaseException:
+            session.close()
+            raise
 
 
 def _closed() -> Cancelled:

@@ -8,7 +8,7 @@ from msgspec import Meta, Struct
 
 from .. import errors
 from ..errors import LastgoodError, PeerDown, Refused
-from ..limits import WIRE_BULK_LIMIT_BYTES, WIRE_RECORD_LIMIT_BYTES
+from ..limits import WIRE_BULK_LIMIT_BYTES, WIRE_PIECE_BYTES, WIRE_RECORD_LIMIT_BYTES
 
 SECRET_BYTES = 32
 """of a nonce, a proof, a token and a digest of blake3"""
@@ -20,6 +20,9 @@ Secret = Annotated[bytes, Meta(min_length=SECRET_BYTES, max_length=SECRET_BYTES)
 Record = Annotated[bytes, Meta(max_length=WIRE_RECORD_LIMIT_BYTES)]
 Length = Annotated[int, Meta(ge=0, le=WIRE_BULK_LIMIT_BYTES)]
 Digest = Annotated[bytes, Meta(max_length=SECRET_BYTES)]
+Piece = Annotated[int, Meta(ge=1, le=WIRE_PIECE_BYTES)]
+AGENT_LIMIT_BYTES = 64 << 10
+"""of what the transport needs to reach a window: a few hundred bytes for each network device"""
 
 
 class _Message(Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -84,6 +87,30 @@ class Reply(_Message, frozen=True):
     digest: Digest = b""
 
 
+class Offer(_Message, frozen=True):
+    """Memory of one side, its window, that the other one may write. The server answers with its own."""
+
+    agent: Annotated[bytes, Meta(min_length=1, max_length=AGENT_LIMIT_BYTES)]
+    """how the transport reaches it"""
+    address: Annotated[int, Meta(ge=0, lt=2**62)]
+
+
+class Decline(_Message, frozen=True):
+    """The server's answer to Offer where bulk bytes stay on the sockets."""
+
+    reason: Text
+
+
+class Placed(_Message, frozen=True):
+    """The sender has written the next piece of bulk bytes into the window of the receiver."""
+
+    length: Piece
+
+
+class Taken(_Message, frozen=True):
+    """The receiver has copied the oldest piece out of its window."""
+
+
 class Failure(_Message, frozen=True):
     """The error that a request ended with."""
 
@@ -93,7 +120,8 @@ class Failure(_Message, frozen=True):
     todo: Text
 
 
-Message = Hello | Welcome | Proof | Refusal | Join | Ready | Request | Reply | Failure
+Handshake = Hello | Welcome | Proof | Refusal | Join | Ready
+Message = Handshake | Request | Reply | Failure | Offer | Decline | Placed | Taken
 
 
 def check_sizes(record: bytes, length: int, room: int = WIRE_BULK_LIMIT_BYTES) -> None:

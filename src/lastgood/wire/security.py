@@ -46,6 +46,10 @@ class Security(Protocol):
         """What both sides have to know."""
 
     @property
+    def encrypt(self) -> bool:
+        """Whether bulk bytes are encrypted."""
+
+    @property
     def bulk_apart(self) -> bool:
         """Whether bulk bytes have a second connection, in the clear."""
 
@@ -62,7 +66,7 @@ class Security(Protocol):
 class _InTheClear:
     """What the modes without TLS have in common."""
 
-    bulk_apart = False
+    bulk_apart = encrypt = False
 
     def wrap(self, stream: Stream, deadline: Deadline, *, server: bool) -> Stream:
         return stream

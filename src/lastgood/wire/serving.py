@@ -21,11 +21,12 @@ from dataclasses import dataclass
 from ..errors import FrameInvalid, LastgoodError
 from ..limits import WIRE_IDLE_SECONDS
 from .handshake import JOIN_FIRST_BYTE, Random, Side, expect, receive_client, receive_token
-from .messages import Ready, Reply, Request, check_sizes, failure_of
+from .messages import Offer, Ready, Reply, Request, check_sizes, failure_of
 from .port import Peer, Service
 from .security import Security
 from .session import Session
 from .sockets import Deadline, Stream, listen, prepare
+from .window import MakeMemory, answer_offer, require_clear
 
 ACCEPT_PAUSE_MILLISECONDS = 50
 """after a connection that could not be accepted"""
@@ -50,8 +51,9 @@ class Server:
 
     `address`: host and port; port 0 chooses a free one. There is no default, so nothing listens at all interfaces
     unless it is asked to. `me`: this node. `security`: the mode, the same at all nodes. `bounds`: see `Bounds`.
-    `clock`: a monotonic clock, in seconds. `random`: returns so many random bytes. Entering raises Refused for an
-    address that the mode does not allow, and PeerDown for one that cannot be listened at.
+    `clock`: a monotonic clock, in seconds. `random`: returns so many random bytes. `windows`: as for `Channel`; a peer
+    that offers none is served through its sockets. Raises Refused for windows with encryption. Entering raises Refused
+    for an address that the mode does not allow, and PeerDown for one that cannot be listened at.
     """
 
     def __init__(
@@ -63,9 +65,11 @@ class Server:
         bounds: Bounds | None = None,
         clock: Callable[[], float] = time.monotonic,
         random: Random = os.urandom,
+        windows: MakeMemory | None = None,
     ) -> None:
+        require_clear(windows, security)
         self._address = address
-        self._conversations = Conversations(Side(me, security, random), service, bounds or Bounds(), clock)
+        self._conversations = Conversations(Side(me, security, random), service, bounds or Bounds(), clock, windows)
         self._listener: socket.socket | None = None
         self._accepting = threading.Thread(target=self._accept, name="wire-accept")
         self._wake, self._woken = socket.socketpair()
@@ -117,8 +121,15 @@ class Server:
 class Conversations:
     """The connections of a server: one thread for each, counted while they are strangers and in all."""
 
-    def __init__(self, side: Side, service: Service, bounds: Bounds, clock: Callable[[], float]) -> None:
-        self.side, self._service, self._bounds, self._clock = side, service, bounds, clock
+    def __init__(
+        self,
+        side: Side,
+        service: Service,
+        bounds: Bounds,
+        clock: Callable[[], float],
+        windows: MakeMemory | None = None,
+    ) -> None:
+        self.side, self._service, self._bounds, self._clock, self._windows = side, service, bounds, clock, windows
         self._lock = threading.Lock()
         self._open: dict[threading.Thread, tuple[Stream, ...]] = {}
         self._strangers: dict[threading.Thread, str] = {}
@@ -183,12 +194,13 @@ class Conversations:
             peer, session, token = receive_client(stream, self.side, deadline)
             with self._lock:
                 self._strangers.pop(threading.current_thread(), None)
-            if self.side.security.bulk_apart:
-                with self._bulk_stream(session, token, deadline) as bulk:
-                    session.attach(bulk)
+            with contextlib.closing(session):
+                if self.side.security.bulk_apart:
+                    with self._bulk_stream(session, token, deadline) as bulk:
+                        session.attach(bulk)
+                        self._serve_peer(peer, session, deadline)
+                else:
                     self._serve_peer(peer, session, deadline)
-            else:
-                self._serve_peer(peer, session, deadline)
         finally:
             if not joined:
                 stream.close()
@@ -239,12 +251,17 @@ class Conversations:
 
     def _serve_peer(self, peer: Peer, session: Session, deadline: Deadline) -> None:
         session.send(Ready(), (), deadline)
+        offered = False
         while True:
             idle = Deadline(self._clock, self._bounds.idle_seconds, f"the next request of {session.name}")
             first = session.receive_first(idle)
             deadline = self._transfer(f"receiving a request of {session.name}")
-            request = expect(Request, session.receive(deadline, first), session.name)
-            self._serve_request(peer, session, request, deadline)
+            message = session.receive(deadline, first)
+            if isinstance(message, Offer) and not offered:  # guard: window-offered-once
+                offered = True
+                answer_offer(session, self._windows, message, deadline)
+            else:
+                self._serve_request(peer, session, expect(Request, message, session.name), deadline)
 
     def _serve_request(self, peer: Peer, session: Session, request: Request, deadline: Deadline) -> None:
         """Receive the bulk bytes of a request, let the service handle it, and send the answer."""

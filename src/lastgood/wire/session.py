@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Sequence
+from typing import Protocol
 
 from ..errors import FrameInvalid
 from .frames import HEADER, SAFE, FrameReader, FrameWriter
@@ -22,6 +23,16 @@ def receive_message(stream: Stream, reader: FrameReader, deadline: Deadline, fir
     return reader.decode(header, stream.receive(reader.rest_bytes(header), deadline))
 
 
+class Bulk(Protocol):
+    """What carries the bulk bytes of a connection: a stream, or a window."""
+
+    def send(self, buffers: Sequence[bytes | memoryview], deadline: Deadline) -> None: ...
+    def receive_into(self, mv: memoryview, deadline: Deadline) -> None: ...
+    def is_quiet(self) -> bool: ...
+    def cut(self) -> None: ...
+    def close(self) -> None: ...
+
+
 class Session:
     """One connection after its handshake. It belongs to one thread; only `cut` may come from others.
 
@@ -30,7 +41,9 @@ class Session:
     """
 
     def __init__(self, control: Stream, keys: ConnectionKeys, algorithm: str, *, server: bool) -> None:
-        self._control, self._bulk, self._algorithm = control, control, algorithm
+        self._control, self._algorithm = control, algorithm
+        self._carriers: list[Bulk] = [control]
+        """the last one carries bulk bytes"""
         to_server, to_client = keys.frames_to_server, keys.frames_to_client
         self._writer = FrameWriter(to_client if server else to_server)
         self._reader = FrameReader(to_server if server else to_client)
@@ -42,9 +55,13 @@ class Session:
         """The other end, for errors."""
         return self._control.name
 
-    def attach(self, bulk: Stream) -> None:
-        """Send and receive bulk bytes on this stream from now on."""
-        self._bulk = bulk
+    @property
+    def _bulk(self) -> Bulk:
+        return self._carriers[-1]
+
+    def attach(self, bulk: Bulk) -> None:
+        """Send and receive bulk bytes on this carrier from now on. It is closed with the connection."""
+        self._carriers.append(bulk)
 
     def join(self, frame: bytes, deadline: Deadline) -> None:
         """Send the first frame of the stream for bulk bytes. Raises PeerDown or TimedOut."""
@@ -61,7 +78,8 @@ class Session:
             self._control.send([frame, *bulk], deadline)
         else:
             self._control.send([frame], deadline)
-            self._bulk.send(bulk, deadline)
+            if bulk:
+                self._bulk.send(bulk, deadline)
 
     def receive_first(self, deadline: Deadline) -> bytes:
         """The first byte of the next message. Raises PeerDown or TimedOut."""
@@ -70,6 +88,10 @@ class Session:
     def receive(self, deadline: Deadline, first: bytes = b"") -> Message:
         """The next message. `first`: what was read of it already. Raises FrameInvalid, PeerDown or TimedOut."""
         return receive_message(self._control, self._reader, deadline, first)
+
+    def waits(self, milliseconds: int) -> bool:
+        """Whether there is a message, or the end of the connection, within this time."""
+        return self._control.waits(milliseconds)
 
     def receive_bulk(self, mv: memoryview, expected: bytes, deadline: Deadline) -> None:
         """Fill `mv` with bulk bytes that have this digest. Raises FrameInvalid, PeerDown or TimedOut."""
@@ -80,7 +102,7 @@ class Session:
             found.update(part)
         if not hmac.compare_digest(found.digest(), expected):  # guard: wire-bulk-digest-checked
             raise FrameInvalid(
-                f"{len(mv)} bulk bytes from {self._bulk.name} do not have the digest that was sent",
+                f"{len(mv)} bulk bytes from {self.name} do not have the digest that was sent",
                 safe=SAFE,
                 todo="Repeat the request. If this happens again, check the network and the memory of both nodes.",
                 reason="digest",
@@ -96,14 +118,14 @@ class Session:
 
     def is_quiet(self) -> bool:
         """Whether the connection is open, and holds nothing to read."""
-        return self._control.is_quiet() and self._bulk.is_quiet()
+        return all(one.is_quiet() for one in self._carriers)
 
     def cut(self) -> None:
         """End every wait on the connection with PeerDown."""
-        self._control.cut()
-        self._bulk.cut()
+        for one in self._carriers:
+            one.cut()
 
     def close(self) -> None:
         """Close the connection. May be called again."""
-        self._control.close()
-        self._bulk.close()
+        for one in self._carriers:
+            one.close()

@@ -97,9 +97,15 @@ class Stream:
 
     def is_quiet(self) -> bool:
         """Whether the stream is open and holds nothing to read, as it has to be between two requests."""
+        return not self.waits(0)
+
+    def waits(self, milliseconds: int) -> bool:
+        """Whether there is something to read, or the end of the stream, within this time."""
+        if isinstance(self._socket, ssl.SSLSocket) and self._socket.pending():
+            return True
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
-        return not poll.poll(0)
+        return bool(poll.poll(milliseconds))
 
     def cut(self) -> None:
         """End every wait on the stream, in whichever thread, with PeerDown."""
