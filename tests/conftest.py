@@ -13,8 +13,10 @@ import pytest
 
 from agents import ended
 from commands import call, call_json  # noqa: F401 - fixtures of every test
+from lastgood.errors import NotInstalled
 from lastgood.run import memory_place
 from lastgood.testing import FaultyFiles
+from lastgood.wire.nixl import Nixl
 from lastgood_lab.object_faults import FaultyProxy
 from lastgood_lab.object_server import ObjectServer, make_bucket, weed
 
@@ -51,6 +53,17 @@ def faulty_files() -> Iterator[FaultyFiles]:
     """The file system of every run that is opened in the test; faults are injected while the test runs."""
     with FaultyFiles().installed() as files:
         yield files
+
+
+@pytest.fixture
+def nixl(monkeypatch: pytest.MonkeyPatch) -> Nixl:
+    """NIXL over TCP on loopback; skips the test where the package is not installed."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
+    try:
+        return Nixl()
+    except NotInstalled as error:
+        pytest.skip(f"needs the package nixl: {error.todo}")
 
 
 @pytest.fixture

@@ -11,20 +11,24 @@ import pytest
 
 import lastgood
 from lastgood import errors
+from lastgood.agent import nodes
 from lastgood.agent.peer_files import PeerFiles
 from lastgood.format import commit, layout
 from lastgood.io.memory_files import MemoryFiles
 from lastgood.policy.placement import Node, copies, missing_copies
 from lastgood.records import Extent, Generation, GenerationId
+from lastgood.run.agent_link import Send, Serve
 from lastgood.run.known import Holds
 from lastgood.run.node_disks import NodeDisks, Nodes
-from lastgood.run.peer_opening import label, own_address
-from lastgood.run.peers import FileCall, PeerNode, Peers
+from lastgood.run.peer_opening import label, own_address, own_wire
+from lastgood.run.peers import FileCall, PeerNode, PeerOrder, Peers
 from lastgood.storage.directory import Disk
 from lastgood.wire.channel import Channel
+from lastgood.wire.nixl import Nixl
 from lastgood.wire.port import Peer
 from lastgood.wire.security import SharedKey
 from lastgood.wire.serving import Server
+from lastgood.wire.window import Window
 from training import Training
 
 JOB, KEY = "0" * 16, "ab" * 32
@@ -78,6 +82,34 @@ def test_a_copy_on_another_node_has_the_same_bytes(tmp_path: Path, generation: G
         assert bytes(buffer) == files_of(tmp_path / "a")["r00000.safetensors"][50:150]
         with pytest.raises(errors.MissingBlob):
             peers.read(node, Extent(blob=name.replace("r00000", "r00009"), offset=0, length=1), memoryview(buffer))
+
+
+@pytest.mark.slow
+def test_copies_are_sent_over_nixl_where_that_is_chosen(tmp_path: Path, generation: Generation, nixl: Nixl) -> None:
+    commit_on(tmp_path / "b", generation)
+    serve = Serve(job=JOB, key=KEY, node="", host="127.0.0.1", port=0, wire="nixl")
+    with (
+        nodes.Nodes(lambda: disk(tmp_path / "a"), lambda: None) as near,
+        nodes.Nodes(lambda: disk(tmp_path / "b"), lambda: None) as far,
+    ):
+        for one, name in ((near, "a"), (far, "b")):
+            assert one.serve(msgspec.structs.replace(serve, node=name)) == ""
+        to = PeerNode(leader=1, name="b", domain="", host="127.0.0.1", port=far.port)
+        assert near.send(Send(at=generation.id, orders=[PeerOrder(rank=0, to=to)])).result() == ""
+        (channel,) = near._peers._channels.values()
+        assert all(isinstance(session._bulk, Window) for session, _ in channel._idle) and channel._idle
+    assert files_of(tmp_path / "b") == files_of(tmp_path / "a")
+
+
+def test_a_wire_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    with nodes.Nodes(lambda: disk(tmp_path / "a"), lambda: None) as node:
+        serve = Serve(job=JOB, key=KEY, node="a", host="127.0.0.1", port=0, wire="pigeons")
+        assert "the wire 'pigeons' is not one of sockets, nixl" in node.serve(serve) and node.port == 0
+    assert [own_wire({}), own_wire({"LASTGOOD_WIRE": ""}), own_wire({"LASTGOOD_WIRE": "nixl"})] == [
+        "sockets",
+        "sockets",
+        "nixl",
+    ]
 
 
 def test_a_copy_that_was_interrupted_is_begun_anew(tmp_path: Path, generation: Generation) -> None:
@@ -184,10 +216,10 @@ def test_a_node_without_the_key_of_the_job_is_refused(tmp_path: Path) -> None:
 def test_half_of_a_copy_does_not_count(tmp_path: Path, generation: Generation) -> None:
     """A restore would have read from it, and the whole copy would never have been made."""
     own = disk(tmp_path / "a")
-    nodes = NodeDisks(own, Nodes((0,)), None)
-    assert nodes.held(generation) == {0: {0}}
+    place = NodeDisks(own, Nodes((0,)), None)
+    assert place.held(generation) == {0: {0}}
     own.delete(f"{layout.folder(generation.id)}/r00000.manifest.json")
-    assert nodes.held(generation) == {0: set()}
+    assert place.held(generation) == {0: set()}
 
 
 def test_each_part_goes_to_as_many_nodes_as_lack_it() -> None:

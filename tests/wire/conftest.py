@@ -6,20 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lastgood.errors import NotInstalled
-from lastgood.wire.nixl import Nixl
 from wired import Authority, LocalMemory, authority
-
-
-@pytest.fixture
-def nixl(monkeypatch: pytest.MonkeyPatch) -> Nixl:
-    """NIXL over TCP on loopback; skips the test where the package is not installed."""
-    monkeypatch.setenv("UCX_TLS", "tcp")
-    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
-    try:
-        return Nixl()
-    except NotInstalled as error:
-        pytest.skip(f"needs the package nixl: {error.todo}")
 
 
 @pytest.fixture(params=["sockets", "windows", pytest.param("nixl", marks=pytest.mark.slow)])

@@ -14,6 +14,7 @@ from ..format import commit
 from ..run.agent_link import Send, Serve
 from ..run.peers import PeerNode, Peers, PeerTable
 from ..storage.directory import Disk
+from ..wire import nixl
 from ..wire.port import Peer
 from ..wire.security import SharedKey
 from ..wire.serving import Server
@@ -51,10 +52,11 @@ class Nodes:
         self._serving.callback(files.close)
         me, security = Peer(serve.job, serve.node), SharedKey(bytes.fromhex(serve.key))
         try:
-            server = self._serving.enter_context(Server((serve.host, serve.port), me, security, files))
+            windows = nixl.chosen(serve.wire)
+            server = self._serving.enter_context(Server((serve.host, serve.port), me, security, files, windows=windows))
         except LastgoodError as error:
             return str(error)
-        self._served, self._peers = serve, Peers(serve.job, serve.key, serve.node)
+        self._served, self._peers = serve, Peers(serve.job, serve.key, serve.node, windows)
         self._serving.callback(self._peers.close)
         self.port = server.address[1]
         return ""

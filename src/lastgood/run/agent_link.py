@@ -76,7 +76,7 @@ class AgentSpec(Record, frozen=True, kw_only=True):
 class Serve(Record, frozen=True, kw_only=True):
     """How an agent is to serve the other nodes of a job. `job`, `key`: as in `PeerTable`. `node`: name of this node.
 
-    `host`: the address at which it listens. `port`: as before, or 0: a free one.
+    `host`: the address at which it listens. `port`: as before, or 0: a free one. `wire`: what carries the bytes.
     """
 
     job: str
@@ -84,6 +84,7 @@ class Serve(Record, frozen=True, kw_only=True):
     node: str
     host: str
     port: int
+    wire: str = "sockets"
 
 
 class Send(Record, frozen=True, kw_only=True):

@@ -22,6 +22,7 @@ from ..policy.parts import divided
 from ..ports import Tier
 from ..records import Finding, Generation, RunHeader, Seal, judged
 from ..storage.directory import Disk
+from ..wire import nixl
 from . import access, copying, paths, peer_opening
 from .agent_link import AgentLink, AgentSpec, CopyTo, NodeLinks
 from .known import KnownRun
@@ -66,9 +67,10 @@ def opened(path: str | os.PathLike[str], options: RunOptions, ranks: AnyRanks) -
                 reporting.warning(f"copies={options.copies}, and this job has one node: no copies are made.")
             if options.copies > 1 and isinstance(ranks, RankGroup):
                 leader, copies, spread = nodes.leaders[ranks.rank], options.copies, options.spread
+                windows = nixl.chosen(peer_opening.own_wire()) if leads else None
                 links.table = peer_opening.agreed(agent, leader, copies, spread, topic)
                 if links.table is not None and leads:
-                    links.peers = Peers(links.table.job, links.table.key, machine())
+                    links.peers = Peers(links.table.job, links.table.key, machine(), windows)
                     storage.callback(links.peers.close)
         if not isinstance(ranks, RankGroup) or not nodes.others:
             yield NodeDisks(disk, nodes, None, links) if ranks.is_coordinator else NodeView(disk, nodes, leads, links)

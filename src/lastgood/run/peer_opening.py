@@ -4,8 +4,8 @@
     each leader   its agent listens with that key; its name, failure domain and address -> the coordinator -> all ranks
 
 Every process that can read the store of the job can read the key. An address is that of the interface that leads to
-MASTER_ADDR; LASTGOOD_ADDRESS names another one. If an agent of any node does not listen, no copies are made, and that
-is reported.
+MASTER_ADDR; LASTGOOD_ADDRESS names another one. LASTGOOD_WIRE=nixl chooses NIXL for the bytes. If an agent of any node
+does not listen, no copies are made, and that is reported.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..io.machine import machine
 from .agent_link import AgentLink, Serve
 from .peers import PeerNode, PeerTable
 
-ADDRESS = "LASTGOOD_ADDRESS"
+ADDRESS, WIRE = "LASTGOOD_ADDRESS", "LASTGOOD_WIRE"
 LOOPBACK = "127.0.0.1"
 
 
@@ -46,7 +46,7 @@ def agreed(agent: AgentLink | None, leader: int, copies: int, spread: str | None
                 safe="Nothing was touched.",
                 todo=f"Set {variable(spread)} on every node to its {spread}, or leave spread= out.",
             )
-        port = agent.serve(Serve(job=job, key=key, node=node, host=host, port=0))
+        port = agent.serve(Serve(job=job, key=key, node=node, host=host, port=0, wire=own_wire()))
         if port:
             mine = PeerNode(leader=leader, name=node, domain=label(spread), host=host, port=port)
         else:
@@ -68,6 +68,11 @@ def _decided(posts: Sequence[object]) -> tuple[list[object], str]:
     if not problems and len(nodes) < 2:
         problems = ["there is one node only"]
     return nodes, "; ".join(problems)
+
+
+def own_wire(environ: Mapping[str, str] = os.environ) -> str:
+    """What carries bytes between this node and others: "sockets", or what LASTGOOD_WIRE names."""
+    return environ.get(WIRE) or "sockets"
 
 
 def own_address(environ: Mapping[str, str] = os.environ) -> str:

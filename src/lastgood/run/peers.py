@@ -32,6 +32,7 @@ from ..records import Extent, Generation, Record, Seal
 from ..wire.channel import Channel
 from ..wire.port import Peer
 from ..wire.security import SharedKey
+from ..wire.window import MakeMemory
 
 CALL_SECONDS = 60.0
 """How long one call to another node may take."""
@@ -80,12 +81,13 @@ class PeerOrder(Record, frozen=True, kw_only=True):
 class Peers:
     """Connections of this node to others, made when they are needed.
 
-    `job`, `key`: as in `PeerTable`. `name`: of this node.
+    `job`, `key`: as in `PeerTable`. `name`: of this node. `windows`: as for `Channel`. Default: sockets only.
 
     Every method may be called from any thread; `close` ends calls in progress with Cancelled.
     """
 
-    def __init__(self, job: str, key: str, name: str) -> None:
+    def __init__(self, job: str, key: str, name: str, windows: MakeMemory | None = None) -> None:
+        self._windows = windows
         self._me, self._security = Peer(job, name), SharedKey(bytes.fromhex(key))
         self._lock = threading.Lock()
         self._channels: dict[tuple[str, int, str], Channel] = {}
@@ -155,5 +157,7 @@ class Peers:
             if self._closed:
                 raise Cancelled("this node does not send or read any more")
             if at not in self._channels:
-                self._channels[at] = Channel((node.host, node.port), node.name, self._me, self._security)
+                self._channels[at] = Channel(
+                    (node.host, node.port), node.name, self._me, self._security, windows=self._windows
+                )
             return self._channels[at]

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import NamedTuple, NoReturn, TypeVar
 
 from ..errors import FrameInvalid, PeerRefused
-from .frames import HANDSHAKE_BODY_BYTES, PUBLIC_KEY, SAFE, FrameReader, FrameWriter
+from .frames import HANDSHAKE_BODY_BYTES, PUBLIC_KEY, REPEAT, SAFE, FrameReader, FrameWriter
 from .keys import ConnectionKeys
 from .messages import SECRET_BYTES, Hello, Join, Message, Proof, Ready, Refusal, Welcome
 from .port import Peer
@@ -71,7 +71,10 @@ def expect(kind: type[M], message: Message, name: str) -> M:
     """The message, if it is of this kind. Raises FrameInvalid."""
     if not isinstance(message, kind):
         raise FrameInvalid(
-            f"{name} sent {type(message).__name__} where {kind.__name__} was expected", safe=SAFE, reason="order"
+            f"{name} sent {type(message).__name__} where {kind.__name__} was expected",
+            safe=SAFE,
+            todo=REPEAT,
+            reason="order",
         )
     return message
 

@@ -27,6 +27,7 @@ from .window import WINDOW_BYTES
 
 TRANSPORTS = "UCX_TLS"
 """the environment variable in which UCX looks for the transports that it may use"""
+WIRES = ("sockets", "nixl")
 LOG_LEVEL = "NIXL_LOG_LEVEL"
 BACKEND, MEMORY, NOTHING_USED = "UCX", "DRAM", "Nothing that was received in part is used."
 
@@ -66,6 +67,13 @@ class Nixl:
     def __call__(self) -> NixlMemory:
         """A new window. Raises PeerDown."""
         return NixlMemory(self._nixl)
+
+
+def chosen(wire: str) -> Nixl | None:
+    """The windows of a wire that a user has named: "nixl"; "sockets" has none. Raises as `Nixl`, and Refused."""
+    if wire not in WIRES:
+        raise Refused(f"the wire {wire!r} is not one of {', '.join(WIRES)}", safe="Nothing was touched.")
+    return Nixl() if wire == "nixl" else None
 
 
 class NixlMemory:

@@ -22,7 +22,7 @@ from typing import Protocol
 from ..errors import PeerDown, Refused
 from ..limits import WIRE_PIECE_BYTES, WIRE_PIECES
 from .handshake import expect
-from .messages import TEXT_LIMIT, Decline, Offer, Placed, Taken
+from .messages import TEXT_LIMIT, Decline, Failure, Offer, Placed, Taken, error_of
 from .security import NO_CONNECTION, Security
 from .session import Session
 from .sockets import Deadline
@@ -149,7 +149,10 @@ class Window:
                 self._await_taken(deadline)  # or the end of the connection
 
     def _await_taken(self, deadline: Deadline) -> None:
-        expect(Taken, self._session.receive(deadline), self._session.name)
+        message = self._session.receive(deadline)
+        if isinstance(message, Failure):  # what the receiver found in between
+            raise error_of(message)
+        expect(Taken, message, self._session.name)
         self._untaken -= 1
 
     def receive_into(self, mv: memoryview, deadline: Deadline) -> None:
