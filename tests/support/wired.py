@@ -15,6 +15,7 @@ from typing import ClassVar
 
 import pytest
 
+from lastgood.errors import PeerDown
 from lastgood.wire.channel import Channel
 from lastgood.wire.frames import PUBLIC_KEY, FrameWriter
 from lastgood.wire.messages import Offer
@@ -150,10 +151,12 @@ class LocalMemory:
 
     def __init__(self) -> None:
         self.view = memoryview(bytearray(WINDOW_BYTES))
-        self.offer = Offer(b"local", id(self))
-        self.all[id(self)] = self
+        self.key = id(self)
+        self.offer, self.all[self.key] = Offer(b"local", self.key), self
 
     def connect(self, offer: Offer) -> None:
+        if offer.address not in self.all:
+            raise PeerDown("there is no such window", todo="Use another one.")
         self.peer = self.all[offer.address]
 
     def write(self, start: int, length: int) -> None:
@@ -165,7 +168,7 @@ class LocalMemory:
     def progress(self) -> None: ...
 
     def close(self) -> None:
-        self.all.pop(id(self), None)
+        self.all.pop(self.key, None)
 
 
 WINDOWS: Callable[[], object] | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -10,12 +10,14 @@ from wired import Authority, LocalMemory, authority
 
 
 @pytest.fixture(params=["sockets", "windows", pytest.param("nixl", marks=pytest.mark.slow)])
-def either_wire(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def either_wire(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Both nodes of the test use sockets, or windows in the memory of this process, or windows over NIXL."""
     if request.param == "windows":
         monkeypatch.setattr("wired.WINDOWS", LocalMemory)
     if request.param == "nixl":
         monkeypatch.setattr("wired.WINDOWS", request.getfixturevalue("nixl"))
+    yield
+    assert not LocalMemory.all, "every window ends with its connection"
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 import subprocess
 import sys
@@ -17,8 +18,9 @@ from lastgood.errors import FrameInvalid, NotInstalled, PeerDown, Refused, Timed
 from lastgood.limits import WIRE_PIECE_BYTES
 from lastgood.wire.channel import Channel
 from lastgood.wire.messages import Offer, Placed
-from lastgood.wire.nixl import Nixl, permits_tcp
+from lastgood.wire.nixl import Nixl, chosen_transports, permits_tcp
 from lastgood.wire.security import Plain, SharedKey
+from lastgood.wire.serving import Bounds
 from lastgood.wire.sockets import Deadline
 from lastgood.wire.window import pieces
 from wired import CLIENT, KEY, SECONDS, SERVER, LocalMemory, Recorder, channel, pattern, security, serving
@@ -28,9 +30,10 @@ ENCRYPTED = "certificates, encrypted, xxh3_128"
 
 
 @pytest.fixture(params=["windows", pytest.param("nixl", marks=pytest.mark.slow)])
-def windows(request: pytest.FixtureRequest) -> Callable[[], object]:
+def windows(request: pytest.FixtureRequest) -> Iterator[Callable[[], object]]:
     """Windows in the memory of this process, or over NIXL."""
-    return LocalMemory if request.param == "windows" else request.getfixturevalue("nixl")
+    yield LocalMemory if request.param == "windows" else request.getfixturevalue("nixl")
+    assert not LocalMemory.all, "every window ends with its connection"
 
 
 def deadline() -> Deadline:
@@ -176,7 +179,7 @@ def test_a_peer_offers_a_window_once():
     ):
         wire.call(b"ping", timeout_seconds=SECONDS)
         session = wire._idle[0].session
-        session.send(LocalMemory().offer, (), deadline())
+        session.send(Offer(b"local", 0), (), deadline())
         assert session._control.raw.recv(1) == b"", "the server closes the connection"
 
 
@@ -234,8 +237,9 @@ with serving(Plain(), Recorder(), windows=Nixl()) as server:
 @pytest.fixture
 def other(nixl: Nixl) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A server with NIXL in a process of its own, and its port."""
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(
-        [sys.executable, "-c", PEER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", PEER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ
     ) as process:
         try:
             yield process, int(process.stdout.readline())
@@ -263,6 +267,51 @@ def test_a_peer_that_dies_or_stops_ends_a_call_in_time(nixl, other, sent, error,
         assert echoed(wire)
 
 
+class Stuck(LocalMemory):
+    """A window that writes nothing."""
+
+    def written(self) -> bool:
+        return False
+
+
+def test_a_write_that_does_not_end_ends_the_call_in_time():
+    bounds = Bounds(transfer_seconds=SECONDS)
+    with (
+        serving(Plain(), Recorder(), bounds, windows=LocalMemory) as server,
+        channel(server.address, Plain(), windows=Stuck) as wire,
+        pytest.raises(TimedOut),
+    ):
+        wire.call(b"store", outgoing=[memoryview(b"abc")], timeout_seconds=0.2)
+    assert not LocalMemory.all
+
+
+def test_a_receiver_waits_for_a_piece_until_its_deadline():
+    service = Recorder()
+    with (
+        serving(Plain(), service, Bounds(transfer_seconds=0.2), windows=LocalMemory) as server,
+        channel(server.address, Plain(), windows=Stuck) as wire,
+        pytest.raises(PeerDown),
+    ):
+        wire.call(b"store", outgoing=[memoryview(b"abc")], timeout_seconds=SECONDS)
+    assert service.abandoned == [b"store"] and not LocalMemory.all
+
+
+def test_a_server_that_cannot_be_reached_leaves_no_window():
+    def unreachable() -> LocalMemory:
+        memory = LocalMemory()
+        memory.offer = Offer(b"local", 0)
+        memory.connect = lambda offer: None
+        return memory
+
+    with (
+        serving(Plain(), Recorder(), windows=unreachable) as server,
+        channel(server.address, Plain(), windows=LocalMemory) as wire,
+        pytest.raises(PeerDown),
+    ):
+        wire.call(b"ping", timeout_seconds=SECONDS)
+    assert len(LocalMemory.all) == 0
+
+
 # ---- settings --------------------------------------------------------------------------------------------------------
 
 
@@ -272,10 +321,11 @@ def test_a_missing_package_is_named_with_its_remedy(monkeypatch):
         Nixl({"UCX_TLS": "tcp"})
 
 
-@pytest.mark.slow
-def test_the_transports_of_ucx_have_to_be_chosen(nixl):
-    with pytest.raises(Refused, match="the wire is NIXL, and UCX_TLS is not set"):
-        Nixl({})
+def test_the_transports_of_ucx_have_to_be_chosen():
+    """Without a choice UCX opens ports at which everybody can write the memory of the process."""
+    for environ in ({}, {"UCX_TLS": ""}):
+        with pytest.raises(Refused, match="the wire is NIXL, and UCX_TLS is not set"):
+            chosen_transports(environ)
 
 
 def test_tcp_of_ucx_is_recognized():

@@ -1,5 +1,7 @@
 """`lastgood lab wire`: processor seconds of sender and receiver for each GB of bulk bytes, in every mode of the wire.
 
+`nixl` is the shared key with bulk bytes over NIXL, where that is installed: UCX over TCP, unless UCX_TLS is set.
+
 Sender and receiver are processes of their own, and each counts its processor time. The baseline sends the same chunks
 over plain sockets and digests them on both sides with the same digest, without keys. The contenders alternate in
 every round.
@@ -8,7 +10,9 @@ every round.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import multiprocessing
+import os
 import shutil
 import socket
 import statistics
@@ -26,6 +30,7 @@ from lastgood.errors import NotInstalled
 from lastgood.limits import CHUNK_BYTES
 from lastgood.wire.channel import Channel
 from lastgood.wire.keys import hasher
+from lastgood.wire.nixl import TRANSPORTS, Nixl
 from lastgood.wire.port import Answer, Peer
 from lastgood.wire.security import MutualTls, Plain, Security, SharedKey
 from lastgood.wire.serving import Server
@@ -36,13 +41,15 @@ from .trials import Row
 
 HOST, RUN, SERVER, CLIENT = "127.0.0.1", "bench", "receiver", "sender"
 KEY = bytes(range(32))
-SOCKETS = "sockets"
-DIGESTS = ("xxh3_128", "blake3")
-CONTENDERS = (
-    *((SOCKETS, digest) for digest in DIGESTS),
-    *((mode, digest) for mode in ("plain", "shared key", "certificates", "encrypted") for digest in DIGESTS),
-)
+SOCKETS, NIXL = "sockets", "nixl"
+DIGESTS, MODES = ("xxh3_128", "blake3"), ("plain", "shared key", "certificates", "encrypted")
 WAIT_SECONDS = 120.0
+
+
+def contenders() -> list[tuple[str, str]]:
+    """Modes and digests."""
+    modes = [SOCKETS, *MODES, *([NIXL] if importlib.util.find_spec("nixl") is not None else [])]
+    return [(mode, digest) for mode in modes for digest in DIGESTS]
 
 
 @dataclass(frozen=True)
@@ -55,13 +62,15 @@ class Options:
 
 def run(options: Options, progress: Progress) -> list[Row]:
     rows: list[Row] = []
+    all_contenders = contenders()
+    os.environ.setdefault(TRANSPORTS, "tcp")
     context = multiprocessing.get_context("spawn")
     chunks = max(1, (options.mib << 20) // CHUNK_BYTES)
     with tempfile.TemporaryDirectory(prefix="lastgood-wire-") as folder:
         certificates(Path(folder))
         for number in range(options.rounds):
             progress(f"round {number + 1} of {options.rounds}")
-            for mode, digest in (*CONTENDERS[number:], *CONTENDERS[:number]):
+            for mode, digest in (*all_contenders[number:], *all_contenders[:number]):
                 here, there = context.Pipe()
                 receiver = context.Process(target=_receive, args=(there, mode, digest, folder))
                 receiver.start()
@@ -93,7 +102,7 @@ def certificates(folder: Path) -> None:
 def security(mode: str, digest: str, node: str, folder: str) -> Security:
     if mode == "plain":
         return Plain(digest)
-    if mode == "shared key":
+    if mode in ("shared key", NIXL):
         return SharedKey(KEY, digest)
     certificate, key, authority = (f"{folder}/{name}" for name in (f"{node}.crt", f"{node}.key", "ca.crt"))
     return MutualTls(certificate, key, authority, digest, encrypt=mode == "encrypted")
@@ -135,7 +144,8 @@ def _sender(address: tuple[str, int], mode: str, digest: str, folder: str) -> It
 
             yield send
         return
-    wire = Channel(address, SERVER, Peer(RUN, CLIENT), security(mode, digest, CLIENT, folder))
+    secure, windows = security(mode, digest, CLIENT, folder), Nixl() if mode == NIXL else None
+    wire = Channel(address, SERVER, Peer(RUN, CLIENT), secure, windows=windows)
     with wire:
         yield lambda data: wire.call(b"put", outgoing=[data], timeout_seconds=WAIT_SECONDS) and None
 
@@ -169,8 +179,8 @@ def _receive(sender: Connection, mode: str, digest: str, folder: str) -> None:
             receiving.start()
             opened.callback(receiving.join)
         else:
-            secure = security(mode, digest, SERVER, folder)
-            server = opened.enter_context(Server((HOST, 0), Peer(RUN, SERVER), secure, _Sink()))
+            secure, windows = security(mode, digest, SERVER, folder), Nixl() if mode == NIXL else None
+            server = opened.enter_context(Server((HOST, 0), Peer(RUN, SERVER), secure, _Sink(), windows=windows))
             sender.send(server.address)
         sender.recv()
         used = time.process_time()
@@ -192,6 +202,12 @@ def _receive_chunks(sock: socket.socket, digest: str) -> None:
         sock.sendall(b"+")
 
 
+def measured(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """The contenders that were measured, those of one mode together."""
+    found = {(row["mode"], row["digest"]) for row in rows}
+    return [one for mode in (SOCKETS, *MODES, NIXL) for digest in DIGESTS if (one := (mode, digest)) in found]
+
+
 def report(rows: Sequence[Row], options: Options) -> Report:
     def values(mode: str, digest: str, name: str) -> list[float]:
         return [row[name] for row in rows if (row["mode"], row["digest"]) == (mode, digest)]
@@ -206,7 +222,7 @@ def report(rows: Sequence[Row], options: Options) -> Report:
             *(spread(values(mode, digest, name), ".2f") for name in ("sender", "receiver", "speed")),
             f"{both(mode, digest) / both(SOCKETS, digest):.2f}x",
         ]
-        for mode, digest in CONTENDERS
+        for mode, digest in measured(rows)
     ]
     head = ["mode", "digest", "sender CPU s/GB", "receiver CPU s/GB", "GB/s", "CPU of both / sockets"]
     return Report(
@@ -220,6 +236,7 @@ def report(rows: Sequence[Row], options: Options) -> Report:
         notes=[
             "`sockets`: the same chunks over plain sockets, with the same digest on both sides and nothing else.",
             "`certificates`: control through TLS 1.3, bulk bytes in the clear. `encrypted`: both through TLS.",
+            "`nixl`: the shared key, bulk bytes over NIXL through windows; UCX over TCP unless UCX_TLS is set.",
         ],
     )
 
@@ -232,6 +249,6 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
                 name: statistics.median(row[name] for row in rows if (row["mode"], row["digest"]) == (mode, digest))
                 for name in ("sender", "receiver", "speed")
             }
-            for mode, digest in CONTENDERS
+            for mode, digest in measured(rows)
         }
     }

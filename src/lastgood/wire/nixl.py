@@ -47,14 +47,7 @@ class Nixl:
                 raise
             except ImportError as error:  # it finds no variant for the CUDA version of torch
                 raise NotInstalled("the wire nixl", str(error), "pip install 'lastgood[nixl]'") from error
-        transports = environ.get(TRANSPORTS, "")
-        if not transports:  # guard: nixl-transports-chosen
-            raise Refused(
-                f"the wire is NIXL, and {TRANSPORTS} is not set",
-                safe="Nothing was touched.",
-                todo=f"Set {TRANSPORTS} on every node: rc,ud on InfiniBand and RoCE, ^tcp for all but TCP. tcp is for "
-                "networks with nobody else: whoever can connect could write all memory of this process.",
-            )
+        transports = chosen_transports(environ)
         if permits_tcp(transports):
             reporting.warning(
                 f"{TRANSPORTS}={transports} permits TCP: whoever can connect to the ports of UCX on this machine can "
@@ -132,6 +125,19 @@ class NixlMemory:
         self._transfer = self._agent = None  # the agent ends here, and with it all that it has registered
         self.view.release()
         self._map.close()
+
+
+def chosen_transports(environ: Mapping[str, str]) -> str:
+    """The transports that UCX may use. Raises Refused where none are named."""
+    transports = environ.get(TRANSPORTS, "")
+    if not transports:  # guard: nixl-transports-chosen
+        raise Refused(
+            f"the wire is NIXL, and {TRANSPORTS} is not set",
+            safe="Nothing was touched.",
+            todo=f"Set {TRANSPORTS} on every node: rc,ud on InfiniBand and RoCE, ^tcp for all but TCP. tcp is for "
+            "networks with nobody else: whoever can connect could write all memory of this process.",
+        )
+    return transports
 
 
 def permits_tcp(transports: str) -> bool:

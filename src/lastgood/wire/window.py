@@ -87,7 +87,7 @@ def offer_window(session: Session, make: MakeMemory, deadline: Deadline) -> str:
             return answer.reason or "?"
         memory.connect(expect(Offer, answer, session.name))
     except BaseException:
-        memory.close()
+        memory.close()  # guard: window-ends-with-failed-offer
         raise
     session.attach(Window(session, memory))
     return ""
@@ -184,7 +184,7 @@ class Window:
 
     def close(self) -> None:
         """End the connection of the windows. May be called again."""
-        self._memory.close()
+        self._memory.close()  # guard: window-ends-with-connection
 
 
 def pieces(buffers: Sequence[bytes | memoryview], limit: int) -> Iterator[list[memoryview]]:

@@ -75,6 +75,18 @@ MUTANTS: tuple[Mutant, ...] = (
         ("the end of a server leaves the threads of connections", "wire-connection-threads-joined", Remove()),
     ),
     *table(
+        "wire, windows",
+        ("wire_windows", "wire_serving"),
+        ("bytes are sent in the clear though encryption was asked for", "window-never-in-place-of-encryption", Never()),
+        ("a piece is written over one that was not taken", "window-piece-taken-before-next", Never()),
+        ("a write that never ends is waited for without a limit", "window-write-ends-in-time", Remove()),
+        ("a piece that never comes is waited for without a limit", "window-wait-ends-in-time", Remove()),
+        ("a peer may offer windows again and again", "window-offered-once", Swap(" and not offered", "")),
+        ("the end of a connection leaves its window", "window-ends-with-connection", Remove()),
+        ("a failed offer leaves a window", "window-ends-with-failed-offer", Remove()),
+        ("UCX uses TCP although nobody chose it", "nixl-transports-chosen", Never()),
+    ),
+    *table(
         "wire, who is a peer",
         ("wire_security",),
         ("a client talks to a server of another run", "wire-client-compares-run", Never()),
