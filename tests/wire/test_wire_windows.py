@@ -275,14 +275,14 @@ class Stuck(LocalMemory):
 
 
 def test_a_write_that_does_not_end_ends_the_call_in_time():
-    bounds = Bounds(transfer_seconds=SECONDS)
+    begun, bounds = time.monotonic(), Bounds(transfer_seconds=SECONDS)
     with (
         serving(Plain(), Recorder(), bounds, windows=LocalMemory) as server,
         channel(server.address, Plain(), windows=Stuck) as wire,
         pytest.raises(TimedOut),
     ):
         wire.call(b"store", outgoing=[memoryview(b"abc")], timeout_seconds=0.2)
-    assert not LocalMemory.all
+    assert time.monotonic() - begun < SECONDS / 2 and not LocalMemory.all
 
 
 def test_a_receiver_waits_for_a_piece_until_its_deadline():
@@ -326,6 +326,13 @@ def test_the_transports_of_ucx_have_to_be_chosen():
     for environ in ({}, {"UCX_TLS": ""}):
         with pytest.raises(Refused, match="the wire is NIXL, and UCX_TLS is not set"):
             chosen_transports(environ)
+
+
+@pytest.mark.slow
+def test_transports_that_cannot_be_used_are_refused_at_once(nixl, monkeypatch):
+    monkeypatch.setenv("UCX_TLS", "self")
+    with pytest.raises(Refused, match=r"no window can be made.*UCX_TLS=self has to name a transport of the network"):
+        Nixl()
 
 
 def test_tcp_of_ucx_is_recognized():

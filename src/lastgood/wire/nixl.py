@@ -36,7 +36,7 @@ class Nixl:
     """Makes the windows of connections: the argument `windows` of `Channel` and `Server`.
 
     `environ`: the environment variables. Default: those of this process. Raises NotInstalled without the package, and
-    Refused where the transports of UCX are not chosen.
+    Refused where the transports of UCX are not chosen, or cannot be used.
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
@@ -56,6 +56,14 @@ class Nixl:
         if not environ.get(LOG_LEVEL):
             logging.getLogger("nixl").setLevel(logging.WARNING)  # it reports every agent on stdout
         self._nixl: Any = nixl
+        try:
+            self().close()
+        except PeerDown as error:
+            raise Refused(
+                error.what,
+                safe="Nothing was touched.",
+                todo=f"{TRANSPORTS}={transports} has to name a transport of the network of this machine: rc,ud or tcp.",
+            ) from error
 
     def __call__(self) -> NixlMemory:
         """A new window. Raises PeerDown."""

@@ -1,7 +1,8 @@
 """What the wire between nodes offers, as contracts: `Wire` at the node that asks, `Service` at the node that answers.
 
 They name no transport. The implementation of this room is `Channel` (channel.py) and `Server` (serving.py), over
-sockets of the standard library; another one, over a network with remote memory access, would offer the same calls.
+sockets of the standard library; bulk bytes may go through windows instead (window.py), over a network with remote
+memory access.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Wire(Protocol):
 
     `request`: bytes whose meaning is a matter of the service. `outgoing`: contiguous buffers that are sent with it,
     in this order; they must not change until the call returns. Default: none. `incoming`: the buffer into which the
-    bulk bytes of the answer are received, without a copy; it may be longer than they are. Default: an answer with
+    bulk bytes of the answer are received; it may be longer than they are. Default: an answer with
     bulk bytes is refused. `timeout_seconds`: the time for the whole call, the connection included.
     """
 

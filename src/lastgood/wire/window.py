@@ -16,6 +16,7 @@ nothing that is used.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -98,18 +99,16 @@ def answer_offer(session: Session, make: MakeMemory | None, offer: Offer, deadli
     if make is None:
         session.send(Decline("it uses sockets"), (), deadline)
         return
-    memory = make()
-    try:
+    with contextlib.ExitStack() as made:
         try:
+            memory = make()
+            made.callback(memory.close)
             memory.connect(offer)
         except PeerDown as error:
-            memory.close()
             session.send(Decline(error.what[:TEXT_LIMIT]), (), deadline)
             return
         session.send(memory.offer, (), deadline)
-    except BaseException:
-        memory.close()
-        raise
+        made.pop_all()
     session.attach(Window(session, memory))
 
 
