@@ -63,7 +63,7 @@ def nixl(monkeypatch: pytest.MonkeyPatch) -> Nixl:
     try:
         return Nixl()
     except NotInstalled as error:
-        pytest.skip(f"needs the package nixl: {error.todo}")
+        pytest.skip(f"needs the package nixl-cu12: {error.todo}")
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ PACKAGES = {
     "transformers": ("transformers", "accelerate"),
     "lightning": ("torchmetrics", "lightning", "pytorch_lightning"),
     "accelerate": ("accelerate",),
-    "nixl": ("nixl",),
+    "nixl": ("nixl_cu12",),
 }
 """extra -> the packages of it that lastgood imports"""
 

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from lastgood.errors import FrameInvalid, NotInstalled, PeerDown, Refused, TimedOut
+from lastgood.extras import PACKAGES
 from lastgood.limits import WIRE_PIECE_BYTES
 from lastgood.wire.channel import Channel
 from lastgood.wire.messages import Offer, Placed
@@ -316,8 +317,11 @@ def test_a_server_that_cannot_be_reached_leaves_no_window():
 
 
 def test_a_missing_package_is_named_with_its_remedy(monkeypatch):
-    monkeypatch.setitem(sys.modules, "nixl", None)
-    with pytest.raises(NotInstalled, match=r"the wire nixl needs the package nixl.*pip install 'lastgood\[nixl\]'"):
+    monkeypatch.setattr("lastgood.wire.nixl.VARIANTS", ("nixl_cu12_missing", "nixl_cu13_missing"))
+    monkeypatch.setitem(PACKAGES, "nixl", ("nixl_cu12_missing",))
+    with pytest.raises(
+        NotInstalled, match=r"the wire nixl needs the package nixl_cu12.*pip install 'lastgood\[nixl\]'"
+    ):
         Nixl({"UCX_TLS": "tcp"})
 
 

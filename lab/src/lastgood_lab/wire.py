@@ -30,7 +30,7 @@ from lastgood.errors import NotInstalled
 from lastgood.limits import CHUNK_BYTES
 from lastgood.wire.channel import Channel
 from lastgood.wire.keys import hasher
-from lastgood.wire.nixl import TRANSPORTS, Nixl
+from lastgood.wire.nixl import TRANSPORTS, VARIANTS, Nixl
 from lastgood.wire.port import Answer, Peer
 from lastgood.wire.security import MutualTls, Plain, Security, SharedKey
 from lastgood.wire.serving import Server
@@ -48,7 +48,7 @@ WAIT_SECONDS = 120.0
 
 def contenders() -> list[tuple[str, str]]:
     """Modes and digests."""
-    modes = [SOCKETS, *MODES, *([NIXL] if importlib.util.find_spec("nixl") is not None else [])]
+    modes = [SOCKETS, *MODES, *([NIXL] if any(map(importlib.util.find_spec, VARIANTS)) else [])]
     return [(mode, digest) for mode in modes for digest in DIGESTS]
 
 

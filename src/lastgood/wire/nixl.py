@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import logging
 import mmap
 import os
@@ -20,13 +21,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from .. import reporting
-from ..errors import NotInstalled, PeerDown, Refused
+from ..errors import PeerDown, Refused
 from ..extras import needed
 from .messages import Offer
 from .window import WINDOW_BYTES
 
 TRANSPORTS = "UCX_TLS"
 """the environment variable in which UCX looks for the transports that it may use"""
+VARIANTS = ("nixl_cu12", "nixl_cu13")
 WIRES = ("sockets", "nixl")
 LOG_LEVEL = "NIXL_LOG_LEVEL"
 BACKEND, MEMORY, NOTHING_USED = "UCX", "DRAM", "Nothing that was received in part is used."
@@ -41,12 +43,10 @@ class Nixl:
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         with needed("nixl", "the wire nixl"):
-            try:
-                import nixl
-            except ModuleNotFoundError:
-                raise
-            except ImportError as error:  # it finds no variant for the CUDA version of torch
-                raise NotInstalled("the wire nixl", str(error), "pip install 'lastgood[nixl]'") from error
+            # The package `nixl` would import torch where that is built without CUDA, to choose between these two. Only
+            # memory of the host is registered, so either will do.
+            variants = (name for name in VARIANTS if importlib.util.find_spec(name))
+            self._nixl: Any = importlib.import_module(next(variants, VARIANTS[0]))
         transports = chosen_transports(environ)
         if permits_tcp(transports):
             reporting.warning(
@@ -55,7 +55,6 @@ class Nixl:
             )
         if not environ.get(LOG_LEVEL):
             logging.getLogger("nixl").setLevel(logging.WARNING)  # it reports every agent on stdout
-        self._nixl: Any = nixl
         try:
             self().close()
         except PeerDown as error:
