@@ -10,6 +10,8 @@ Invariants
   2. A generation that is being copied is not deleted.
   3. The newest generation is copied. One that waits while a newer one is committed is not: its copies would come late.
   4. A node that cannot be reached delays nothing but the copies: they are tried again, with pauses.
+  5. The newest generation that has its copies is not deleted before a newer one has them: a node that is lost meanwhile
+     takes the newer one with it.
 """
 
 from __future__ import annotations
@@ -90,6 +92,8 @@ class NodeCopies:
         self.place = paths.PEERS + ("domain" if labelled and self._placement.domains_survived else "node")
         self._changed = threading.Condition()
         self._waiting: tuple[Generation, Future[None]] | None = None
+        self._copied: GenerationId | None = None
+        """the newest generation that has its copies"""
         self._closing = False
         self._failures = self._failed_attempts = 0
         """how many attempts have failed in a row, and in all"""
@@ -127,6 +131,15 @@ class NodeCopies:
         self._requests.end()
         with self._changed:
             self._give_up(Cancelled("the run was closed"))
+            self._keep(None)
+
+    def _keep(self, at: GenerationId | None) -> None:
+        """Hold the newest generation that has its copies, in place of the one before."""
+        before, self._copied = self._copied, at
+        if at is not None:
+            self._source.held.add(at, self._requests)  # guard: copied-generation-held
+        if before not in (None, at):
+            self._source.held.discard(before, self._requests)
 
     def _give_up(self, error: LastgoodError) -> None:
         """End the waiting for the generation that waits, if there is one. The lock is held."""
@@ -160,6 +173,7 @@ class NodeCopies:
         self._source.held.add(generation.id, self._thread)  # also if a newer one is to be copied before this has ended
         try:
             self._make(generation)
+            self._keep(generation.id)
         except Cancelled:
             return
         except Exception as error:  # noqa: BLE001 - a caller of `wait` must not wait for ever

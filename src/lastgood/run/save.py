@@ -231,18 +231,25 @@ def write_part(
 def _committed(run: WritableRun, request: SaveRequest, part: RankPart, topic: AnyTopic) -> Generation:
     """Exchange the seals of all ranks; the coordinator commits. Returns the generation, on every rank."""
     published: list[Generation] = []
+    doubted: list[CommitUnknown] = []
 
     def decide(answers: list[tuple[str, Any]]) -> Any:
         if len({folder for folder, _ in answers}) > 1:  # guard: ranks-seal-one-generation
             raise StepDiffers(f"ranks have sealed {', '.join(sorted({folder for folder, _ in answers}))}")
         parts = [msgspec.convert(one, RankPart) for _, one in answers]
-        published.append(run.publish(request.at, parts, request.pinned, request.milestone, request.metrics))
+        try:
+            published.append(run.publish(request.at, parts, request.pinned, request.milestone, request.metrics))
+        except CommitUnknown as error:
+            doubted.append(error)
+            raise
         return msgspec.to_builtins(published[0])
 
     try:
         answer = layout.folder(request.at), msgspec.to_builtins(part)
         generation = msgspec.convert(topic.agree(answer, decide), Generation)
     except TierDown:
+        if doubted:  # guard: doubt-survives-lost-store
+            raise doubted[0] from None  # it may exist, although no verdict could be posted
         if not published:  # guard: published-survives-lost-store
             raise
         generation = published[0]  # it exists, although the other ranks may not have received it

@@ -1,0 +1,212 @@
+"""The commit among agents, peers and a coordinator that may die, explored by a deterministic scheduler.
+
+    python -m lastgood_lab.campaigns.node_commit [--schedules 1000000] [--seed 0] [--jobs 2] [--all-sealed]
+    python -m lastgood_lab.campaigns.node_commit --replay 17/3          # one schedule: first act 17, second act 3
+    python -m lastgood_lab.campaigns.node_commit --safeguards           # only the removed safeguards
+
+Real are: seal, publish, retire and their tier on a directory; saves and agreements of the ranks; NodeDisks and its
+requests; copies to other nodes, sent and received by agents; the agent with its socket, its copies to the home and the
+removal of memory; copies to the home by a job; opening, restoring and retention. Files, locks, sockets, clocks and
+messages are modelled (node_world.py), and with them these decisions of run/access.py: who holds the lock of the home,
+and how an agent is asked to give way. Left out are reading a generation again before its mark, and the bytes of a wire.
+
+At each call to a file and each message the scheduler may let another actor go on; processes and machines die, and
+messages are lost, late, handled twice or not answered. Each change is held to the rules of node_ledger.py. At the end
+the agents have time. Then a restore must find the newest generation that a save returned, with its bytes, as far as
+nodes are left that have it; and the home must have it, as far as an agent has what it needs.
+
+`--all-sealed`: also the newest generation must reach the home that all ranks have sealed and no save has returned.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from lastgood_lab.campaigns.checkout import checkout
+from lastgood_lab.campaigns.reports import report
+from lastgood_lab.campaigns.trials import progress
+from lastgood_lab.node_schedules import Explorer
+from lastgood_lab.node_world import World, explored
+
+SECOND_ACTS = 6
+"""Second acts of each first one."""
+FIRST_ACTS = 40
+"""First acts of one job of a process."""
+SEARCH = 6000
+"""In so many schedules a removed safeguard is to be found."""
+
+SAFEGUARDS: tuple[str, ...] = ()
+
+
+class Explored(NamedTuple):
+    """What first acts of consecutive seeds found. `digests`: of their schedules."""
+
+    digests: list[int]
+    problems: list[str]
+    outcomes: Counter[str]
+
+
+def explore(seeds: range, all_sealed: bool = False, until_found: bool = False) -> Explored:
+    """Play the first acts of these seeds, each with its second acts. `until_found`: end with the first violation."""
+    logging.getLogger("lastgood").setLevel(logging.CRITICAL)
+    world, digests, problems, outcomes = World(), list[int](), list[str](), Counter[str]()
+    try:
+        with explored(world):
+            explorer = Explorer(world, all_sealed)
+            for seed in seeds:
+                for name, digest, wrong, outcome in played(explorer, seed):
+                    digests.append(digest)
+                    outcomes[outcome] += 1
+                    problems += [f"{name}: {one}" for one in wrong]
+                if problems and until_found:
+                    break
+    finally:
+        world.crew.close()
+    return Explored(digests, problems, outcomes)
+
+
+def played(explorer: Explorer, seed: int, acts: range = range(SECOND_ACTS)) -> Iterator[tuple[str, int, list[str], str]]:
+    """The schedules that begin with one first act: name, digest, violations and outcome of each."""
+    scene = explorer.first_act(seed)
+    if scene.problems:
+        yield f"{seed} ({'; '.join(scene.story)})", scene.digest, scene.problems, "violation"
+        return
+    for act in acts:
+        found = explorer.second_act(scene, seed * 1000 + act)
+        yield f"{seed}/{act} ({found.story})", found.digest, found.problems, found.outcome
+
+
+# ---- removed safeguards ------------------------------------------------------------------------------------------
+
+
+def without(guard: str, schedules: int = SEARCH) -> tuple[int, str]:
+    """Explore a copy of the sources without a safeguard. Returns after how many schedules it was found, and as what.
+
+    The number is 0 if it was not found.
+    """
+    from lastgood_lab.campaigns.mutants import MUTANTS  # imported late: they read the tests of the checkout
+    from lastgood_lab.campaigns.mutation import holder
+
+    mutant = next(one for one in MUTANTS if one.guard == guard and not one.equivalent)
+    with tempfile.TemporaryDirectory(prefix="without-") as folder:
+        root, copy = checkout(), Path(folder, "src")
+        shutil.copytree(root / "src", copy, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        file = holder(mutant)
+        (copy / file.relative_to(root / "src")).write_text(mutant.apply(file.read_text()))
+        command = [sys.executable, "-m", "lastgood_lab.campaigns.node_commit", "--search", str(schedules)]
+        paths = [str(copy), str(root / "lab/src"), *filter(None, sys.path)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if ended.returncode not in (0, 1):
+        return 0, f"it ended with {ended.returncode}: {ended.stderr.strip()[-300:]}"
+    count, _, what = ended.stdout.strip().partition(" ")
+    return int(count), what
+
+
+def search(schedules: int, seed: int, all_sealed: bool) -> int:
+    """Print after how many schedules the first violation was found, and it; or 0. Returns the exit status."""
+    found = explore(range(seed, seed + schedules // SECOND_ACTS + 1), all_sealed, until_found=True)
+    print(len(found.digests) if found.problems else 0, found.problems[0] if found.problems else "")
+    return int(bool(found.problems))
+
+
+# ---- the campaign ------------------------------------------------------------------------------------------------
+
+
+def _work(job: tuple[range, bool]) -> Explored:
+    return explore(*job)
+
+
+def campaign(schedules: int, seed: int, jobs: int, all_sealed: bool) -> tuple[set[int], list[str], Counter[str], int]:
+    """Explore until so many distinct schedules were played. Returns them, the violations, outcomes and how many ran."""
+    seen, problems, outcomes, show = set[int](), list[str](), Counter[str](), progress(schedules)
+    starts = range(seed, seed + 10**9, FIRST_ACTS)
+    todo = ((range(start, start + FIRST_ACTS), all_sealed) for start in starts)
+    with multiprocessing.get_context("fork").Pool(jobs, maxtasksperchild=100) as pool:
+        running = [pool.apply_async(_work, (next(todo),)) for _ in range(2 * jobs)]
+        while len(seen) < schedules:
+            found = running.pop(0).get()
+            running.append(pool.apply_async(_work, (next(todo),)))
+            seen.update(found.digests)
+            problems += found.problems
+            outcomes += found.outcomes
+            show(min(len(seen), schedules) // 20 * 20, len(problems))
+        pool.terminate()
+    return seen, problems, outcomes, sum(outcomes.values())
+
+
+def replay(which: str, all_sealed: bool) -> int:
+    """Play one schedule again and print what is wrong with it. Returns the exit status."""
+    seed, _, act = which.partition("/")
+    acts = range(int(act), int(act) + 1) if act else range(0)
+    world = World()
+    with explored(world):
+        found = list(played(Explorer(world, all_sealed), int(seed), acts))
+    world.crew.close()
+    for name, _, problems, outcome in found:
+        print(name, outcome, *problems, sep="\n  ")
+    return int(any(one[2] for one in found))
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--schedules", type=int, default=1_000_000, help="distinct schedules")
+    options.add_argument("--seed", type=int, default=0, help="of the first act that is played first")
+    options.add_argument("--jobs", type=int, default=2)
+    options.add_argument("--all-sealed", action="store_true", help="what all ranks have sealed must become durable too")
+    options.add_argument("--replay", default="", help="FIRST/SECOND: play one schedule again")
+    options.add_argument("--search", type=int, default=0, help="end with the first violation; writes no report")
+    options.add_argument("--safeguards", action="store_true", help="only the removed safeguards; writes no report")
+    args = options.parse_args()
+    if args.replay:
+        return replay(args.replay, args.all_sealed)
+    if args.search:
+        return search(args.search, args.seed, args.all_sealed)
+    removed = {guard: without(guard) for guard in SAFEGUARDS}
+    unfound = [guard for guard, (count, _) in removed.items() if not count]
+    table = [f"| `{guard}` | {count or 'not found'} | {what[:200]} |" for guard, (count, what) in removed.items()]
+    if args.safeguards:
+        print(*table, sep="\n")
+        return int(bool(unfound))
+    begun = time.monotonic()
+    seen, problems, outcomes, played_count = campaign(args.schedules, args.seed, args.jobs, args.all_sealed)
+    seconds = time.monotonic() - begun
+    facts = {
+        "distinct_schedules": len(seen),
+        "schedules_played": played_count,
+        "violations": len(problems),
+        "seconds": round(seconds),
+        "milliseconds_a_schedule": round(1000 * seconds * args.jobs / played_count, 2),
+        "safeguards_removed": len(removed),
+        "safeguards_found": len(removed) - len(unfound),
+        "problems": problems[:50],
+    }
+    rows = [f"| {name} | {count:,} |" for name, count in outcomes.most_common()]
+    report(
+        "node_commit",
+        "The commit among agents, peers and a dying coordinator",
+        facts,
+        [
+            "\n".join(["| how schedules end | schedules |", "|---|---|", *rows]),
+            "\n".join(["| removed safeguard | found after schedules | as |", "|---|---|---|", *table]),
+            *([f"- {one}" for one in problems[:50]]),
+        ],
+    )
+    print(*problems[:50], sep="\n")
+    return int(bool(problems or unfound))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

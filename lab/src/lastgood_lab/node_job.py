@@ -1,0 +1,263 @@
+"""A training job of a schedule: its ranks open a run on the memory of several nodes, save to it, and may die anywhere.
+
+The calls are those of a Checkpointer without a training loop and without threads for the bytes: RunWriter and Follower,
+NodeDisks and NodeView, NodeCopies, the copies to a place below with the part of each rank, and the link to the agent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lastgood.coordination.rounds import RankGroup
+from lastgood.coordination.single_rank import SingleRank
+from lastgood.engine.inline_executor import Inline
+from lastgood.errors import Damaged, LastgoodError
+from lastgood.policy.retention import Keep
+from lastgood.records import Generation, GenerationId
+from lastgood.run import node_copies, node_opening
+from lastgood.run.access import LOCK
+from lastgood.run.agent_link import AgentLink, NodeLinks, Serve
+from lastgood.run.candidates import Candidates
+from lastgood.run.copying import Copying, complete
+from lastgood.run.follower import Follower
+from lastgood.run.known import Environment
+from lastgood.run.node_copies import CopySender, NodeCopies
+from lastgood.run.node_disks import SUBJECT, NodeDisks, NodeFiles, Nodes, NodeView
+from lastgood.run.outcomes import Outcomes
+from lastgood.run.part_copies import OtherRanks, PartServer
+from lastgood.run.peers import PeerNode, PeerTable
+from lastgood.run.places import unite
+from lastgood.run.rank_requests import Requests, RequestServer
+from lastgood.run.writer import RunWriter
+
+from .interleaving import Process
+from .node_world import HOME, HOME_URL, LISTEN_PORT, Access, FileLock, JobStore, World, memory_of
+from .plain import State, bytes_of, save
+
+INLINE = Inline()
+KEEP_MEMORY, KEEP_HOME = Keep(last=1), Keep(last=2)
+RANK_SECONDS = 60.0
+
+
+class Workers(Inline):
+    """Threads of a part server: none."""
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Nothing was started."""
+
+
+def given(at: GenerationId, rank: int) -> State:
+    """What a rank saves."""
+    return {f"w{rank}": f"{at} {rank} ".encode() * 150}
+
+
+class Job:
+    """One opening of a run.
+
+    `leaders`: for each rank the lowest rank of its node. `machines`: for each rank the number of its machine. `copies`:
+    on how many nodes each file is to lie. `resumes`: the generation whose incarnation it continues; None: it restores
+    what it finds in memory and in the home. `below`: whether it copies to the home itself. `steps`: that it saves.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        name: str,
+        leaders: Sequence[int],
+        machines: Sequence[int],
+        steps: Sequence[int],
+        copies: int = 1,
+        resumes: GenerationId | None = None,
+        below: bool = False,
+    ) -> None:
+        self.world, self.name, self.steps, self.copies, self.below = world, name, steps, copies, below
+        self._nodes, self._machines, self._resumes = Nodes(tuple(leaders)), machines, resumes
+        self.processes = [Process(f"{name}{rank}", machine) for rank, machine in enumerate(machines)]
+        nodes = [
+            PeerNode(leader=one, name=f"n{machines[one]}", domain="", host=f"n{machines[one]}", port=LISTEN_PORT)
+            for one in sorted(set(leaders))
+        ]
+        self._table = PeerTable(job=name, key="00" * 32, nodes=nodes) if copies > 1 and len(nodes) > 1 else None
+        self._environment = Environment(
+            new_id=lambda: name * 8, wall_seconds=lambda: 0.0, monotonic_seconds=lambda: 0.0, pause=lambda _: None
+        )
+        self.restored: GenerationId | None = None
+
+    def start(self) -> None:
+        for rank, process in enumerate(self.processes):
+            body = self._coordinate if rank == 0 else self._follow
+            self.world.scheduler.spawn(process, lambda rank=rank, body=body: self._live(rank, body))  # type: ignore[misc]
+
+    @property
+    def alive(self) -> bool:
+        return any(one.alive for one in self.processes)
+
+    # ---- one process ---------------------------------------------------------------------------------------
+
+    def _live(self, rank: int, body: Callable[[int, RankGroup, contextlib.ExitStack], None]) -> None:
+        group = RankGroup(
+            rank, len(self.processes), JobStore(self.world, self.name), f"run/{self.name}", RANK_SECONDS, nodes=()
+        )
+        with contextlib.suppress(LastgoodError, OSError), contextlib.ExitStack() as held:
+            body(rank, group, held)
+        self.world.kill(self.processes[rank])  # its threads and connections end with it
+
+    def _opened(self, rank: int, held: contextlib.ExitStack) -> tuple[Any, NodeLinks]:
+        """The disk of this rank's node, and at its leader the link to the agent."""
+        leader, machine = self._nodes.leaders[rank], self._machines[rank]
+        if leader != rank:
+            return self.world.memory(machine, shared=True), NodeLinks()
+        folder = memory_of(machine)
+        agent = AgentLink(folder)
+        held.callback(agent.close)
+        agent.attach()
+        held.callback(FileLock(self.world, f"{folder}/{LOCK}").close)
+        agent.check()
+        if self._table is not None:
+            host = f"n{machine}"
+            agent.serve(Serve(job=self.name, key=self._table.key, node=host, host=host, port=LISTEN_PORT))
+        return self.world.memory(machine), NodeLinks(agent, self._table)
+
+    def _saved(self, run: RunWriter | Follower, group: RankGroup, step: int) -> Generation | None:
+        """Save once. None: the save failed, and the run goes on."""
+        topic = group.step_topic("save", step)
+        try:
+            at = run.admit(step)
+            one = save(run, step, given(at, group.rank), chunk_bytes=4096, topic=topic)
+        except LastgoodError:
+            return None
+        self.world.ledger.report(one.id)
+        return one
+
+    # ---- the coordinator -----------------------------------------------------------------------------------
+
+    def _coordinate(self, rank: int, group: RankGroup, held: contextlib.ExitStack) -> None:
+        world = self.world
+        disk, links = self._opened(rank, held)
+        home = held.enter_context(Access(world).for_writing(HOME_URL, "atomic_dirsync"))
+        if self._resumes is None:
+            group.topic("locked").agree(None, lambda _: None)
+        others = self._nodes.others
+        requests = Requests(group, SUBJECT, others) if others else None
+        tier = NodeDisks(disk, self._nodes, requests, links)
+        if self._resumes is None:
+            unite([tier, home], self._environment)
+        run = RunWriter(
+            tier, INLINE, keep=KEEP_MEMORY, ranks=group, environment=self._environment, resumes=self._resumes
+        )
+        below = self._restored(run, group, home)
+        copies = None
+        if self._table is not None:
+            copies = NodeCopies(tier, run.known, self._table, self.copies, group, Outcomes(HOME))
+            if (newest := run.known.newest_restorable()) is not None:
+                copies.offer(newest)
+        parts = OtherRanks(group, "0", tier) if self.below else None
+        for step in self.steps:
+            if (one := self._saved(run, group, step)) is not None:
+                self._after(run, below, one, copies, parts)
+            if links.agent is not None:
+                links.agent.check()
+        if copies is not None:
+            copies.wait(30.0)
+            copies.close()
+        if parts is not None:
+            parts.end()
+        if requests is not None:
+            requests.end()
+
+    def _restored(self, run: RunWriter, group: RankGroup, home: Any) -> RunWriter | None:
+        """Settle both places, choose the generation to continue, and begin an incarnation. Returns the home's writer."""
+        if self._resumes is not None:
+            group.topic("opened").agree(None, lambda _: None)
+            return None
+        below = RunWriter(home, INLINE, keep=KEEP_HOME, ranks=SingleRank(), environment=self._environment)
+        run.known.below = [below.known]
+        assert isinstance(run.tier, NodeDisks)
+        node_opening.complete_records(run.tier, run.known)
+        node_opening.note_lost_parts(run.known)
+        below.remove_unfinished_copies()
+        group.topic("opened").agree(None, lambda _: run.shared_survey())
+        one, _ = restored([run, below])
+        self.restored = one.id if one else None
+        group.topic("restored").agree(None, lambda _: None)
+        self.world.ledger.orders[self.name * 8] = 1 + max(self.world.ledger.orders.values())
+        run.begin(self.restored)
+        return below
+
+    def _after(
+        self,
+        run: RunWriter,
+        below: RunWriter | None,
+        one: Generation,
+        copies: NodeCopies | None,
+        parts: OtherRanks | None,
+    ) -> None:
+        """What comes after a commit: copies to other nodes, the mark, a copy to the home, and deletions."""
+        ledger, wait = self.world.ledger, self.world.scheduler.wait
+        future = copies.offer(one) if copies is not None else None
+        with contextlib.suppress(LastgoodError):
+            run.conclude(one, [])
+        if parts is not None:
+            how = Copying(self.world.arenas(0, 0), INLINE)
+            with contextlib.suppress(LastgoodError):
+                complete(self.world.home(), [run.tier], run.survey.generations[one.id], how, parts)
+        if future is not None and self.world.scheduler.chance.random() < 0.7:
+            wait(future.done, 20.0)
+            if future.done() and future.exception() is None:
+                ledger.report_copies(one.id)
+        run.clean()
+
+    # ---- the others ----------------------------------------------------------------------------------------
+
+    def _follow(self, rank: int, group: RankGroup, held: contextlib.ExitStack) -> None:
+        leads = self._nodes.leaders[rank] == rank
+        disk, links = self._opened(rank, held)
+        if self._resumes is None:
+            group.topic("locked").agree(None, lambda _: None)
+        view = NodeView(disk, self._nodes, leads, links)
+        servers = list[Any]()
+        if leads:
+            view.server = RequestServer(group, SUBJECT, NodeFiles(disk))
+            servers.append(view.server)
+            if self._table is not None and links.agent is not None:
+                sender = CopySender(links.agent, self._table, rank)
+                servers.append(RequestServer(group, node_copies.SUBJECT, sender))
+        if self.below:
+            home = self.world.home(shared=True)
+            servers.append(PartServer(home, "0", [view], group, Workers()))  # type: ignore[arg-type]
+        run = Follower(view, INLINE, group, environment=self._environment)
+        if self._resumes is not None:
+            group.topic("opened").agree(None, lambda _: None)
+            run.known.begin(run.known.survey.incarnations[self._resumes.incarnation])
+        else:
+            run.adopt(group.topic("opened").agree(None, lambda _: None))
+            group.topic("restored").agree(None, lambda _: None)
+            run.begin(None)
+        for step in self.steps:
+            self._saved(run, group, step)
+            if links.agent is not None:
+                links.agent.check()
+        for one in servers:
+            one.close()
+
+
+def restored(runs: Sequence[Any]) -> tuple[Generation | None, State]:
+    """What a restore loads from these places, the nearest first, by the deciders of lastgood. Nothing is mended."""
+    candidates = Candidates(runs[0].known.view if hasattr(runs[0], "known") else runs[0].view)
+    known = [getattr(one, "known", one) for one in runs]
+    for generation in candidates:
+        for one in sorted(known, key=lambda one: _unlike(one, generation.id)):
+            if generation.id in one.survey.generations:
+                with contextlib.suppress(Damaged):
+                    return generation, bytes_of(one.tier, generation, INLINE)
+        candidates.failed(Damaged(f"{generation.id} is damaged in every place"))
+    return None, {}
+
+
+def _unlike(known: Any, at: GenerationId) -> bool:
+    one = known.survey.generations.get(at)
+    return one is None or not one.restorable
+
+

@@ -1,0 +1,204 @@
+"""What the generations of a schedule are, and the rules that each change of a file is held to.
+
+    a COMMIT              has the bytes of every other COMMIT of its generation; every rank has sealed its files
+    a COMMIT in the home  has every file beside it, with the bytes that its rank has sealed
+    a file of a rank      never changes, and never goes, while its COMMIT and its manifest are beside it
+    an agent              removes no COMMIT
+    a removal             leaves the newest generation that can be restored, or a newer one
+    a death               leaves it too, if its copies were reported, and no more nodes died than these survive
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lastgood.format import layout
+from lastgood.records import Commit, GenerationId
+
+from .interleaving import Process
+from .shared_files import Content, SharedFiles
+
+Rule = Callable[[], None] | None
+RECORDS = (layout.COMMIT, layout.GOING, layout.VERIFIED, layout.DAMAGED, layout.UNFIT)
+
+
+@dataclass
+class Ledger:
+    """`world`: of the schedule. `nodes`: the numbers of the machines of the newest job."""
+
+    world: Any
+    nodes: list[int]
+    spec: Any = None
+    linger_seconds: float = 0.0
+    orders: dict[str, int] = field(default_factory=dict)
+    """incarnation -> its order"""
+    sealed: dict[tuple[GenerationId, str], bytes] = field(default_factory=dict)
+    """(generation, name of a file of a rank) -> its bytes when the rank sealed it"""
+    commits: dict[GenerationId, tuple[bytes, Commit]] = field(default_factory=dict)
+    reported: set[GenerationId] = field(default_factory=set)
+    """those that a save has returned"""
+    copied: dict[GenerationId, int] = field(default_factory=dict)
+    """those whose copies were reported as made -> the number of nodes that had died before"""
+    died: int = 0
+    all_sealed: bool = False
+    """whether a generation counts too that all ranks have sealed and that no save has returned"""
+    agents: list[Process] = field(default_factory=list)
+
+    def continued(self, world: Any) -> Ledger:
+        """The same in another schedule that begins where this one has ended."""
+        return replace(
+            self,
+            world=world,
+            nodes=[*self.nodes],
+            orders=dict(self.orders),
+            sealed=dict(self.sealed),
+            commits=dict(self.commits),
+            reported=set(self.reported),
+            copied=dict(self.copied),
+            agents=[],
+        )
+
+    # ---- what can be restored ------------------------------------------------------------------------------
+
+    def rank_of(self, at: GenerationId) -> tuple[int, int]:
+        return self.orders[at.incarnation], at.step
+
+    def best(self, every: bool = False) -> GenerationId | None:
+        """The newest generation that the home, or the memory of all nodes together, can give back.
+
+        One whose coordinator died before its save returned counts once it is in the home; with `every` in any case.
+        """
+        every = every or self.all_sealed
+        for at in sorted(self.commits, key=self.rank_of, reverse=True):
+            if self.in_home(at) or ((every or at in self.reported) and self.in_memory(at)):
+                return at
+        return None
+
+    def in_home(self, at: GenerationId) -> bool:
+        there = self.world.files["home"].names_in(f"/home/run/{layout.folder(at)}")
+        return layout.COMMIT in there and all(self._whole(at, name, there) for name in self.files_of(at))
+
+    def in_memory(self, at: GenerationId) -> bool:
+        places = self.folders_of(at)
+        committed = any(layout.COMMIT in there for there in places.values())
+        return committed and all(
+            any(self._whole(at, manifest, there) and self._whole(at, blob, there) for there in places.values())
+            for manifest, blob in self.parts_of(at)
+        )
+
+    def folders_of(self, at: GenerationId) -> dict[int, Any]:
+        """Node -> what its memory has of a generation."""
+        folder = layout.folder(at)
+        return {node: self.world.files[f"m{node}"].names_in(f"/m{node}/run/{folder}") for node in self.nodes}
+
+    def parts_of(self, at: GenerationId) -> list[tuple[str, str]]:
+        """The manifest and the tensor file of each rank."""
+        return [(one.manifest, layout.blob_name(one.rank)) for one in self.commits[at][1].seals]
+
+    def files_of(self, at: GenerationId) -> list[str]:
+        return [name for part in self.parts_of(at) for name in part]
+
+    def _whole(self, at: GenerationId, name: str, there: Any) -> bool:
+        content = there.get(name)
+        return content is not None and content.data == self.sealed.get((at, name))
+
+    # ---- the rules -----------------------------------------------------------------------------------------
+
+    def changed(self, files: SharedFiles, call: str, path: str, content: Content | None) -> Rule:
+        """Called before each change of a file of a generation. Returns what is to be checked after it."""
+        if self.world.scheduler.quiet:
+            return None
+        if call == "move_tree":
+            return self._keeps(f"{path} was removed", every=False)
+        root, _, rest = path.partition("/gen/")
+        name, _, file = rest.partition("/")
+        at = layout.parse_folder(name)
+        if at is None or not file:
+            return None
+        beside = files.names_in(f"{root}/gen/{name}")
+        if call == "link" and content is not None:
+            return self._linked(root, at, file, bytes(content.data), beside)
+        manifest = f"{file.partition('.')[0]}.manifest.json"
+        if file[0] == "r" and file not in RECORDS and layout.COMMIT in beside:
+            if (root == "/home/run" or manifest in beside) and call in ("write", "remove", "rename"):
+                self._wrong(f"{call} of {path}, which is committed and finished")
+        if call != "remove":
+            return None
+        if file == layout.COMMIT and self.world.me().name.startswith("agent"):
+            self._wrong(f"{path} was removed by {self.world.me().name}")
+        if file == layout.COMMIT or file[0] == "r":
+            return self._keeps(f"{path} was removed by {self.world.me().name}", every=True)
+        return None
+
+    def _linked(self, root: str, at: GenerationId, file: str, data: bytes, beside: Any) -> Rule:
+        if file == layout.COMMIT:
+            return lambda: self._committed(root, at, data, beside)
+        if file.endswith(".manifest.json"):
+            blob = layout.blob_name(int(file[1 : file.index(".")]))
+            if (at, file) not in self.sealed:
+                self.sealed[at, file] = data
+                self.sealed[at, blob] = bytes(beside[blob].data)
+            elif not self._whole(at, blob, beside) or self.sealed[at, file] != data:
+                self._wrong(f"{root}/{at}: {file} is there, and its file is not what the rank has sealed")
+        return None
+
+    def _committed(self, root: str, at: GenerationId, data: bytes, beside: Any) -> None:
+        if at not in self.commits:
+            self.commits[at] = data, layout.decode(data, Commit, "COMMIT")
+            self.orders[at.incarnation] = self.commits[at][1].order
+            missing = [name for name in self.files_of(at) if (at, name) not in self.sealed]
+            if missing:
+                self._wrong(f"{at} was committed before {missing[0]} was sealed")
+        if self.commits[at][0] != data:
+            self._wrong(f"{at} has two different COMMITs")
+        if root == "/home/run" and not self.in_home(at):
+            self._wrong(f"{at} was committed in the home without all its files: {sorted(beside)}")
+
+    def _keeps(self, what: str, every: bool) -> Rule:
+        before = self.best(every)
+
+        def rule() -> None:
+            after = self.best(every)
+            if before is not None and (after is None or self.rank_of(after) < self.rank_of(before)):
+                self._wrong(f"{what}: {before} could be restored, and now {after}")
+
+        return rule
+
+    def _wrong(self, what: str) -> None:
+        self.world.scheduler.fail(what)
+
+    # ---- what is reported, and what dies -------------------------------------------------------------------
+
+    def report(self, at: GenerationId) -> None:
+        """A save has returned."""
+        self.reported.add(at)
+        best = self.best()
+        if not self.died and (best is None or self.rank_of(best) < self.rank_of(at)):
+            self._wrong(f"{at} was reported as committed, and cannot be restored")
+
+    def report_copies(self, at: GenerationId) -> None:
+        """The copies of a generation were reported as made."""
+        self.copied[at] = self.died
+        if not self.died and (missing := self.held_once(at)):
+            self._wrong(f"the copies of {at} were reported, and {missing} lies on one node")
+
+    def held_once(self, at: GenerationId) -> str:
+        """A part of a generation that lies on fewer than two nodes; "" if there is none, or a newer one has come."""
+        best, places = self.best(), self.folders_of(at)
+        if best is not None and self.rank_of(best) > self.rank_of(at):
+            return ""
+        for manifest, blob in self.parts_of(at):
+            held = [one for one in places.values() if self._whole(at, manifest, one) and self._whole(at, blob, one)]
+            if len(held) < 2:
+                return manifest
+        return ""
+
+    def lose(self, node: int) -> None:
+        """The memory of a node is gone, with the machine."""
+        self.died += 1
+        best = self.best()
+        for at, before in self.copied.items():
+            if self.died - before <= 1 and (best is None or self.rank_of(best) < self.rank_of(at)):
+                self._wrong(f"node {node} died, and with it {at}, whose copies were reported")

@@ -1,0 +1,378 @@
+"""Schedules of the commit on several nodes: a job that saves and dies, its agents, a job that follows, and the checks.
+
+One schedule has two acts. In the first a job saves to the memory of its nodes, with deaths and disturbed messages; it
+ends with the last process of the job. In the second, agents that are started anew copy what is left to the home, with
+deaths, and perhaps with a job that follows. Every first act is continued by several second ones.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lastgood.errors import LastgoodError, NothingGood
+from lastgood.format import layout
+from lastgood.records import GenerationId
+from lastgood.run import node_opening
+from lastgood.run.agent_link import AgentSpec, CopyTo
+from lastgood.run.known import Environment, KnownRun
+from lastgood.run.node_disks import FileRequest, NodeDisks, NodeFiles, Nodes
+
+from .interleaving import Process
+from .node_job import KEEP_HOME, Job, given, restored
+from .node_ledger import Ledger
+from .node_world import HOME_URL, World, start_agent
+from .shared_files import Folders
+
+SPEC = AgentSpec(format=layout.FORMAT, places=[CopyTo(url=HOME_URL, keep=KEEP_HOME)], order=0, spill=None)
+QUIET_SECONDS = 8.0
+"""Nothing goes wrong for so long before a schedule ends: time for three attempts of every agent."""
+PATIENCE_SECONDS = 300.0
+"""The same while the agents have all that they need for the newest generation: they disturb each other at times."""
+NOISE = ((0.0, 0.0), (0.0, 0.0), (0.03, 0.0), (0.1, 0.0), (0.0, 0.1), (0.0, 0.3), (0.04, 0.1))
+"""The shares of messages that something happens to: in the store of the job, between agents."""
+FIRST = GenerationId(step=10, incarnation="a" * 8)
+
+
+class Shape(NamedTuple):
+    """`leaders`: for each rank the lowest rank of its node. `copies`: on how many nodes each file is to lie."""
+
+    leaders: tuple[int, ...]
+    copies: int = 1
+
+    @property
+    def machines(self) -> list[int]:
+        order = sorted(set(self.leaders))
+        return [order.index(one) for one in self.leaders]
+
+
+SHAPES = (
+    Shape((0, 1)),
+    Shape((0, 1), 2),
+    Shape((0, 1)),
+    Shape((0, 1), 2),
+    Shape((0, 1, 1)),
+    Shape((0, 0, 2), 2),
+    Shape((0, 1, 2)),
+    Shape((0, 1, 2), 2),
+)
+
+
+@dataclass
+class Scene:
+    """What is left between two acts: names and contents of all file systems, and the ledger."""
+
+    folders: dict[str, Folders]
+    ledger: Ledger
+    digest: int
+    points: int
+    problems: list[str]
+    """of the act that led here"""
+    story: tuple[str, ...] = ()
+
+
+class Finished(NamedTuple):
+    """One schedule. `digest`: of what happened in it."""
+
+    digest: int
+    problems: list[str]
+    outcome: str
+    """what became of the newest generation"""
+    story: str
+
+
+class Explorer:
+    """Plays schedules. `world` is explored (node_world.explored). `finishes_sealed`: whether a generation that all
+    ranks have sealed, and nobody has committed, is to become durable too."""
+
+    def __init__(self, world: World, finishes_sealed: bool = False) -> None:
+        self._world, self._finishes_sealed = world, finishes_sealed
+        self._scenes: dict[Shape, Scene] = {}
+        self._ends: dict[int, list[str]] = {}
+        self._story = list[str]()
+
+    # ---- the beginning -------------------------------------------------------------------------------------
+
+    def scene(self, shape: Shape) -> Scene:
+        """A run whose first generation is everywhere, made by a job that nothing happens to."""
+        if shape not in self._scenes:
+            machines = shape.machines
+            folders: dict[str, Folders] = {f"m{node}": _empty(f"/m{node}") for node in set(machines)}
+            folders["home"] = _empty("/home")
+            ledger = Ledger(self._world, sorted(set(machines)), SPEC, 1000.0, orders={"none": 0})
+            self._world.begin(random.Random(1), folders, ledger, (0.0, 0.0))
+            job = Job(self._world, "a", shape.leaders, machines, [FIRST.step], shape.copies, below=True)
+            self._until_ended(job)
+            self._scenes[shape] = self._left(ledger)
+            assert ledger.in_home(FIRST) and ledger.in_memory(FIRST), self._world.scheduler.problems
+        return self._scenes[shape]
+
+    # ---- the first act -------------------------------------------------------------------------------------
+
+    def first_act(self, seed: int) -> Scene:
+        chance = random.Random(seed)
+        shape = chance.choice(SHAPES)
+        before = self.scene(shape)
+        world, ledger = self._world, before.ledger.continued(self._world)
+        ledger.linger_seconds, ledger.all_sealed = chance.choice((0.0, 1000.0, 1000.0)), self._finishes_sealed
+        steps = chance.choice(([20], [20], [20, 30]))
+        world.begin(chance, _copied(before.folders), ledger, chance.choice(NOISE))
+        ledger.agents = [start_agent(world, node, ledger.linger_seconds) for node in ledger.nodes]
+        below = chance.random() < 0.25
+        job = Job(
+            world, "a", shape.leaders, shape.machines, steps, shape.copies, resumes=FIRST, below=below
+        )
+        self._story = [f"{shape}, steps {steps}, below {below}"]
+        most = len(steps) * before.points // 2
+        deaths = [
+            (chance.randrange(most), self._death(chance, [job])) for _ in range(chance.choice((0, 1, 1, 1, 2, 3)))
+        ]
+        world.scheduler.events = sorted(deaths, key=lambda one: one[0])
+        self._until_ended(job)
+        return self._left(ledger)
+
+    def _until_ended(self, job: Job) -> None:
+        scheduler, chance = self._world.scheduler, self._world.scheduler.chance
+
+        def watch() -> None:
+            """Look at each few points whether the job has ended; its agents then go on for a while."""
+            if job.alive:
+                scheduler.events.append((scheduler.count + 5, watch))
+            else:
+                scheduler.events.append((scheduler.count + chance.randrange(150), self._abort))
+            scheduler.events.sort(key=lambda one: one[0])
+
+        scheduler.events.append((0, watch))
+        scheduler.events.sort(key=lambda one: one[0])
+        scheduler.over = lambda until: not job.alive
+        job.start()
+        scheduler.run()
+
+    def _abort(self) -> None:
+        self._world.scheduler.aborted = True
+
+    def _left(self, ledger: Ledger) -> Scene:
+        world = self._world
+        folders = {top: files.copied() for top, files in world.files.items()}
+        return Scene(folders, ledger, world.scheduler.digest, world.scheduler.count, world.scheduler.problems, tuple(self._story))
+
+    # ---- deaths --------------------------------------------------------------------------------------------
+
+    def _death(self, chance: random.Random, jobs: list[Job]) -> Callable[[], None]:
+        kind = chance.choice(("all", "coordinator", "rank", "agent", "node", "node of the coordinator", "all", "agent"))
+        pick = chance.random()
+
+        def strike() -> None:
+            world, ledger = self._world, self._world.ledger
+            processes = [one for job in jobs for one in job.processes if one.alive]
+            self._story.append(f"{kind} at point {world.scheduler.count}")
+            if kind == "agent":
+                alive = [one for one in ledger.agents if one.alive]
+                if alive:
+                    self._restart(alive[int(pick * len(alive))], bool(processes))
+            elif kind.startswith("node"):
+                leads = kind != "node" and bool(jobs)
+                self.lose_node(jobs[-1].processes[0].node if leads else ledger.nodes[int(pick * len(ledger.nodes))])
+            elif processes:
+                chosen = {"all": processes, "coordinator": processes[:1]}.get(kind)
+                for one in chosen or [processes[int(pick * len(processes))]]:
+                    world.kill(one)
+
+        return strike
+
+    def _restart(self, agent: Process, attended: bool) -> None:
+        """Kill an agent. If no training process is there to start another one, a service manager does so."""
+        world, ledger = self._world, self._world.ledger
+        world.kill(agent)
+        if not attended:
+            ledger.agents.append(start_agent(world, agent.node, ledger.linger_seconds))
+
+    def lose_node(self, node: int) -> None:
+        """A machine dies with its memory and all its processes. Its place is empty then."""
+        world = self._world
+        if f"m{node}" not in world.files:
+            return
+        for actor in world.scheduler.actors:
+            if actor.process.node == node:
+                world.kill(actor.process)
+        world.files[f"m{node}"].folders = _empty(f"/m{node}")
+        world.ledger.lose(node)
+
+    # ---- the second act ------------------------------------------------------------------------------------
+
+    def second_act(self, scene: Scene, seed: int) -> Finished:
+        chance = random.Random(seed)
+        world, ledger = self._world, scene.ledger.continued(self._world)
+        world.begin(chance, _copied(scene.folders), ledger, chance.choice(NOISE))
+        scheduler, self._story = world.scheduler, [*scene.story, "then"]
+        ledger.linger_seconds = chance.choice((0.0, 1000.0))
+        ledger.agents = [start_agent(world, node, ledger.linger_seconds) for node in ledger.nodes]
+        jobs = list[Job]()
+        events = [(chance.randrange(250), self._death(chance, jobs)) for _ in range(chance.choice((0, 0, 1, 1, 2)))]
+        if chance.random() < 0.2:
+            events.append((chance.randrange(250), lambda: self._follows(chance, jobs)))
+        quiet = [0.0]
+
+        def timed(event: Callable[[], None]) -> Callable[[], None]:
+            def happens() -> None:
+                event()
+                quiet[0] = scheduler.now
+
+            return happens
+
+        scheduler.events = sorted(((at, timed(event)) for at, event in events), key=lambda one: one[0])
+
+        def over(until: float) -> bool:
+            if any(job.alive for job in jobs):
+                quiet[0] = until
+                return False
+            if until <= quiet[0] + QUIET_SECONDS:
+                return False
+            best = ledger.best()
+            waits = best is not None and not ledger.in_home(best) and self._must_be_home(ledger, best)
+            return not waits or until > quiet[0] + PATIENCE_SECONDS
+
+        scheduler.over = over
+        scheduler.run()
+        problems = [*scheduler.problems]
+        digest, outcome = hash((scene.digest, scheduler.digest)), "violation"
+        if not problems:
+            problems, outcome = self._judged(ledger)
+        return Finished(digest, problems, outcome, "; ".join(self._story))
+
+    def _follows(self, chance: random.Random, jobs: list[Job]) -> None:
+        """A job opens the run: on all machines, or on all but one, whose agent goes on."""
+        world, ledger = self._world, self._world.ledger
+        if len(ledger.nodes) > 1 and chance.random() < 0.3:
+            ledger.nodes.remove(chance.choice(ledger.nodes))
+            ledger.died += 1  # for this job: it does not see that memory
+            self._story.append(f"without another node than {ledger.nodes}")
+        self._story.append(f"a job follows at point {world.scheduler.count}")
+        for node in ledger.nodes:
+            files = world.files[f"m{node}"]
+            files.folders.setdefault(f"/m{node}/run", {})
+            files.folders[f"/m{node}"].setdefault("run", None)
+        step = 10 + max(at.step for at in ledger.commits)
+        job = Job(world, "b", range(len(ledger.nodes)), [*ledger.nodes], [step], chance.choice((1, 2)))
+        jobs.append(job)
+        job.start()
+
+    # ---- the end -------------------------------------------------------------------------------------------
+
+    def _judged(self, ledger: Ledger) -> tuple[list[str], str]:
+        """What is wrong at the end of a schedule, and what became of the newest generation."""
+        best, world = ledger.best(), self._world
+        drained = best is not None and ledger.in_home(best)
+        newest = max(ledger.reported, key=ledger.rank_of, default=FIRST)
+        lost = best is None or ledger.rank_of(best) < ledger.rank_of(newest)
+        outcome = "lost with its nodes" if lost else "in the home" if drained else "in memory only"
+        outcome = f"the newest that a save returned (step {newest.step}) is {outcome}"
+        key = hash((_state(world), best, drained, len(ledger.nodes)))
+        if key not in self._ends:
+            world.scheduler.quiet, world.scheduler.aborted = True, False
+            self._ends[key] = self._wrong_at_end(ledger, best, drained)
+        return self._ends[key], outcome
+
+    def _wrong_at_end(self, ledger: Ledger, best: GenerationId | None, drained: bool) -> list[str]:
+        try:
+            generation, state = self._opened(ledger)
+        except NothingGood as error:
+            return [f"{best} can be restored, and a restore says: {error}"] if best else []
+        except LastgoodError as error:
+            return [f"{best} can be restored, and a restore fails: {type(error).__name__}: {error}"]
+        problems = list[str]()
+        if best is not None and (generation is None or ledger.rank_of(generation.id) < ledger.rank_of(best)):
+            problems.append(f"{best} can be restored, and a restore finds {generation and generation.id}")
+        if generation is not None:
+            wanted = {
+                name: data
+                for one in generation.commit.seals
+                for name, data in given(generation.id, one.rank).items()
+            }
+            if state != wanted:
+                problems.append(f"{generation.id} is restored with other bytes than were saved")
+        if best is not None and not drained and self._must_be_home(ledger, best):
+            problems.append(f"{best} is in memory, and its agents leave it there")
+        if self._finishes_sealed:
+            problems += self._unfinished(ledger, best)
+        return problems
+
+    def _must_be_home(self, ledger: Ledger, best: GenerationId) -> bool:
+        """Whether the agents have all they need: a node with each part has an agent, and COMMIT, which that reads.
+
+        A node without COMMIT, because its coordinator died while it wrote them, copies nothing before the next opening.
+        """
+        attended = {one.node for one in ledger.agents if one.alive}
+        places = [there for node, there in ledger.folders_of(best).items() if node in attended]
+        return all(
+            any(
+                layout.COMMIT in there and ledger._whole(best, manifest, there) and ledger._whole(best, blob, there)
+                for there in places
+            )
+            for manifest, blob in ledger.parts_of(best)
+        )
+
+    def _unfinished(self, ledger: Ledger, best: GenerationId | None) -> list[str]:
+        """The newest generation that every rank of its job has sealed in memory that is left, if the home lacks it."""
+        found = [] if best is None else [best]
+        for at in {one for one, _ in ledger.sealed}:
+            ranks = len(ledger.parts_of(FIRST)) if at.incarnation == FIRST.incarnation else len(ledger.nodes)
+            names = [(layout.manifest_name(rank), layout.blob_name(rank)) for rank in range(ranks)]
+            places = ledger.folders_of(at).values()
+            if all(
+                any(ledger._whole(at, one, there) and ledger._whole(at, other, there) for there in places)
+                for one, other in names
+            ):
+                found.append(at)
+        newest = max(found, key=ledger.rank_of, default=None)
+        if newest is None or (newest in ledger.commits and ledger.in_home(newest)):
+            return []
+        return [f"{newest} was sealed by all ranks, and its agents leave it in memory"]
+
+    def _opened(self, ledger: Ledger) -> tuple:  # type: ignore[type-arg]
+        """What the next job would restore from what is left, by the code of its opening. Nothing is changed."""
+        world, nodes = self._world, ledger.nodes
+        disks = [world.memory(node, shared=True) for node in nodes]
+        leaders = Nodes(tuple(range(len(nodes))))
+        tier = NodeDisks(disks[0], leaders, _Asked(disks[1:]) if disks[1:] else None)  # type: ignore[arg-type]
+        environment = Environment(wall_seconds=lambda: 0.0, monotonic_seconds=lambda: 0.0)
+        front, below = KnownRun(tier, environment), KnownRun(world.home(), environment)
+        front.below = [below]
+        node_opening.note_lost_parts(front)
+        return restored([front, below])
+
+
+class _Asked:
+    """Stands for `Requests` at the end of a schedule: the disks of the others answer at once."""
+
+    def __init__(self, disks: list) -> None:  # type: ignore[type-arg]
+        self._served = [NodeFiles(one) for one in disks]
+        self._request = FileRequest(call="list")
+
+    def ask(self, request: FileRequest) -> None:
+        self._request = request
+
+    def answers(self) -> list[object]:
+        return [one.served(self._request, lambda: False) for one in self._served]
+
+
+def _empty(top: str) -> Folders:
+    return {top: {"run": None}, f"{top}/run": {}}
+
+
+def _copied(folders: dict[str, Folders]) -> dict[str, Folders]:
+    return {top: {path: dict(names) for path, names in one.items()} for top, one in folders.items()}
+
+
+def _state(world: World) -> int:
+    """A digest of all names, and of the contents by their identity."""
+    return hash(
+        tuple(
+            (path, name, 0 if content is None else hash(bytes(content.data)))
+            for top in sorted(world.files)
+            for path, names in sorted(world.files[top].folders.items())
+            for name, content in sorted(names.items())
+        )
+    )
