@@ -234,18 +234,18 @@ class Threads:
     def __init__(self, world: Any) -> None:
         self._world = world
 
-    def Thread(self, target: Callable[[], object], name: str = "") -> _Thread:  # noqa: N802 - the names of a module
+    def Thread(self, target: Callable[[], object], name: str = "") -> _Thread:
         return _Thread(self._world.scheduler, target)
 
-    def Lock(self) -> _Lock:  # noqa: N802
+    def Lock(self) -> _Lock:
         return _Lock(self._world.scheduler)
 
     RLock = Lock
 
-    def Condition(self) -> _Condition:  # noqa: N802
+    def Condition(self) -> _Condition:
         return _Condition(self._world.scheduler)
 
-    def Event(self) -> _Event:  # noqa: N802
+    def Event(self) -> _Event:
         return _Event(self._world.scheduler)
 
     @staticmethod

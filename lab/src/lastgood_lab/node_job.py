@@ -168,7 +168,7 @@ class Job:
             requests.end()
 
     def _restored(self, run: RunWriter, group: RankGroup, home: Any) -> RunWriter | None:
-        """Settle both places, choose the generation to continue, and begin an incarnation. Returns the home's writer."""
+        """Settle both places, choose what to continue, and begin an incarnation. Returns the writer of the home."""
         if self._resumes is not None:
             group.topic("opened").agree(None, lambda _: None)
             return None
@@ -203,7 +203,7 @@ class Job:
             how = Copying(self.world.arenas(0, 0), INLINE)
             with contextlib.suppress(LastgoodError):
                 complete(self.world.home(), [run.tier], run.survey.generations[one.id], how, parts)
-        if future is not None and self.world.scheduler.chance.random() < 0.7:
+        if future is not None and self.world.scheduler.chance.random() < 0.5:
             wait(future.done, 20.0)
             if future.done() and future.exception() is None:
                 ledger.report_copies(one.id)
@@ -259,5 +259,3 @@ def restored(runs: Sequence[Any]) -> tuple[Generation | None, State]:
 def _unlike(known: Any, at: GenerationId) -> bool:
     one = known.survey.generations.get(at)
     return one is None or not one.restorable
-
-

@@ -1,11 +1,11 @@
 """What the generations of a schedule are, and the rules that each change of a file is held to.
 
-    a COMMIT              has the bytes of every other COMMIT of its generation; every rank has sealed its files
-    a COMMIT in the home  has every file beside it, with the bytes that its rank has sealed
-    a file of a rank      never changes, and never goes, while its COMMIT and its manifest are beside it
-    an agent              removes no COMMIT
-    a removal             leaves the newest generation that can be restored, or a newer one
-    a death               leaves it too, if its copies were reported, and no more nodes died than these survive
+a COMMIT              has the bytes of every other COMMIT of its generation; every rank has sealed its files
+a COMMIT in the home  has every file beside it, with the bytes that its rank has sealed
+a file of a rank      never changes, and never goes, while its COMMIT and its manifest are beside it
+an agent              removes no COMMIT
+a removal             leaves the newest generation that can be restored, or a newer one
+a death               leaves it too, if its copies were reported, and no more nodes died than these survive
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
+
 from lastgood.format import layout
 from lastgood.records import Commit, GenerationId
+from lastgood.run.peers import FileCall
 
 from .interleaving import Process
 from .shared_files import Content, SharedFiles
 
 Rule = Callable[[], None] | None
-RECORDS = (layout.COMMIT, layout.GOING, layout.VERIFIED, layout.DAMAGED, layout.UNFIT)
 
 
 @dataclass
@@ -121,9 +123,9 @@ class Ledger:
         if call == "link" and content is not None:
             return self._linked(root, at, file, bytes(content.data), beside)
         manifest = f"{file.partition('.')[0]}.manifest.json"
-        if file[0] == "r" and file not in RECORDS and layout.COMMIT in beside:
-            if (root == "/home/run" or manifest in beside) and call in ("write", "remove", "rename"):
-                self._wrong(f"{call} of {path}, which is committed and finished")
+        finished = layout.COMMIT in beside and (root == "/home/run" or manifest in beside)
+        if file[0] == "r" and finished and call in ("write", "remove", "rename"):
+            self._wrong(f"{call} of {path}, which is committed and finished")
         if call != "remove":
             return None
         if file == layout.COMMIT and self.world.me().name.startswith("agent"):
@@ -168,6 +170,24 @@ class Ledger:
 
     def _wrong(self, what: str) -> None:
         self.world.scheduler.fail(what)
+
+    def asked(self, node: int, request: bytes) -> Callable[[], None]:
+        """An agent is asked for something by another one. What is returned is called if it has done so."""
+        call = msgspec.json.decode(request, type=FileCall)
+        path = f"/m{node}/run/{call.name.rpartition('/')[0]}"
+
+        def committed() -> bool:
+            return layout.COMMIT in self.world.files[f"m{node}"].names_in(path)
+
+        before = committed()
+
+        def accepted() -> None:
+            if call.call in ("create", "write", "finish", "put") and not before and not committed():
+                self._wrong(
+                    f"the agent of node {node} accepted {call.call} of {call.name}, which is not committed there"
+                )
+
+        return accepted
 
     # ---- what is reported, and what dies -------------------------------------------------------------------
 

@@ -117,13 +117,11 @@ class Explorer:
         before = self.scene(shape)
         world, ledger = self._world, before.ledger.continued(self._world)
         ledger.linger_seconds, ledger.all_sealed = chance.choice((0.0, 1000.0, 1000.0)), self._finishes_sealed
-        steps = chance.choice(([20], [20], [20, 30]))
+        steps = chance.choice(([20], [20, 30]))
         world.begin(chance, _copied(before.folders), ledger, chance.choice(NOISE))
         ledger.agents = [start_agent(world, node, ledger.linger_seconds) for node in ledger.nodes]
         below = chance.random() < 0.25
-        job = Job(
-            world, "a", shape.leaders, shape.machines, steps, shape.copies, resumes=FIRST, below=below
-        )
+        job = Job(world, "a", shape.leaders, shape.machines, steps, shape.copies, resumes=FIRST, below=below)
         self._story = [f"{shape}, steps {steps}, below {below}"]
         most = len(steps) * before.points // 2
         deaths = [
@@ -156,7 +154,9 @@ class Explorer:
     def _left(self, ledger: Ledger) -> Scene:
         world = self._world
         folders = {top: files.copied() for top, files in world.files.items()}
-        return Scene(folders, ledger, world.scheduler.digest, world.scheduler.count, world.scheduler.problems, tuple(self._story))
+        return Scene(
+            folders, ledger, world.scheduler.digest, world.scheduler.count, world.scheduler.problems, tuple(self._story)
+        )
 
     # ---- deaths --------------------------------------------------------------------------------------------
 
@@ -171,7 +171,7 @@ class Explorer:
             if kind == "agent":
                 alive = [one for one in ledger.agents if one.alive]
                 if alive:
-                    self._restart(alive[int(pick * len(alive))], bool(processes))
+                    self._restart(alive[int(pick * len(alive))], bool(processes) and chance.random() < 0.5)
             elif kind.startswith("node"):
                 leads = kind != "node" and bool(jobs)
                 self.lose_node(jobs[-1].processes[0].node if leads else ledger.nodes[int(pick * len(ledger.nodes))])
@@ -183,7 +183,7 @@ class Explorer:
         return strike
 
     def _restart(self, agent: Process, attended: bool) -> None:
-        """Kill an agent. If no training process is there to start another one, a service manager does so."""
+        """Kill an agent. A service manager starts another one, unless training processes are to do so (`attended`)."""
         world, ledger = self._world, self._world.ledger
         world.kill(agent)
         if not attended:
@@ -287,9 +287,7 @@ class Explorer:
             problems.append(f"{best} can be restored, and a restore finds {generation and generation.id}")
         if generation is not None:
             wanted = {
-                name: data
-                for one in generation.commit.seals
-                for name, data in given(generation.id, one.rank).items()
+                name: data for one in generation.commit.seals for name, data in given(generation.id, one.rank).items()
             }
             if state != wanted:
                 problems.append(f"{generation.id} is restored with other bytes than were saved")

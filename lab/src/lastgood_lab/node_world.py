@@ -1,8 +1,8 @@
-"""Machines of a schedule: their memory, the agents on them, the wire between them, and the directory that all of them see.
+"""Machines of a schedule: their memory, their agents, the wire between them, and the directory that all of them see.
 
-What the operating system does is modelled here, and nothing else of the protocol: file systems in memory, locks that end
-with their process, sockets, and messages that are lost, late or handled twice. `explored` puts it in the place of the
-operating system in the modules of lastgood.
+What the operating system does is modelled here, and nothing else of the protocol: file systems in memory, locks that
+end with their process, sockets, and messages that are lost, late or handled twice. `explored` puts it in the place of
+the operating system in the modules of lastgood.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ LISTEN_PORT = 7000
 DELAYS_SECONDS = (0.0, 0.0, PAUSES_SECONDS[0], PAUSES_SECONDS[0], PAUSES_SECONDS[1] + PAUSES_SECONDS[0])
 """How late a message may be: as late as the next attempt of who has sent it, for the clock moves only when all wait."""
 CHUNK_BYTES = 4096
+COPY_SECONDS = (0.0, 0.0, 0.3, 2.0)
+"""How long an agent copies, by the clock of a schedule."""
 
 
 def memory_of(node: int) -> str:
@@ -65,8 +67,8 @@ class Arenas:
 class World:
     """What the machines of the present schedule have. `begin` starts another one.
 
-    `ledger`: judges each change. `noise`: the shares of messages that something happens to, in the store of a job and on
-    the wire between agents.
+    `ledger`: judges each change. `noise`: the shares of messages that something happens to, in the store of a job and
+    on the wire between agents.
     """
 
     def __init__(self) -> None:
@@ -74,7 +76,9 @@ class World:
         self.ledger: Any = None
         self.outside = Process("network", -1)
 
-    def begin(self, chance: random.Random, folders: dict[str, Folders], ledger: Any, noise: tuple[float, float]) -> None:
+    def begin(
+        self, chance: random.Random, folders: dict[str, Folders], ledger: Any, noise: tuple[float, float]
+    ) -> None:
         self.scheduler, self.ledger, self.noise = Scheduler(self.crew, chance), ledger, noise
         self.files = {top: SharedFiles(self, ledger.changed, one) for top, one in folders.items()}
         self.locks: dict[str, tuple[Process, bytes]] = {}
@@ -94,10 +98,10 @@ class World:
 
     def memory(self, node: int, shared: bool = False) -> Disk:
         root = memory_of(node)
-        return Disk(self.at(root), root, shared=shared, place=f"memory://{root}")  # type: ignore[arg-type]
+        return Disk(self.at(root), root, shared=shared, place=f"memory://{root}")
 
     def home(self, shared: bool = False) -> Disk:
-        return Disk(self.at(HOME), HOME, shared=shared)  # type: ignore[arg-type]
+        return Disk(self.at(HOME), HOME, shared=shared)
 
     def kill(self, process: Process) -> None:
         if process.alive:
@@ -116,7 +120,6 @@ class World:
 
     def later(self, job: Callable[[], object]) -> None:
         """Let something happen at any later instant, whoever has died by then."""
-
 
         delay = self.scheduler.chance.choice(DELAYS_SECONDS)
 
@@ -224,9 +227,10 @@ class WireChannel:
         world = self._world
         process, service, security = world.wire.get(self._host, (world.outside, None, None))
         actor = world.scheduler.current
+        assert actor is not None
         if service is None or not process.alive or security != self._security:
             raise PeerDown(f"{self._host} cannot be reached")
-        caller = actor.process
+        caller, accepted = actor.process, world.ledger.asked(process.node, request)
         actor.process = process
         try:
             room = memoryview(b"")
@@ -234,6 +238,7 @@ class WireChannel:
                 room = service.buffer(None, request, len(bulk))
                 room[:] = bulk
             answer = service.handle(None, request, room)
+            accepted()
         finally:
             died = not process.alive and not world.scheduler.aborted
             actor.process = caller
@@ -291,6 +296,8 @@ class Access:
         world.wanted.discard(HOME)
         try:
             yield world.home()
+            if agent_order is not None:  # without it all agents would try again in the same instant, for ever
+                world.scheduler.wait(lambda: False, world.scheduler.chance.choice(COPY_SECONDS))
         finally:
             lock.close()
 
@@ -345,8 +352,10 @@ def start_agent(world: World, node: int, linger_seconds: float) -> Process:
 @contextlib.contextmanager
 def explored(world: World) -> Iterator[None]:
     """In the block, the modules of agents and of the commit run in the world."""
-    threads, clock, silent = Threads(world), Clock(world), SimpleNamespace(
-        warning=lambda text: None, info=lambda text: None, is_reported=lambda count: True
+    threads, clock, silent = (
+        Threads(world),
+        Clock(world),
+        SimpleNamespace(warning=lambda text: None, info=lambda text: None, is_reported=lambda count: True),
     )
     made: dict[Any, dict[str, Any]] = {
         rounds: {"threading": threads, "time": clock},

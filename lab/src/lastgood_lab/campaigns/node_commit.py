@@ -77,7 +77,9 @@ def explore(seeds: range, all_sealed: bool = False, until_found: bool = False) -
     return Explored(digests, problems, outcomes)
 
 
-def played(explorer: Explorer, seed: int, acts: range = range(SECOND_ACTS)) -> Iterator[tuple[str, int, list[str], str]]:
+def played(
+    explorer: Explorer, seed: int, acts: range = range(SECOND_ACTS)
+) -> Iterator[tuple[str, int, list[str], str]]:
     """The schedules that begin with one first act: name, digest, violations and outcome of each."""
     scene = explorer.first_act(seed)
     if scene.problems:

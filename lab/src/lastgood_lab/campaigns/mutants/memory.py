@@ -59,4 +59,10 @@ MUTANTS: tuple[Mutant, ...] = (
         ("copies take memory that is not there", "drill-needs-free-memory", Never()),
         ("a copy that is not the original counts as brought back", "drill-compares-digests", Remove()),
     ),
+    *table(
+        "commit on nodes",
+        ("node_commit",),
+        ("a generation is deleted before a newer one has its copies", "copied-generation-held", Remove()),
+        ("a save whose commit is unknown is deleted without a store", "doubt-survives-lost-store", Never()),
+    ),
 )
