@@ -200,7 +200,7 @@ class Job:
         with contextlib.suppress(LastgoodError):
             run.conclude(one, [])
         if parts is not None:
-            how = Copying(self.world.arenas(0, 0), INLINE)
+            how = Copying(self.world.arenas(0, 0), INLINE, agent=run.known.agent)
             with contextlib.suppress(LastgoodError):
                 complete(self.world.home(), [run.tier], run.survey.generations[one.id], how, parts)
         if future is not None and self.world.scheduler.chance.random() < 0.5:

@@ -80,11 +80,15 @@ class Ledger:
 
     def in_home(self, at: GenerationId) -> bool:
         there = self.world.files["home"].names_in(f"/home/run/{layout.folder(at)}")
-        return layout.COMMIT in there and all(self._whole(at, name, there) for name in self.files_of(at))
+        return (
+            at in self.commits
+            and layout.COMMIT in there
+            and all(self._whole(at, name, there) for name in self.files_of(at))
+        )
 
     def in_memory(self, at: GenerationId) -> bool:
         places = self.folders_of(at)
-        committed = any(layout.COMMIT in there for there in places.values())
+        committed = at in self.commits and any(layout.COMMIT in there for there in places.values())
         return committed and all(
             any(self._whole(at, manifest, there) and self._whole(at, blob, there) for there in places.values())
             for manifest, blob in self.parts_of(at)

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from lastgood.agent import drain, nodes, server
+from lastgood.agent import drain, nodes, server, works
 from lastgood.coordination import rounds
 from lastgood.engine.arena import Arena
 from lastgood.engine.inline_executor import Inline
 from lastgood.errors import LastgoodError, NotARun, PeerDown, RunLocked, TierDown, TimedOut
 from lastgood.ports import Store
-from lastgood.run import agent_link, known, node_copies, node_disks, part_copies, peers, rank_requests
+from lastgood.run import agent_link, agent_work, known, node_copies, node_disks, part_copies, peers, rank_requests
 from lastgood.run.access import AGENTS_MARK, LOCK, YIELD_SECONDS
 from lastgood.run.lower_place import PAUSES_SECONDS
 from lastgood.storage.directory import Disk
@@ -301,6 +301,10 @@ class Access:
         finally:
             lock.close()
 
+    @contextlib.contextmanager
+    def for_sharing(self, url: str, mode: str) -> Any:
+        yield self._world.home(shared=True)
+
     def is_wanted(self, root: str) -> bool:
         return root in self._world.wanted
 
@@ -357,6 +361,10 @@ def explored(world: World) -> Iterator[None]:
         Clock(world),
         SimpleNamespace(warning=lambda text: None, info=lambda text: None, is_reported=lambda count: True),
     )
+
+    def executor(count: int, name: str) -> ActorExecutor:
+        return ActorExecutor(world)
+
     made: dict[Any, dict[str, Any]] = {
         rounds: {"threading": threads, "time": clock},
         known: {"threading": threads},
@@ -368,14 +376,16 @@ def explored(world: World) -> Iterator[None]:
             "CHUNK_BYTES": CHUNK_BYTES,
         },
         nodes: {
-            "ThreadPoolExecutor": lambda count, name: ActorExecutor(world),
+            "ThreadPoolExecutor": executor,
             "Server": lambda address, me, security, service: WireServer(world, address, security, service),
         },
-        drain: {
+        drain: {"access": Access(world), "Arena": world.arenas, "ThreadPoolExecutor": _inline},
+        works: {
             "access": Access(world),
             "Arena": world.arenas,
-            "ThreadPoolExecutor": lambda count, name: contextlib.nullcontext(Inline()),
+            "ThreadPoolExecutor": lambda count, name: (_inline if "read" in name else executor)(count, name),
         },
+        agent_work: {"reporting": silent},
         part_copies: {"Arena": world.arenas},
         plain: {"Arena": world.arenas},
         agent_link: {
@@ -393,7 +403,7 @@ def explored(world: World) -> Iterator[None]:
             "signal": _Signals(),
             "socket": SimpleNamespace(socket=Socket, socketpair=lambda: socketpair(world)),
             "selectors": SimpleNamespace(DefaultSelector=lambda: Selector(world), EVENT_READ=1),
-            "ThreadPoolExecutor": lambda count, name: ActorExecutor(world),
+            "ThreadPoolExecutor": executor,
             "Lock": lambda path, mark=b"": FileLock(world, path, mark),
             "PosixFiles": lambda: SimpleNamespace(rename=lambda old, new: world.at(old).rename(old, new)),
             "MemoryFiles": lambda folder, spill: world.at(folder),
@@ -411,6 +421,10 @@ def explored(world: World) -> Iterator[None]:
     finally:
         for module, names in before.items():
             vars(module).update(names)
+
+
+def _inline(count: int, name: str) -> contextlib.nullcontext[Inline]:
+    return contextlib.nullcontext(Inline())
 
 
 def _connected(world: World, folder: str) -> Socket:

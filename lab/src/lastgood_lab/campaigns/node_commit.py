@@ -111,9 +111,9 @@ def without(guard: str, schedules: int = SEARCH) -> tuple[int, str]:
         paths = [str(copy), str(root / "lab/src"), *filter(None, sys.path)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if ended.returncode not in (0, 1):
-        return 0, f"it ended with {ended.returncode}: {ended.stderr.strip()[-300:]}"
     count, _, what = ended.stdout.strip().partition(" ")
+    if not count.isdigit():
+        return 0, f"the search ended with {ended.returncode}: {ended.stderr.strip()[-300:]}"
     return int(count), what
 
 
