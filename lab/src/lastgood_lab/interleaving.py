@@ -13,6 +13,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+CHANGED_PRIORITIES = 0.03
+"""The share of choices before which an actor gets another priority."""
 POINTS_LIMIT = 40_000
 """A schedule with more points is one that does not end."""
 
@@ -36,6 +38,7 @@ class Actor:
         self.ready: Callable[[], Any] | None = None
         self.until: float | None = None
         self.carrier: _Carrier | None = None
+        self.priority = 0.0
         self.done = False
 
 
@@ -95,12 +98,15 @@ class Scheduler:
         self.actors = list[Actor]()
         self._crew, self._numbers = crew, 0
         self._density = chance.choice((0.5, 0.25, 0.1, 0.04, 0.015))
+        self._has_priorities = chance.random() < 0.5
+        """whether the one of the highest priority goes on, so that others are held up for long; else any of them"""
         self._next_switch = 0
         self._ended = threading.Lock()
         self._ended.acquire()
 
     def spawn(self, process: Process, body: Callable[[], object]) -> Actor:
         actor = Actor(self._numbers, process, body)
+        actor.priority = self.chance.random()
         self._numbers += 1
         self.actors.append(actor)
         return actor
@@ -199,12 +205,19 @@ class Scheduler:
                 or self._asked(one.ready)
             ]
             if able:
-                return able[0] if len(able) == 1 or self.aborted else self.chance.choice(able)
+                return able[0] if len(able) == 1 or self.aborted else self._chosen(able)
             times = [one.until for one in self.actors if one.until is not None and one.ready is not None]
             if not times or self.over(min(times)):
                 self.aborted = True
             else:
                 self.now = min(times)
+
+    def _chosen(self, able: list[Actor]) -> Actor:
+        if not self._has_priorities:
+            return self.chance.choice(able)
+        if self.chance.random() < CHANGED_PRIORITIES:
+            self.chance.choice(able).priority = self.chance.random()
+        return max(able, key=lambda one: one.priority)
 
     def _carry(self, actor: Actor) -> None:
         try:

@@ -2,8 +2,8 @@
 
 a COMMIT              has the bytes of every other COMMIT of its generation; every rank has sealed its files
 a COMMIT in the home  has every file beside it, with the bytes that its rank has sealed
-a file of a rank      never changes, and never goes, while its COMMIT and its manifest are beside it
-an agent              removes no COMMIT
+a file of a rank      never changes while COMMIT and its manifest are beside it, and goes after all COMMITs
+an agent              removes no COMMIT, and accepts no file of a generation without one
 a removal             leaves the newest generation that can be restored, or a newer one
 a death               leaves it too, if its copies were reported, and no more nodes died than these survive
 """
@@ -132,6 +132,10 @@ class Ledger:
             self._wrong(f"{call} of {path}, which is committed and finished")
         if call != "remove":
             return None
+        if file[0] == "r" and manifest in beside and root != "/home/run":
+            for node, there in self.folders_of(at).items():
+                if layout.COMMIT in there:
+                    self._wrong(f"{path} was removed while node {node} has its COMMIT")
         if file == layout.COMMIT and self.world.me().name.startswith("agent"):
             self._wrong(f"{path} was removed by {self.world.me().name}")
         if file == layout.COMMIT or file[0] == "r":

@@ -8,26 +8,20 @@ the operating system in the modules of lastgood.
 from __future__ import annotations
 
 import contextlib
-import os
 import random
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
-from lastgood.agent import drain, nodes, server, works
-from lastgood.coordination import rounds
+from lastgood.agent import server
 from lastgood.engine.arena import Arena
-from lastgood.engine.inline_executor import Inline
 from lastgood.errors import LastgoodError, NotARun, PeerDown, RunLocked, TierDown, TimedOut
 from lastgood.ports import Store
-from lastgood.run import agent_link, agent_work, known, node_copies, node_disks, part_copies, peers, rank_requests
 from lastgood.run.access import AGENTS_MARK, LOCK, YIELD_SECONDS
 from lastgood.run.lower_place import PAUSES_SECONDS
 from lastgood.storage.directory import Disk
 
-from . import plain
-from .interleaving import ActorExecutor, Clock, Crew, Process, Scheduler, Threads
-from .node_sockets import Listener, Poll, Selector, Socket, socketpair
+from .interleaving import Crew, Process, Scheduler
+from .node_sockets import Listener
 from .shared_files import Folders, SharedFiles
 
 HOME = "/home/run"
@@ -36,6 +30,8 @@ LISTEN_PORT = 7000
 DELAYS_SECONDS = (0.0, 0.0, PAUSES_SECONDS[0], PAUSES_SECONDS[0], PAUSES_SECONDS[1] + PAUSES_SECONDS[0])
 """How late a message may be: as late as the next attempt of who has sent it, for the clock moves only when all wait."""
 CHUNK_BYTES = 4096
+BURST_POINTS = 400
+"""Bursts of disturbed messages begin before this point of a schedule, and last a quarter of it."""
 COPY_SECONDS = (0.0, 0.0, 0.3, 2.0)
 """How long an agent copies, by the clock of a schedule."""
 
@@ -86,6 +82,9 @@ class World:
         self.listeners: dict[str, Listener] = {}
         self.wire: dict[str, tuple[Process, Any, Any]] = {}
         self.stores: dict[str, dict[str, bytes]] = {}
+        start = chance.randrange(BURST_POINTS)
+        self._burst = range(start, start + BURST_POINTS // 4) if chance.random() < 0.5 else None
+        """while a burst lasts, half of the messages are disturbed, and no others"""
         self.arenas.begin()
 
     def at(self, path: str) -> SharedFiles:
@@ -112,6 +111,8 @@ class World:
     def fate(self, on_wire: bool) -> str:
         """What happens to the next message: mostly nothing, ""."""
         chance, share = self.scheduler.chance, self.noise[on_wire]
+        if share and self._burst is not None:
+            share = 0.5 if self.scheduler.count in self._burst else 0.0
         if not share or chance.random() >= share:
             return ""
         fate = chance.choice(("lost", "unanswered", "late", "twice"))
@@ -314,32 +315,6 @@ def _is_free(world: World, path: str) -> bool:
     return held is None or not held[0].alive
 
 
-# ---- in the place of the operating system ------------------------------------------------------------------------
-
-
-class _Os:
-    """The module `os` without what outlives a schedule."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(os, name)
-
-    @staticmethod
-    def register_at_fork(**_: object) -> None:
-        """An explored process is no process that forks."""
-
-
-class _Signals:
-    SIGTERM, SIGINT = 15, 2
-
-    @staticmethod
-    def signal(number: int, handler: object) -> None:
-        """No signals come."""
-
-    @staticmethod
-    def set_wakeup_fd(fd: int, warn_on_full_buffer: bool = True) -> int:
-        return -1
-
-
 def start_agent(world: World, node: int, linger_seconds: float) -> Process:
     """Start the agent of a node, as agent/__main__.py does."""
     process = Process(f"agent {node}", node)
@@ -351,94 +326,3 @@ def start_agent(world: World, node: int, linger_seconds: float) -> Process:
 
     world.scheduler.spawn(process, body)
     return process
-
-
-@contextlib.contextmanager
-def explored(world: World) -> Iterator[None]:
-    """In the block, the modules of agents and of the commit run in the world."""
-    threads, clock, silent = (
-        Threads(world),
-        Clock(world),
-        SimpleNamespace(warning=lambda text: None, info=lambda text: None, is_reported=lambda count: True),
-    )
-
-    def executor(count: int, name: str) -> ActorExecutor:
-        return ActorExecutor(world)
-
-    made: dict[Any, dict[str, Any]] = {
-        rounds: {"threading": threads, "time": clock},
-        known: {"threading": threads},
-        node_disks: {"threading": threads},
-        node_copies: {"threading": threads, "time": clock},
-        rank_requests: {"threading": threads, "time": clock},
-        peers: {
-            "Channel": lambda address, node, me, security: WireChannel(world, address, security),
-            "CHUNK_BYTES": CHUNK_BYTES,
-        },
-        nodes: {
-            "ThreadPoolExecutor": executor,
-            "Server": lambda address, me, security, service: WireServer(world, address, security, service),
-        },
-        drain: {"access": Access(world), "Arena": world.arenas, "ThreadPoolExecutor": _inline},
-        works: {
-            "access": Access(world),
-            "Arena": world.arenas,
-            "ThreadPoolExecutor": lambda count, name: (_inline if "read" in name else executor)(count, name),
-        },
-        agent_work: {"reporting": silent},
-        part_copies: {"Arena": world.arenas},
-        plain: {"Arena": world.arenas},
-        agent_link: {
-            "os": _Os(),
-            "time": clock,
-            "reporting": silent,
-            "select": SimpleNamespace(poll=lambda: Poll(world), POLLIN=1),
-            "connected": lambda folder: _connected(world, folder),
-            "kill": lambda connection: world.kill(connection.peer.process),
-            "_started": lambda folder: _started(world, folder),
-        },
-        server: {
-            "time": clock,
-            "reporting": silent,
-            "signal": _Signals(),
-            "socket": SimpleNamespace(socket=Socket, socketpair=lambda: socketpair(world)),
-            "selectors": SimpleNamespace(DefaultSelector=lambda: Selector(world), EVENT_READ=1),
-            "ThreadPoolExecutor": executor,
-            "Lock": lambda path, mark=b"": FileLock(world, path, mark),
-            "PosixFiles": lambda: SimpleNamespace(rename=lambda old, new: world.at(old).rename(old, new)),
-            "MemoryFiles": lambda folder, spill: world.at(folder),
-            "shutil": SimpleNamespace(rmtree=lambda path, ignore_errors: world.at(path).remove_tree(path)),
-            "read_spec": lambda folder: world.ledger.spec if folder in world.at(folder).folders else None,
-            "user_of": lambda connection: os.geteuid(),
-            "listening": lambda folder: world.listeners.setdefault(folder, Listener(world)).renewed(),
-        },
-    }
-    before = {module: {name: getattr(module, name, None) for name in names} for module, names in made.items()}
-    for module, names in made.items():
-        vars(module).update(names)
-    try:
-        yield
-    finally:
-        for module, names in before.items():
-            vars(module).update(names)
-
-
-def _inline(count: int, name: str) -> contextlib.nullcontext[Inline]:
-    return contextlib.nullcontext(Inline())
-
-
-def _connected(world: World, folder: str) -> Socket:
-    world.scheduler.point()
-    listener = world.listeners.get(folder)
-    if listener is None or not listener.listens():
-        raise ConnectionRefusedError(folder)
-    return listener.connect()
-
-
-def _started(world: World, folder: str) -> str:
-    process = start_agent(world, int(folder[2 : folder.index("/", 2)]), world.ledger.linger_seconds)
-    process.name += "'"
-    world.ledger.agents.append(process)
-    listener = world.listeners.setdefault(folder, Listener(world))
-    world.scheduler.wait(lambda: listener.listens() or not process.alive, 60.0)
-    return ""

@@ -37,8 +37,9 @@ from typing import NamedTuple
 from lastgood_lab.campaigns.checkout import checkout
 from lastgood_lab.campaigns.reports import report
 from lastgood_lab.campaigns.trials import progress
+from lastgood_lab.node_explored import explored
 from lastgood_lab.node_schedules import Explorer
-from lastgood_lab.node_world import World, explored
+from lastgood_lab.node_world import World
 
 SECOND_ACTS = 6
 """Second acts of each first one."""

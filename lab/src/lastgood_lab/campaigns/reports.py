@@ -22,6 +22,7 @@ PROVED = {
     "kills": ("",),
     "memory_kills": ("",),
     "mutation": ("",),
+    "node_commit": (*TORCH_FREE, "agent"),
     "optimizers": ("loop", "snapshot", "state", "run", "engine", "format"),
     "places_damage": ("",),
     "ranks": ("",),
