@@ -20,9 +20,9 @@ from lastgood_lab.plain import save
 
 
 def test_no_schedule_of_a_slice_breaks_a_rule() -> None:
-    found = explore(range(60))
+    found = explore(range(36))
     assert not found.problems
-    assert len(set(found.digests)) > 250, "most schedules differ"
+    assert len(set(found.digests)) > 200, "most schedules differ"
     assert len(found.outcomes) > 1, "some nodes are lost with what was saved, most are not"
 
 

@@ -41,8 +41,8 @@ from lastgood_lab.node_explored import explored
 from lastgood_lab.node_schedules import Explorer
 from lastgood_lab.node_world import World
 
-SECOND_ACTS = 6
-"""Second acts of each first one."""
+SECOND_ACTS = 10
+"""Second acts of each first one; fewer where two of them were as others before: there was little left to do."""
 FIRST_ACTS = 100
 """First acts of one job of a process."""
 SEARCH = 30_000
@@ -103,8 +103,13 @@ def played(
     if scene.problems:
         yield f"{seed} ({'; '.join(scene.story)})", scene.digest, scene.problems, "violation"
         return
+    seen, repeated = set[int](), 0
     for act in acts:
         found = explorer.second_act(scene, seed * 1000 + act)
+        repeated += found.digest in seen
+        if repeated == 2:
+            return
+        seen.add(found.digest)
         yield f"{seed}/{act} ({found.story})", found.digest, found.problems, found.outcome
 
 
