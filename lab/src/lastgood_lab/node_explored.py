@@ -50,7 +50,7 @@ class _Signals:
 def explored(world: World) -> Iterator[None]:
     """In the block, the modules of agents and of the commit run in the world."""
     made = {**_of_a_run(world), **_of_agents(world), **_of_sockets(world)}
-    before = {module: {name: getattr(module, name, None) for name in names} for module, names in made.items()}
+    before = {module: {name: vars(module)[name] for name in names} for module, names in made.items()}
     for module, names in made.items():
         vars(module).update(names)
     try:
@@ -106,7 +106,7 @@ def _of_sockets(world: World) -> Names:
             "select": SimpleNamespace(poll=lambda: Poll(world), POLLIN=1),
             "connected": lambda folder: _connected(world, folder),
             "kill": lambda connection: world.kill(connection.peer.process),
-            "_started": lambda folder: _started(world, folder),
+            "started": lambda folder: _started(world, folder),
         },
         server: {
             "time": clock,
