@@ -181,6 +181,7 @@ class Job:
         group.topic("opened").agree(None, lambda _: run.shared_survey())
         one, _ = restored([run, below])
         self.restored = one.id if one else None
+        self.world.ledger.hold_restored(self.restored)
         group.topic("restored").agree(None, lambda _: None)
         self.world.ledger.orders[self.name * 8] = 1 + max(self.world.ledger.orders.values())
         run.begin(self.restored)

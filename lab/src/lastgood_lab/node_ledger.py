@@ -206,6 +206,12 @@ class Ledger:
         if not self.died and (best is None or self.rank_of(best) < self.rank_of(at)):
             self._wrong(f"{at} was reported as committed, and cannot be restored")
 
+    def hold_restored(self, found: GenerationId | None) -> None:
+        """A job that opens the run continues this generation."""
+        best = self.best()
+        if best is not None and (found is None or self.rank_of(found) < self.rank_of(best)):
+            self._wrong(f"{best} can be restored, and a job continues {found}")
+
     def report_copies(self, at: GenerationId) -> None:
         """The copies of a generation were reported as made."""
         self.copied[at] = self.died
