@@ -69,7 +69,7 @@ def _of_a_run(world: World) -> Names:
         node_copies: {"threading": threads, "time": clock},
         rank_requests: {"threading": threads, "time": clock},
         peers: {
-            "Channel": lambda address, node, me, security: WireChannel(world, address, security),
+            "Channel": lambda address, node, me, security, **_: WireChannel(world, address, security),
             "CHUNK_BYTES": CHUNK_BYTES,
         },
         part_copies: {"Arena": world.arenas},
@@ -84,7 +84,7 @@ def _of_agents(world: World) -> Names:
     return {
         nodes: {
             "ThreadPoolExecutor": executor,
-            "Server": lambda address, me, security, service: WireServer(world, address, security, service),
+            "Server": lambda address, me, security, service, **_: WireServer(world, address, security, service),
         },
         drain: {"access": Access(world), "Arena": world.arenas, "ThreadPoolExecutor": _inline},
         works: {
