@@ -122,6 +122,24 @@ def test_a_copy_that_was_interrupted_is_begun_anew(tmp_path: Path, generation: G
     assert files_of(tmp_path / "b") == files_of(tmp_path / "a")
 
 
+def test_a_copy_that_is_being_received_is_no_file_yet(tmp_path: Path, generation: Generation) -> None:
+    """A good save was marked as damaged: its verification read the file of another rank on the node of rank 0, where
+    it was just being received, and had the length of its reserved space."""
+    folder = layout.folder(generation.id)
+    name = f"{folder}/r00000.safetensors"
+    commit_on(tmp_path / "b", generation)
+    with served(tmp_path / "b") as node:
+        call(node, FileCall(call="create", name=name, length=6))
+        call(node, FileCall(call="write", name=name, length=3), b"abc")
+        here = disk(tmp_path / "b")
+        assert "r00000.safetensors" not in here.list(folder)
+        with pytest.raises(errors.MissingBlob):
+            here.read_into(Extent(blob=name, offset=0, length=3), memoryview(bytearray(3)))
+        call(node, FileCall(call="write", name=name, offset=3, length=3), b"def")
+        call(node, FileCall(call="finish", name=name))
+        assert here.list(folder)["r00000.safetensors"] == 6
+
+
 def test_a_file_that_was_not_finished_leaves_nothing(tmp_path: Path, generation: Generation) -> None:
     name = f"{layout.folder(generation.id)}/r00000.safetensors"
     commit_on(tmp_path / "b", generation)

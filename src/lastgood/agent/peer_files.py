@@ -2,8 +2,9 @@
 
 Invariants
   1. Only files of ranks, in folders of generations, are written, and no finished file is changed or deleted.
-  2. A file counts only with its manifest, which comes after it.
-  3. Nothing is written to a generation whose COMMIT this node does not have: it may have been deleted meanwhile.
+  2. A file has its name once all bytes are there: who reads while it is being received reads from another node.
+  3. A file counts only with its manifest, which comes after it.
+  4. Nothing is written to a generation whose COMMIT this node does not have: it may have been deleted meanwhile.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ..errors import Refused
+from ..errors import NameTaken, Refused
 from ..format import layout
 from ..limits import SLOT_LIMIT_BYTES, WIRE_BULK_LIMIT_BYTES
 from ..ports import Upload
@@ -22,6 +23,9 @@ from ..records import Extent
 from ..run.peers import RANK_FILE, FileCall
 from ..storage.directory import Disk
 from ..wire.port import Answer, Peer
+
+RECEIVING = ".copy.tmp"
+"""After the name of a file that is being received."""
 
 
 @dataclass
@@ -73,20 +77,22 @@ class PeerFiles:
             raise Refused(f"{folder} was deleted on this node, or never committed", safe="Nothing was written.")
         if call.call == "create":
             self._drop(call.name)
-            _remove_unfinished(disk, call.name)
-            received = _Receiving(call.sending, disk.create(call.name, call.length), call.length)
+            _require_unfinished(disk, call.name)
+            disk.delete(call.name + RECEIVING)  # of an agent that was killed
+            # guard: copy-named-when-complete
+            received = _Receiving(call.sending, disk.create(call.name + RECEIVING, call.length), call.length)
             with self._lock:
                 self._files[call.name] = received
         elif call.call == "put":
             disk.put_new(call.name, bytes(bulk))
         else:
-            self._go_on(call, bulk)
+            self._go_on(disk, call, bulk)
         return Answer()
 
     def abandon(self, peer: Peer, request: bytes) -> None:
         """As `wire.port.Service.abandon`: the sender begins the file anew."""
 
-    def _go_on(self, call: FileCall, bulk: memoryview) -> None:
+    def _go_on(self, disk: Disk, call: FileCall, bulk: memoryview) -> None:
         with self._lock:
             one = self._files.get(call.name)
             if one is None or one.sending != call.sending:  # guard: sendings-do-not-mix
@@ -97,6 +103,7 @@ class PeerFiles:
                 del self._files[call.name]
         if call.call == "finish":
             one.upload.finish()
+            disk.replace(call.name, call.name + RECEIVING)
             return
         one.upload.write_at(bulk, call.offset)
         with self._lock:
@@ -118,12 +125,11 @@ class PeerFiles:
             self._drop(name)
 
 
-def _remove_unfinished(disk: Disk, name: str) -> None:
-    """Remove what an earlier attempt has left: a file without its manifest."""
+def _require_unfinished(disk: Disk, name: str) -> None:
+    """Raise NameTaken for a file that has its manifest. One without it is what an earlier attempt has left."""
     folder, _, file = name.rpartition("/")
-    there, manifest = disk.list(folder), f"{file.partition('.')[0]}.manifest.json"
-    if file in there and manifest not in there:  # guard: finished-copy-not-replaced
-        disk.delete(name)
+    if f"{file.partition('.')[0]}.manifest.json" in disk.list(folder):  # guard: finished-copy-not-replaced
+        raise NameTaken(f"{name} is complete on this node", safe="It is untouched.")
 
 
 def _decoded(request: bytes) -> FileCall:

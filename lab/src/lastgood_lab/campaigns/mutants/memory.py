@@ -45,7 +45,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "peers",
         ("peers", "ranks_memory"),
         ("copies come into a deleted generation", "deleted-generation-gets-no-copies", Never()),
-        ("finished files are replaced", "finished-copy-not-replaced", Swap("manifest not in", "True or")),
+        ("finished files are replaced", "finished-copy-not-replaced", Never()),
+        (
+            "readers see a file that is being received",
+            "copy-named-when-complete",
+            Swap("call.name + RECEIVING", "call.name"),
+        ),
         ("two sendings of a file mix", "sendings-do-not-mix", Swap(" or one.sending != call.sending", "")),
         ("a label that comes during a copy is lost", "label-during-copy-copied-again", Never()),
         ("the first place that has its copy gives it free", "held-until-all-have-it", Always()),
