@@ -23,6 +23,7 @@ PROVED = {
     "memory_kills": ("",),
     "mutation": ("",),
     "node_commit": (*TORCH_FREE, "agent"),
+    "nodes": ("",),
     "optimizers": ("loop", "snapshot", "state", "run", "engine", "format"),
     "places_damage": ("",),
     "ranks": ("",),

@@ -1,0 +1,437 @@
+"""Nodes that are lost: network namespaces of this machine, four nodes of two ranks each, and one node in reserve.
+
+A trial trains for a few saves in memory with copies on other nodes, makes a fault, kills what is left of the job, and
+starts it again. The faults: a node is killed whole (its processes, its agent, its memory), two at once, or a rack of
+two; a node is cut off for a moment; a killed node is replaced by an empty one; a node is cut off, replaced, and comes
+back later with what it had. The job must restore the newest save of which `save.durable("node")` was true, or a newer
+one, bit for bit, and its next save must get its copies. What the nodes send each other until then is measured at their
+interfaces, and compared with what had to be sent. Writes lab/reports/nodes.*
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lastgood.run import memory_place
+from lastgood_lab import namespaces
+from lastgood_lab.campaigns.node_jobs import RankJob, run, serve_stores
+from lastgood_lab.campaigns.reports import report
+from lastgood_lab.campaigns.trials import progress
+from lastgood_lab.worlds import CONTEXT
+
+NODES, RANKS_OF_A_NODE = 4, 2
+RANKS = NODES * RANKS_OF_A_NODE
+ANSWER_SECONDS = 120.0
+TRIALS_OF_A_RUN = 10
+OVERHEAD, OVERHEAD_BYTES = 1.05, 400_000
+"""What nodes may send each other beyond the bytes of files: headers of packets, calls, manifests of all ranks."""
+
+
+class Mode(NamedTuple):
+    """How the copies of a run are made. `losses`: how many nodes may be lost at once."""
+
+    name: str
+    copies: int
+    spread: str | None
+    losses: int
+
+
+MODES = {
+    "copies=2": Mode("copies=2", 2, None, 1),
+    "copies=3": Mode("copies=3", 3, None, 2),
+    "rack": Mode('copies=2, spread="rack"', 2, "rack", 1),
+}
+FAULTS = {
+    "one node killed": "copies=2",
+    "two nodes killed at once": "copies=3",
+    "a rack of two killed": "rack",
+    "a node cut off for a moment": "copies=2",
+    "a killed node replaced by an empty one": "copies=2",
+    "a node cut off, replaced, and back later": "copies=2",
+}
+
+
+class Failed(Exception):
+    """A rank did not do what it must."""
+
+
+@dataclass
+class Job:
+    """The ranks of one start. `members`: the node of each slot; a slot has a name of its rack."""
+
+    members: list[int]
+    pipes: list[Connection] = field(default_factory=list)
+    processes: list[Any] = field(default_factory=list)
+
+    def ask(self, ranks: Sequence[int], *command: Any) -> list[Any]:
+        """The answers of these ranks to a command; all are asked first."""
+        for rank in ranks:
+            self.pipes[rank].send(command)
+        return [self.answer(rank) for rank in ranks]
+
+    def answer(self, rank: int) -> Any:
+        if not self.pipes[rank].poll(ANSWER_SECONDS):
+            raise Failed(f"rank {rank} has not answered within {ANSWER_SECONDS:.0f} s")
+        try:
+            return self.pipes[rank].recv()
+        except EOFError:
+            raise Failed(f"rank {rank} has ended") from None
+
+    def save(self, step: int, ranks: Sequence[int] = range(RANKS)) -> None:
+        """Save a step on all ranks. Raises Failed unless it is committed."""
+        self.require(self.ask(ranks, "save", step))
+
+    def require(self, answers: Sequence[str]) -> None:
+        if problems := sorted({one for one in answers if one}):
+            raise Failed("; ".join(problems))
+
+    def kill(self) -> None:
+        for one in self.processes:
+            one.kill()
+        for one in self.processes:
+            one.join()
+        for pipe in self.pipes:
+            pipe.close()
+
+
+@dataclass
+class Outcome:
+    """What one trial found. `lost`: bytes that the lost nodes had of the restored save. `due`: the most that had to be
+    sent, by what lay in memory before the start. `sent`: by the interfaces."""
+
+    fault: str
+    problems: list[str]
+    lost: int = 0
+    due: int = 0
+    sent: int = 0
+    restored: str = ""
+    fetched: int = 0
+
+
+class Run:
+    """One run on its nodes, through many trials."""
+
+    def __init__(self, network: namespaces.Network, folder: Path, memory: Path, mode: Mode, seed: int) -> None:
+        self._stores, theirs = CONTEXT.Pipe()
+        hub = network.name(network.hub), network.address(network.hub)
+        self._store_host = CONTEXT.Process(target=serve_stores, args=(*hub, theirs))
+        self._store_host.start()
+        theirs.close()
+        self._network, self._home, self._memory, self._mode = network, folder / f"run{seed}", memory, mode
+        self._chance = random.Random(seed)
+        self._spare, self._life = NODES, 0
+        self._placed = self._committed = 0
+        """the newest step of which the copies were made, and the newest that was committed"""
+        self._attempted = 0
+        self._lost = dict[str, int]()
+        """generation -> bytes that the nodes that were lost last had of it"""
+        self.job = Job([*range(NODES)])
+
+    # ---- a start -------------------------------------------------------------------------------------------
+
+    def start(self, outcome: Outcome) -> None:
+        """Start the job on its members, and check what it restores and what is sent until its copies are whole."""
+        self._life += 1
+        members, network = self.job.members, self._network
+        before, sent = self._held(), network.sent_between_nodes()
+        self._stores.send("new")
+        store_port, address = int(self._stores.recv()), network.address(network.hub)
+        self.job = job = Job(members)
+        for rank in range(RANKS):
+            slot = rank // RANKS_OF_A_NODE
+            node = members[slot]
+            environment = {**self._environment(node), "LASTGOOD_RACK": f"rack{slot // 2}"}
+            mine = RankJob(
+                rank=rank,
+                size=RANKS,
+                namespace=network.name(node),
+                environment=environment,
+                store=(address, store_port),
+                home=str(self._home),
+                log=f"{self._home}.log",
+                life=self._life,
+                copies=self._mode.copies,
+                spread=self._mode.spread,
+            )
+            ours, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=run, args=(mine, theirs))
+            process.start()
+            theirs.close()
+            job.pipes.append(ours)
+            job.processes.append(process)
+        found = [job.answer(rank) for rank in range(RANKS)]
+        job.require(job.ask([0], "settled"))
+        outcome.sent = network.sent_between_nodes() - sent
+        self._judge(found, before, outcome)
+
+    def _judge(self, found: list[dict[str, Any]], before: list[dict[str, dict[int, int]]], outcome: Outcome) -> None:
+        steps = {one["step"] for one in found}
+        step = max(steps)
+        if len(steps) > 1:
+            outcome.problems.append(f"ranks restored different steps: {sorted(steps)}")
+        if not self._placed <= step <= self._attempted:
+            last = f"the newest with copies was {self._placed}, the newest committed {self._committed}"
+            outcome.problems.append(f"restored step {step}; {last}, the newest attempted {self._attempted}")
+        if not all(one["equal"] for one in found):
+            outcome.problems.append(f"step {step} was restored with other bytes")
+        outcome.restored = "the newest with copies" if step == self._placed else "a newer one"
+        outcome.fetched = sum(one["sources"].get("other nodes", 0) for one in found)
+        if any(str(self._home) == place for one in found for place in one["sources"]) and step >= self._placed > 0:
+            outcome.restored += ", from the directory"
+        self._committed = self._attempted = step
+        folder = next((name for held in before for name in held if name.startswith(f"{step:012d}-")), "")
+        outcome.lost = self._lost.get(folder, 0)
+        outcome.due = self._due([held.get(folder, {}) for held in before])
+        if outcome.sent > OVERHEAD * outcome.due + OVERHEAD_BYTES:
+            outcome.problems.append(f"{outcome.sent:,} bytes between nodes, {outcome.due:,} had to be sent")
+
+    def _due(self, held: list[dict[int, int]]) -> int:
+        """The bytes that must be sent: what ranks want and their node lacks, and the copies that are missing.
+
+        `held`: for each slot, rank -> bytes of its files that the node of the slot has.
+        """
+        sizes = {rank: size for one in held for rank, size in one.items()}
+        fetched = sum(size for rank, size in sizes.items() if rank not in held[rank // RANKS_OF_A_NODE])
+        missing = {rank: self._mode.copies - sum(rank in one for one in held) for rank in sizes}
+        return fetched + sum(max(0, missing[rank]) * size for rank, size in sizes.items())
+
+    def _held(self) -> list[dict[str, dict[int, int]]]:
+        """For each slot, what its node has in memory."""
+        return [self._held_by(node) for node in self.job.members]
+
+    def _held_by(self, node: int) -> dict[str, dict[int, int]]:
+        """Folder of a generation -> rank -> bytes of its tensors in the memory of a node, if its manifest is there."""
+        held: dict[str, dict[int, int]] = {}
+        for manifest in (self._folder(node) / "gen").glob("*/r*.manifest.json"):
+            rank = manifest.name.partition(".")[0]
+            size = sum(one.stat().st_size for one in manifest.parent.glob(f"{rank}*.safetensors"))
+            held.setdefault(manifest.parent.name, {})[int(rank[1:])] = size
+        return held
+
+    def _environment(self, node: int) -> dict[str, str]:
+        memory = str(self._memory / f"node{node}")
+        return {
+            "LASTGOOD_NODE": f"node{node}",
+            memory_place.VARIABLE: memory,
+            "MASTER_ADDR": self._network.address(self._network.hub),
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def _folder(self, node: int) -> Path:
+        return Path(memory_place.folder_of(self._home, self._environment(node)))
+
+    # ---- a trial -------------------------------------------------------------------------------------------
+
+    def trial(self, fault: str) -> Outcome:
+        """Train, make the fault, start again, and train on."""
+        outcome = Outcome(fault, [])
+        try:
+            self._train()
+            self._make(fault)
+            self.start(outcome)
+            self._save(placed=True)
+        except Failed as error:
+            outcome.problems.append(f"{error}\n{self._reported()}")
+        return outcome
+
+    def _reported(self) -> str:
+        """The last lines that ranks have reported."""
+        with contextlib.suppress(OSError):
+            lines = Path(f"{self._home}.log").read_text(errors="replace").splitlines()
+            return "\n".join([one for one in lines if "frame #" not in one][-12:])
+        return ""
+
+    def _train(self) -> None:
+        """A few saves. After the last one, the fault comes at once, a moment later, or when its copies are made."""
+        for _ in range(self._chance.randrange(1, 4)):
+            self._save(placed=self._chance.random() < 0.5)
+        if self._chance.random() < 0.7:
+            self._save(placed=True)
+        else:
+            time.sleep(self._chance.uniform(0.0, 0.1))
+
+    def _save(self, placed: bool) -> None:
+        self._attempted += 1
+        self.job.save(self._attempted)
+        self._committed = self._attempted
+        if placed:
+            self.job.require(self.job.ask([0], "placed"))
+            self._placed = self._committed
+
+    def _make(self, fault: str) -> None:
+        """Make the fault, and kill what is left of the job."""
+        members, chance, self._lost = self.job.members, self._chance, {}
+        if fault == "a node cut off for a moment":
+            self._cut_off(chance.choice(members))
+            self.job.kill()
+            return
+        if fault == "a node cut off, replaced, and back later":
+            slot = chance.randrange(NODES)
+            self._network.cut(members[slot])
+            self._note_lost(members[slot])
+            self.job.kill()
+            members[slot], self._spare = self._spare, members[slot]
+            self._network.mend(self._spare)
+            return
+        first = chance.choice([0, 2]) if fault == "a rack of two killed" else chance.randrange(NODES)
+        slots = [first]
+        if fault == "a rack of two killed":
+            slots = [first, first + 1]
+        elif fault == "two nodes killed at once":
+            slots = chance.sample(range(NODES), 2)
+        silent = chance.random() < 0.5
+        if silent:  # as when the power fails: connections fall silent, nothing is reset
+            for slot in slots:
+                self._network.cut(members[slot])
+        for slot in slots:
+            self._lose(members[slot])
+        self.job.kill()
+        for slot in slots:
+            if silent:
+                self._network.mend(members[slot])
+        if fault == "a killed node replaced by an empty one":
+            lost = dict(self._lost)
+            self._lose(self._spare)
+            self._lost = lost  # what the node in reserve had of earlier times was of no use
+            members[first], self._spare = self._spare, members[first]
+
+    def _lose(self, node: int) -> None:
+        """Kill all processes of a node, and remove its memory."""
+        self._network.kill(node)
+        self._note_lost(node)
+        shutil.rmtree(self._memory / f"node{node}", ignore_errors=True)
+
+    def _note_lost(self, node: int) -> None:
+        for folder, parts in self._held_by(node).items():
+            self._lost[folder] = self._lost.get(folder, 0) + sum(parts.values())
+
+    def _cut_off(self, node: int) -> None:
+        """Cut a node off while a save is made, and bring it back: the save must end well, and so must its copies."""
+        self._attempted += 1
+        for pipe in self.job.pipes:
+            pipe.send(("save", self._attempted))
+        time.sleep(self._chance.uniform(0.0, 0.1))
+        self._network.cut(node)
+        time.sleep(self._chance.uniform(0.05, 1.0))
+        self._network.mend(node)
+        self.job.require([self.job.answer(rank) for rank in range(RANKS)])
+        self._committed = self._attempted
+        if self._chance.random() < 0.5:
+            self.job.require(self.job.ask([0], "placed"))
+            self._placed = self._committed
+
+    def end(self) -> None:
+        self.job.kill()
+        self._store_host.kill()
+        self._store_host.join()
+        self._stores.close()
+        for node in range(NODES + 1):
+            self._network.kill(node)
+            shutil.rmtree(self._memory / f"node{node}", ignore_errors=True)
+        shutil.rmtree(self._home, ignore_errors=True)
+        Path(f"{self._home}.log").unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def opened(network: namespaces.Network, folder: Path, memory: Path, mode: Mode, seed: int) -> Iterator[Run]:
+    """A run that is started for the first time, and ended with the block."""
+    found = Run(network, folder, memory, mode, seed)
+    try:
+        found.start(Outcome("", []))
+        yield found
+    finally:
+        found.end()
+
+
+def series(network: namespaces.Network, folder: Path, memory: Path, mode: str, seed: int, trials: int) -> list[Outcome]:
+    """Trials on one run, until one finds a violation."""
+    faults, outcomes = [fault for fault, of in FAULTS.items() if of == mode], list[Outcome]()
+    with opened(network, folder, memory, MODES[mode], seed) as run:
+        for number in range(trials):
+            outcomes.append(run.trial(faults[(seed + number) % len(faults)]))
+            if outcomes[-1].problems:
+                break
+    return outcomes
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """One row for each fault. The bytes are means over the trials without a violation."""
+    names = ["fault", "copies", "trials", "violations", "restored", "KB lost", "KB due", "KB sent", "sent / lost"]
+    lines = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
+    for fault, mode in FAULTS.items():
+        of = [one for one in outcomes if one.fault == fault]
+        good = [one for one in of if not one.problems]
+        if not of:
+            continue
+        restored = ", ".join(f"{name} {count}" for name, count in Counter(one.restored for one in good).most_common())
+        lost, due, sent = (sum(getattr(one, name) for one in good) for name in ("lost", "due", "sent"))
+        means = [f"{one / max(len(good), 1) / 1000:,.0f}" for one in (lost, due, sent)]
+        ratio = f"{sent / lost:.3f}" if lost else "-"
+        cells = [fault, MODES[mode].name, len(of), len(of) - len(good), restored, *means, ratio]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+NOTES = """- Restored: the newest save with copies, or a newer one that needed none of the lost nodes.
+- KB lost: what the lost nodes had of the restored save in memory, their own part and copies of others.
+- KB due: that, the copies that had not been made, and once more what ranks on new nodes read before its copy has come.
+- KB sent: what the nodes have sent each other from the start of the job until all copies were there again, by the
+  counters of their interfaces."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=500, help="how many trials (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="determines the faults and their moments")
+    options = parser.parse_args()
+    if lacks := namespaces.missing():
+        print(f"the campaign with nodes {lacks}", file=sys.stderr)
+        return 2
+    CONTEXT.set_forkserver_preload(["lastgood_lab.campaigns.node_jobs"])
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the store warns of each client that was killed
+    begun, outcomes, number = time.monotonic(), list[Outcome](), 0
+    modes = [*FAULTS.values()]
+    show = progress(options.trials)
+    with (
+        namespaces.Network(NODES + 1) as network,
+        tempfile.TemporaryDirectory() as folder,
+        tempfile.TemporaryDirectory(dir="/dev/shm") as memory,
+    ):
+        while len(outcomes) < options.trials:
+            mode, seed = modes[number % len(modes)], options.seed * 10_000 + number
+            left = min(TRIALS_OF_A_RUN, options.trials - len(outcomes))
+            outcomes += series(network, Path(folder), Path(memory), mode, seed, left)
+            number += 1
+            show(len(outcomes), sum(bool(one.problems) for one in outcomes))
+    violated = [f"{one.fault}: {problem}" for one in outcomes for problem in one.problems]
+    restarts = [one for one in outcomes if not one.problems]
+    facts: dict[str, Any] = {
+        "trials": len(outcomes),
+        "violations": len(violated),
+        "nodes": f"{NODES} network namespaces of {RANKS_OF_A_NODE} ranks, and one in reserve",
+        "restored_from_memory_and_peers_alone": sum("directory" not in one.restored for one in restarts),
+        "bytes_due_between_nodes": sum(one.due for one in restarts),
+        "bytes_sent_between_nodes": sum(one.sent for one in restarts),
+        "seconds": round(time.monotonic() - begun),
+        "seed": options.seed,
+        "violated": violated,
+    }
+    report("nodes", "Nodes that are lost, cut off and replaced", facts, [table(outcomes), NOTES])
+    return 1 if violated else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
