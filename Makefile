@@ -1,6 +1,6 @@
 # make check: lint, types, contracts and the fast tests, in a minute. make test: the same with all tests.
 # make demo: the main job on real images, killed and damaged on purpose. make coverage: which lines the fast tests run.
-# make demo-bucket: kills, damage and an outage against a real S3 server.
+# make demo-bucket: kills, damage and an outage against a real S3 server. make demo-nodes: nodes that are lost.
 # make prove: the long campaigns (hours on 2 cores). Reports land in lab/reports/.
 # make bench: the figures, hours on 2 cores (docs/bench.md); it resumes where it stopped. TRACES=FILE... replays those.
 # make gpu: on a CUDA machine, tests and a short bench, under eight minutes. Both land in benchmarks/results/.
@@ -8,7 +8,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: check demo demo-bucket test coverage prove bench gpu clean
+.PHONY: check demo demo-bucket demo-nodes test coverage prove bench gpu clean
 
 # Without the restart of a worker that died: after it pytest-xdist may wait for ever.
 WORKERS := -n 2 --dist loadfile --max-worker-restart=0
@@ -29,6 +29,9 @@ demo: .venv/.ready
 
 demo-bucket: .venv/.ready
 	$(BIN)/python demo/bucket.py
+
+demo-nodes: .venv/.ready
+	$(BIN)/python demo/nodes.py
 
 test: .venv/.ready
 	$(BIN)/ruff check .

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import msgspec
 import pytest
 
@@ -9,7 +12,7 @@ from boards import Board
 from lastgood.coordination.rounds import RankGroup
 from lastgood.errors import TierDown
 from lastgood.run.node_disks import FileRequest
-from lastgood.run.rank_requests import Requests
+from lastgood.run.rank_requests import Requests, RequestServer
 
 
 def answer(board: Board, number: int, what: str) -> None:
@@ -30,3 +33,28 @@ def test_a_late_answer_to_a_lost_request_answers_no_other():
     requests.ask(FileRequest(call="put_new", name="a", data=b"b"))
     answer(board, 1, "the second")
     assert requests.answers() == ["the second"]
+
+
+class Nothing:
+    """A service that nobody asks."""
+
+    def served(self, request, stop):
+        raise AssertionError("nothing was asked")
+
+
+def test_a_rank_that_is_closed_does_not_wait_for_a_lost_store():
+    """Rank 0 was the host of the store, and ended first. The other processes took a minute more to end."""
+    asked = threading.Event()
+
+    class Lost(Board):
+        def get(self, keys, timeout_seconds, cancelled=lambda: False, poll_seconds=None):
+            asked.set()
+            return super().get(keys, timeout_seconds, cancelled, poll_seconds)
+
+    board = Lost()
+    board.down = True
+    server = RequestServer(RankGroup(1, 2, board, "run", 40.0), "disks", Nothing())
+    assert asked.wait(20)
+    begun = time.monotonic()
+    server.close()
+    assert time.monotonic() - begun < 15

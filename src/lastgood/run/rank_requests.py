@@ -13,7 +13,8 @@ Invariants
   2. A rank that does not answer within its timeout fails the request. The next request has a new number.
      An answer belongs to one request: one that was posted late, after the store seemed to be down, answers no other.
   3. A rank serves requests until it receives None. Once it is being closed it waits no longer than for a verdict
-     (coordination/rounds.py); after an exception in its loop it does not wait at all.
+     (coordination/rounds.py), and not for a store that cannot be reached; after an exception in its loop it does not
+     wait at all.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class RequestServer:
     def __init__(self, ranks: RankGroup, subject: str, service: Service) -> None:
         self._ranks, self._service = ranks, service
         self._keys = f"{ranks.opening}/{subject}"
-        self._left = threading.Event()
+        self._left, self._ending = threading.Event(), threading.Event()
         self._closing_since: float | None = None
         self._thread = threading.Thread(target=self._run, name="lastgood-serve")
         self._thread.start()
@@ -123,10 +124,12 @@ class RequestServer:
     def leave(self) -> None:
         """End after the request that is being served, or as soon as it can be interrupted."""
         self._left.set()
+        self._ending.set()
 
     def close(self) -> None:
         """Serve requests until the coordinator ends them, then end the thread."""
         self._closing_since = time.monotonic()
+        self._ending.set()
         self._thread.join()
 
     # ---- the thread ----------------------------------------------------------------------------------------
@@ -155,9 +158,9 @@ class RequestServer:
                 return post
             except TimedOut:
                 continue
-            except TierDown:  # rank 0 may have ended
-                self._left.wait(self._ranks.timeout_seconds / COORDINATOR_TIMEOUTS)
-                if self._closing_since is not None:
+            except TierDown:  # rank 0 may have ended, and the store with it
+                # guard: lost-store-ends-closing
+                if self._ending.wait(self._ranks.timeout_seconds / COORDINATOR_TIMEOUTS):
                     return None
         return None
 

@@ -126,6 +126,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "answer-belongs-to-its-request",
             Swap("{self._nonce}/{rank}", "{number}/{rank}"),
         ),
+        ("a rank that is closed waits for a lost store", "lost-store-ends-closing", Swap("_ending", "_left")),
         ("what lies on a lost node is marked as damaged", "lost-part-gets-no-mark", Never()),
         (
             "generations that lost a part are never deleted",
