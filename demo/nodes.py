@@ -1,11 +1,11 @@
 """The demo with nodes: a training on four nodes that lose their machines one after the other, with all that is on them.
 
-    python demo/nodes.py [--out demo-out/nodes] [--steps 80] [--kills 4]
+    python demo/nodes.py [--out demo-out/nodes] [--steps 60] [--kills 4]
 
 The nodes are network namespaces of this machine, each with its own address and its own memory; without root or `ip`
-they are plain processes on loopback. It trains once without a disturbance. Then it trains again, and kills the nodes one by
-one: all processes of a node, its agent, and its memory. The saves are nowhere but in the memory of the nodes. Each
-restart is the same command, with an empty machine in place of the lost one. It ends with status 1 if the two runs
+they are plain processes on loopback. It trains once without a disturbance. Then it trains again, and kills the nodes
+one by one: all processes of a node, its agent, and its memory. The saves are nowhere but in the memory of the nodes.
+Each restart is the same command, with an empty machine in place of the lost one. It ends with status 1 if the two runs
 differ in one bit, or if anything else that it claims does not hold.
 """
 
@@ -248,7 +248,7 @@ def checks(calm: Life, lives: list[Life], calm_home: Path, home: Path, steps: in
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--out", type=Path, default=Path("demo-out/nodes"))
-    options.add_argument("--steps", type=int, default=80)
+    options.add_argument("--steps", type=int, default=60)
     options.add_argument("--kills", type=int, default=4, help="how many nodes are lost")
     args = options.parse_args()
     console, begun = Console(width=None if sys.stdout.isatty() else 120), time.monotonic()
