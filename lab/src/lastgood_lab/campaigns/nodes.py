@@ -29,7 +29,6 @@ from lastgood.run import memory_place
 from lastgood_lab import namespaces
 from lastgood_lab.campaigns.node_jobs import RankJob, run, serve_stores
 from lastgood_lab.campaigns.reports import report
-from lastgood_lab.campaigns.trials import progress
 from lastgood_lab.worlds import CONTEXT
 
 NODES, RANKS_OF_A_NODE = 4, 2
@@ -404,7 +403,6 @@ def main() -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the store warns of each client that was killed
     begun, outcomes, number = time.monotonic(), list[Outcome](), 0
     modes = [*FAULTS.values()]
-    show = progress(options.trials)
     with (
         namespaces.Network(NODES + 1) as network,
         tempfile.TemporaryDirectory() as folder,
@@ -415,7 +413,9 @@ def main() -> int:
             left = min(TRIALS_OF_A_RUN, options.trials - len(outcomes))
             outcomes += series(network, Path(folder), Path(memory), mode, seed, left)
             number += 1
-            show(len(outcomes), sum(bool(one.problems) for one in outcomes))
+            wrong = [f"\n{one.fault}: {one.problems[0]}" for one in outcomes[-1:] if one.problems]
+            passed = f"{time.monotonic() - begun:.0f} s"
+            print(f"{len(outcomes):,} of {options.trials:,} trials, {passed}{''.join(wrong)}", flush=True)
     violated = [f"{one.fault}: {problem}" for one in outcomes for problem in one.problems]
     restarts = [one for one in outcomes if not one.problems]
     facts: dict[str, Any] = {
