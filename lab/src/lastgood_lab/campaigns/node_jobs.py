@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import lastgood
 from lastgood import errors
+from lastgood.format import layout
 from lastgood_lab import namespaces
 
 lastgood.Checkpointer  # noqa: B018 - imported here, once for all ranks that are forked
@@ -92,7 +93,8 @@ def run(job: RankJob, pipe: Connection) -> None:
     found = ckpt.restore()
     expected = content(found.step, int(state["life"]), job.rank) if found.step else shard
     sources = {place: one.bytes for place, one in found.sources.items()}
-    pipe.send({"step": found.step, "equal": torch.equal(shard, expected), "sources": sources})
+    folder = layout.folder(found.generation.id).removeprefix("gen/") if found.generation else ""
+    pipe.send({"step": found.step, "folder": folder, "equal": torch.equal(shard, expected), "sources": sources})
     state["life"], save = job.life, None
     while True:
         command, *arguments = pipe.recv()

@@ -191,7 +191,7 @@ class Run:
         if any(str(self._home) == place for one in found for place in one["sources"]) and step >= self._placed > 0:
             outcome.restored += ", from the directory"
         self._committed = self._attempted = step
-        folder = next((name for held in before for name in held if name.startswith(f"{step:012d}-")), "")
+        folder = found[0]["folder"]  # a node that came back may hold another save of this step
         outcome.lost = self._lost.get(folder, 0)
         outcome.due = self._due([held.get(folder, {}) for held in before])
         if outcome.sent > OVERHEAD * outcome.due + OVERHEAD_BYTES:
@@ -241,7 +241,7 @@ class Run:
             self._train()
             self._make(fault)
             self.start(outcome)
-            self._save(placed=True)
+            self.save(placed=True)
         except Failed as error:
             outcome.problems.append(f"{error}\n{self._reported()}")
         return outcome
@@ -256,13 +256,13 @@ class Run:
     def _train(self) -> None:
         """A few saves. After the last one, the fault comes at once, a moment later, or when its copies are made."""
         for _ in range(self._chance.randrange(1, 4)):
-            self._save(placed=self._chance.random() < 0.5)
+            self.save(placed=self._chance.random() < 0.5)
         if self._chance.random() < 0.7:
-            self._save(placed=True)
+            self.save(placed=True)
         else:
             time.sleep(self._chance.uniform(0.0, 0.1))
 
-    def _save(self, placed: bool) -> None:
+    def save(self, placed: bool) -> None:
         self._attempted += 1
         self.job.save(self._attempted)
         self._committed = self._attempted
@@ -350,6 +350,7 @@ def opened(network: namespaces.Network, folder: Path, memory: Path, mode: Mode, 
     found = Run(network, folder, memory, mode, seed)
     try:
         found.start(Outcome("", []))
+        found.save(placed=True)  # before it there is nothing to go back to
         yield found
     finally:
         found.end()
