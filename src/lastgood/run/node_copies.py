@@ -7,7 +7,7 @@
 Invariants
   1. A copy lies on the other node as the file itself does (node_disks.py), so every reader finds it, and retention
      deletes it with its generation.
-  2. A generation that is being copied is not deleted; nor is the newest that was copied, until a newer one is.
+  2. A generation that is being copied is not deleted.
   3. The newest generation is copied. One that waits while a newer one is committed is not: its copies would come late.
   4. A node that cannot be reached delays nothing but the copies: they are tried again, with pauses.
   5. The newest generation that has its copies is not deleted before a newer one has them: a node that is lost meanwhile
@@ -92,16 +92,14 @@ class NodeCopies:
         self.place = paths.PEERS + ("domain" if labelled and self._placement.domains_survived else "node")
         self._changed = threading.Condition()
         self._waiting: tuple[Generation, Future[None]] | None = None
-        self._copied: GenerationId | None = None
-        """the newest generation that has its copies"""
+        # Which of these have their copies is not known. One of them may be all that survives a lost node.
+        self._copied = {at for at, one in source.survey.generations.items() if one.restorable}
+        """the newest generation that has its copies; before the first copy, those that were found"""
+        for at in self._copied:
+            source.held.add(at, self._requests)
         self._closing = False
         self._failures = self._failed_attempts = 0
         """how many attempts have failed in a row, and in all"""
-        # Which of these have their copies is not known. One of them may be all that survives a lost node.
-        self._kept = {at for at, one in source.survey.generations.items() if one.restorable}
-        """the newest generation that was copied; before the first copy, those that were found"""
-        for at in self._kept:
-            source.held.add(at, self._own)
         self._hurried = False
         """whether somebody waits for the next attempt, so that no pause is made"""
         self._thread = threading.Thread(target=self._run, name="lastgood-copies")
@@ -140,11 +138,11 @@ class NodeCopies:
 
     def _keep(self, at: GenerationId | None) -> None:
         """Hold the newest generation that has its copies, in place of the one before."""
-        before, self._copied = self._copied, at
+        before, self._copied = self._copied, set() if at is None else {at}
         if at is not None:
             self._source.held.add(at, self._requests)  # guard: copied-generation-held
-        if before not in (None, at):
-            self._source.held.discard(before, self._requests)
+        for one in before - self._copied:
+            self._source.held.discard(one, self._requests)
 
     def _give_up(self, error: LastgoodError) -> None:
         """End the waiting for the generation that waits, if there is one. The lock is held."""
@@ -185,8 +183,6 @@ class NodeCopies:
             failed = error
         finally:
             self._source.held.discard(generation.id, self._thread)
-        if failed is None:
-            self._keep(generation.id)
         with self._changed:
             if failed is not None:
                 if self._failures == 0:
@@ -198,13 +194,6 @@ class NodeCopies:
                 self._source.held.discard(generation.id, self)
                 copied.set_result(None)
             self._changed.notify_all()
-
-    def _keep(self, copied: GenerationId) -> None:
-        """Hold a generation of which copies were made, in place of those before it."""
-        self._source.held.add(copied, self._own)  # guard: copied-generation-held
-        for at in self._kept - {copied}:
-            self._source.held.discard(at, self._own)
-        self._kept = {copied}
 
     def _make(self, generation: Generation) -> None:
         held = {str(leader): parts for leader, parts in self._disks.held(generation).items()}

@@ -54,7 +54,6 @@ MUTANTS: tuple[Mutant, ...] = (
         ("two sendings of a file mix", "sendings-do-not-mix", Swap(" or one.sending != call.sending", "")),
         ("a label that comes during a copy is lost", "label-during-copy-copied-again", Never()),
         ("the first place that has its copy gives it free", "held-until-all-have-it", Always()),
-        ("a copied generation is deleted before a newer one is copied", "copied-generation-held", Remove()),
         ("half of a copy counts as one", "copy-counts-with-its-manifest", Swap("one.manifest in listing", "True")),
     ),
     *table(
