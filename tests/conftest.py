@@ -67,12 +67,15 @@ def nixl(monkeypatch: pytest.MonkeyPatch) -> Nixl:
 
 
 @pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def memory() -> Iterator[Path]:
     """A folder in memory, which holds the memory of every run that is opened in the test."""
     if memory_place.file_system("/dev/shm") != "tmpfs":
         pytest.skip("needs a tmpfs at /dev/shm")
-    with tempfile.TemporaryDirectory(prefix="lastgood-test-", dir="/dev/shm") as folder:
-        monkeypatch.setenv(memory_place.VARIABLE, folder)
+    with (
+        tempfile.TemporaryDirectory(prefix="lastgood-test-", dir="/dev/shm") as folder,
+        pytest.MonkeyPatch.context() as environment,  # a test that undoes its own changes keeps the folder
+    ):
+        environment.setenv(memory_place.VARIABLE, folder)
         try:
             yield Path(folder)
         finally:
