@@ -236,6 +236,42 @@ class Parity(Record, frozen=True, kw_only=True):
         return mine == theirs and self.manifest_bytes == other.manifest_bytes
 
 
+class Cell(Record, frozen=True, kw_only=True, gc=False):
+    """A data cell of a stripe: one chunk of a tensor file, with its digest."""
+
+    blob: str
+    offset: int
+    length: int
+    digest: str
+
+
+class Stripe(Record, frozen=True, kw_only=True):
+    """One stripe of parity among nodes. Shorter cells, and those that are None, are continued with zeros."""
+
+    cells: list[Cell | None]
+    length: int
+    """of its parity cells, in whole pages"""
+    sum: str = ""
+    """digest of the parity cell in the file of this record"""
+
+
+class StripeFile(Record, frozen=True, kw_only=True):
+    """The record of one file of parity among nodes (format/stripe_layout.py). It names no node."""
+
+    format: int
+    root: str
+    """root of the generation"""
+    data: int
+    parity: int
+    index: int
+    """which parity cells of its stripes the file holds, from 0"""
+    digest: str
+    """name of the digest algorithm"""
+    stripes: list[Stripe]
+    manifests: dict[str, int]
+    """manifests of which the file has a copy behind its cells, in this order -> length"""
+
+
 class Generation(Record, frozen=True, kw_only=True):
     """A committed generation as a reader finds it."""
 

@@ -102,7 +102,7 @@ def test_copies_are_sent_over_nixl_where_that_is_chosen(tmp_path: Path, generati
             assert one.serve(msgspec.structs.replace(serve, node=name)) == ""
         to = PeerNode(leader=1, name="b", domain="", host="127.0.0.1", port=far.port)
         assert near.send(Send(at=generation.id, orders=[PeerOrder(rank=0, to=to)])).result() == ""
-        (channel,) = near._peers._channels.values()
+        (channel,) = near.peers._channels.values()
         assert all(isinstance(session._bulk, Window) for session, _ in channel._idle) and channel._idle
     assert files_of(tmp_path / "b") == files_of(tmp_path / "a")
 

@@ -9,9 +9,9 @@ import pytest
 
 import lastgood
 from agents import until
-from harness import steps
+from harness import flip, steps
 from lastgood_lab.worlds import world
-from ranked_memory import folder, trained
+from ranked_memory import folder, trained, uninterrupted
 
 pytestmark = pytest.mark.slow
 
@@ -68,13 +68,38 @@ def test_a_lost_node_takes_the_run_back_to_what_the_home_has(tmp_path: Path, mem
 # ---- copies on other nodes -------------------------------------------------------------------------------------
 
 
-def test_a_lost_node_loses_nothing_that_was_copied(tmp_path: Path, memory: Path) -> None:
+@pytest.mark.parametrize("options", [(2, None), (1, "2+2")], ids=["copies", "too few nodes for parity"])
+def test_a_lost_node_loses_nothing_that_was_copied(tmp_path: Path, memory: Path, options) -> None:
     nodes, home, whole = ["a", "b"], tmp_path / "home", tmp_path / "whole"
     expected = world(2, trained, nodes, memory, whole, 9)
-    world(2, trained, nodes, memory, home, 6, True, False, 2, dies=(0, 1))
+    world(2, trained, nodes, memory, home, 6, True, False, *options, dies=(0, 1))
     assert steps(home) == [4]
     shutil.rmtree(folder(home, "b", memory))
-    found = world(2, trained, nodes, memory, home, 9, False, True, 2)
+    found = world(2, trained, nodes, memory, home, 9, False, True, *options)
     assert [one["step"] for one in found] == [6, 6]
     assert [one["losses"] for one in found] == [one["losses"][6:] for one in expected]
+    assert found[0]["survives"][2], "rank 0 knows that the last save survives the loss of a node"
+
+
+# ---- parity among nodes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lost", "damaged", "step"),
+    [(["b", "d"], "", 6), (["b"], "c", 6), (["a", "b", "c"], "", 4)],
+    ids=["two", "one and a damaged file", "three"],
+)
+def test_two_nodes_lost_at_once_lose_nothing_with_parity(tmp_path: Path, memory: Path, lost, damaged, step) -> None:
+    """Of four nodes with parity="2+2". Three lost nodes take the run back to what the home has."""
+    nodes, home = ["a", "b", "c", "d"], tmp_path / "home"
+    expected = world(4, uninterrupted, 7)
+    world(4, trained, nodes, memory, home, 6, True, False, 1, "2+2", dies=(0, 1, 2, 3))
+    assert steps(home) == [4]
+    for node in lost:
+        shutil.rmtree(folder(home, node, memory))
+    if damaged:
+        flip(next(folder(home, damaged, memory).glob("gen/000000000006-*/*.safetensors")), -5)
+    found = world(4, trained, nodes, memory, home, 7, False, True, 1, "2+2")
+    assert [one["step"] for one in found] == [step] * 4
+    assert [one["losses"] for one in found] == [losses[step:] for losses in expected]
     assert found[0]["survives"][2], "rank 0 knows that the last save survives the loss of a node"

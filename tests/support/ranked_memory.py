@@ -21,12 +21,20 @@ def folder(home: Path, node: str, memory: Path) -> Path:
     return Path(memory_place.folder_of(home, environ))
 
 
-def opened(loop: Loop, node: str, memory: Path, home: Path, copies: int = 1, **options: Any) -> lastgood.Checkpointer:
+def opened(
+    loop: Loop, node: str, memory: Path, home: Path, copies: int = 1, parity: str | None = None, **options: Any
+) -> lastgood.Checkpointer:
     """A run on the node of this name, which saves every step to memory and every fourth at home."""
     os.environ |= {"LASTGOOD_NODE": node, memory_place.VARIABLE: str(memory)}
-    tiers = [lastgood.Tier("memory://", cadence=lastgood.Every(steps=1), copies=copies)]
+    tiers = [lastgood.Tier("memory://", cadence=lastgood.Every(steps=1), copies=copies, parity=parity)]
     settings = {"cadence": lastgood.Every(steps=4), "patience": PATIENCE, "tiers": tiers, **options}
     return lastgood.Checkpointer(home, loop.state, **settings)
+
+
+def uninterrupted(rank: int, size: int, upto: int) -> list[float]:
+    """The losses of a training that saves nothing."""
+    loop = Loop("fsdp", size)
+    return [loop.step(n) for n in range(1, upto + 1)]
 
 
 def trained(
@@ -39,6 +47,7 @@ def trained(
     killed: bool = False,
     with_agents: bool = True,
     copies: int = 1,
+    parity: str | None = None,
 ) -> dict[str, Any]:
     """Restore and train; returns the restored step, the losses, and what the last save survives on this rank.
 
@@ -46,7 +55,7 @@ def trained(
     otherwise the agent of the node is killed before.
     """
     loop = Loop("fsdp" if size > 1 else "plain", size)
-    with opened(loop, nodes[rank], memory, home, copies) as ckpt:
+    with opened(loop, nodes[rank], memory, home, copies, parity) as ckpt:
         found = ckpt.restore()
         losses = []
         for n in range(found.step + 1, upto + 1):
@@ -54,7 +63,7 @@ def trained(
             save = ckpt.step(n)
             assert save is not None
             save.committed()
-        if copies > 1:
+        if copies > 1 or parity is not None:
             ckpt.wait()  # the copies of the last save are made
             dist.barrier()
         if killed:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from lastgood.coordination.rounds import RankGroup
@@ -23,7 +24,7 @@ from lastgood.run.candidates import Candidates
 from lastgood.run.copying import Copying, complete
 from lastgood.run.follower import Follower
 from lastgood.run.known import Environment
-from lastgood.run.node_copies import CopySender, NodeCopies
+from lastgood.run.node_copies import CopyMaker, CopySender, NodeCopies
 from lastgood.run.node_disks import SUBJECT, NodeDisks, NodeFiles, Nodes, NodeView
 from lastgood.run.outcomes import Outcomes
 from lastgood.run.part_copies import OtherRanks, PartServer
@@ -150,7 +151,8 @@ class Job:
         below = self._restored(run, group, home)
         copies = None
         if self._table is not None:
-            copies = NodeCopies(tier, run.known, self._table, self.copies, group, Outcomes(HOME))
+            maker = partial(CopyMaker, tier, self._table, self.copies, group)
+            copies = NodeCopies(run.known, maker, Outcomes(HOME))
             if (newest := run.known.newest_restorable()) is not None:
                 copies.offer(newest)
         parts = OtherRanks(group, "0", tier) if self.below else None

@@ -31,7 +31,8 @@ class Nodes:
         self._memory, self._wake = memory, wake
         self._serving = contextlib.ExitStack()
         self._senders = ThreadPoolExecutor(SENDERS, "lastgood-send")
-        self._peers: Peers | None = None
+        self.peers: Peers | None = None
+        """the connections to other nodes; None: it does not serve them"""
         self._served: Serve | None = None
         self._receivers: dict[str, PeerNode] = {}
         """name -> the nodes to which files were to be sent"""
@@ -56,15 +57,15 @@ class Nodes:
             server = self._serving.enter_context(Server((serve.host, serve.port), me, security, files, windows=windows))
         except LastgoodError as error:
             return str(error)
-        self._served, self._peers = serve, Peers(serve.job, serve.key, serve.node, windows)
-        self._serving.callback(self._peers.close)
+        self._served, self.peers = serve, Peers(serve.job, serve.key, serve.node, windows)
+        self._serving.callback(self.peers.close)
         self.port = server.address[1]
         return ""
 
     def send(self, send: Send) -> Future[str]:
         """Send files of a generation. The result is why that failed, or ""."""
         self._receivers |= {order.to.name: order.to for order in send.orders}
-        job = self._senders.submit(self._sent, send, self._peers)
+        job = self._senders.submit(self._sent, send, self.peers)
         job.add_done_callback(lambda _: self._wake())
         return job
 
@@ -89,5 +90,5 @@ class Nodes:
 
     def _stop(self) -> None:
         self._serving.close()
-        self._peers, self._served, self.port = None, None, 0
+        self.peers, self._served, self.port = None, None, 0
         self._receivers.clear()

@@ -20,7 +20,7 @@ from ..format import layout
 from ..limits import SLOT_LIMIT_BYTES, WIRE_BULK_LIMIT_BYTES
 from ..ports import Upload
 from ..records import Extent
-from ..run.peers import RANK_FILE, FileCall
+from ..run.peers import RANK_FILE, STRIPE_FILE, FileCall
 from ..storage.directory import Disk
 from ..wire.port import Answer, Peer
 
@@ -141,7 +141,10 @@ def _decoded(request: bytes) -> FileCall:
     folder = call.name.removeprefix("gen/")
     if call.call == "list" and call.name.startswith("gen/") and layout.parse_folder(folder) is not None:
         return call
-    found = RANK_FILE.fullmatch(call.name)
+    of_stripes = (
+        STRIPE_FILE.fullmatch(call.name) if call.call == "read" else None
+    )  # guard: parity-of-others-not-written
+    found = RANK_FILE.fullmatch(call.name) or of_stripes
     known = found is not None and layout.parse_folder(found[1]) is not None
     if not known or call.call == "list" or min(call.offset, call.length) < 0 or call.length > _longest(call):
         raise Refused(f"{call.call} {call.name!r} is no call for a file of a rank", safe="Nothing was written.")

@@ -102,7 +102,8 @@ class Server:
         self._kept_until = 0.0
         """when the memory is to be removed, once everything is copied"""
         self._signalled = self._removed = False
-        self._nodes, self._works = Nodes(self._memory, self._wake), Works(self._memory, self._wake)
+        self._nodes = Nodes(self._memory, self._wake)
+        self._works = Works(self._memory, self._wake, lambda: self._nodes.peers)
 
     def run(self) -> None:
         """Serve until the memory is removed or a signal comes."""

@@ -1,4 +1,5 @@
-"""Work that a training process asks of its agent: files in memory are read and verified, or copied to a place below.
+"""Work that a training process asks of its agent: files in memory are read and verified, copied to a place below, or
+given parity on other nodes and rebuilt from it (parity_files.py).
 
 Decides nothing, and writes no record: the training process does, which holds the locks meanwhile.
 
@@ -21,8 +22,10 @@ from ..ports import Mendable, Tier
 from ..records import Finding, Generation
 from ..run import access, copying
 from ..run.agent_link import Work
+from ..run.peers import Peers
 from ..run.reader import read_all
 from ..storage.directory import Disk
+from . import parity_files
 
 AT_ONCE = 2
 """So many works are done at the same time. Each has threads and buffers of its own."""
@@ -32,10 +35,14 @@ Done = tuple[list[Finding], str]
 
 
 class Works:
-    """`memory`: makes the tier of this node's memory. `wake`: called when a work has ended. It ends with its block."""
+    """`memory`: makes the tier of this node's memory. `wake`: called when a work has ended. `peers`: the connections to
+    other nodes, or None. It ends with its block.
+    """
 
-    def __init__(self, memory: Callable[[], Disk], wake: Callable[[], None]) -> None:
-        self._memory, self._wake = memory, wake
+    def __init__(
+        self, memory: Callable[[], Disk], wake: Callable[[], None], peers: Callable[[], Peers | None] = lambda: None
+    ) -> None:
+        self._memory, self._wake, self._peers = memory, wake, peers
         self._pool = ThreadPoolExecutor(AT_ONCE, "lastgood-work")
         self._unfinished = dict[Future[Done], Event]()
         """each work, and what stops it"""
@@ -78,10 +85,22 @@ class Works:
         generation = commit.read_generation(memory, work.at, None)
         if generation.root != work.root:
             raise Refused(f"{work.at} in memory has another COMMIT than the training process knows", safe="", todo="")
+        if work.task in ("parity", "rebuild"):
+            self._with_parity(work, memory, generation, stopped)
+            return []
         if not work.place:
             return _on(memory, memory, generation, work, stopped)
         with access.for_sharing(work.place, "atomic_dirsync") as target:
             return _on(target, memory, generation, work, stopped)
+
+    def _with_parity(self, work: Work, memory: Disk, generation: Generation, stopped: Event) -> None:
+        peers = self._peers()
+        if peers is None:
+            raise Refused("this agent was not asked to serve other nodes", safe="Nothing was written.")
+        if work.task == "parity":
+            parity_files.write(memory, peers, generation, work.stripes, stopped.is_set)
+        else:
+            parity_files.rebuild(memory, peers, generation, work.of or [], work.nodes, stopped.is_set)
 
 
 def _on(target: Tier, memory: Disk, generation: Generation, work: Work, stopped: Event) -> list[Finding]:

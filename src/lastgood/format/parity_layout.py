@@ -45,6 +45,11 @@ def parsed(text: str) -> tuple[int, int]:
     return data, parity
 
 
+def is_code(data: int, parity: int) -> bool:
+    """Whether there is a code with so many data and parity cells."""
+    return data > 0 and parity > 0 and data + parity <= CODE_WORD_LIMIT
+
+
 def share(text: str) -> float:
     """The size of the parity as a share of what it protects: 0.2 for "10+2"."""
     data, parity = parsed(text)
@@ -137,9 +142,8 @@ def validate(record: Parity, name: str, rank: int) -> None:
 
     Raises ManifestInvalid.
     """
-    fits = record.data > 0 and record.parity > 0 and record.data + record.parity <= CODE_WORD_LIMIT
     if (  # guard: parity-record-plausible
-        not fits
+        not is_code(record.data, record.parity)
         or not 0 <= record.index < record.parity
         or name != record_name(rank, record.index)
         or record.digest not in HEX_LENGTH

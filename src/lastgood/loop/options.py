@@ -277,7 +277,9 @@ class Options:
             paths.parsed(path).kind != "memory", f"path={path!r} as the home of a run", "Give a directory or a bucket."
         )
         places = [
-            PlaceOptions(path=memory_place.url_of(path) if one.in_memory else one.url, keep=one.keep, parity=one.parity)
+            PlaceOptions(
+                path=memory_place.url_of(path) if one.in_memory else one.url, keep=one.keep, parity=one.file_parity
+            )
             for one in self.tiers
         ]
         places.append(PlaceOptions(path=path, keep=self.retention, parity=self.parity))
@@ -300,6 +302,7 @@ class Options:
             scrub=self.scrub,
             shared=not (self.tiers and self.tiers[0].node_local),
             copies=self.copies,
+            node_parity=self.tiers[0].node_parity if self.tiers else None,
             spread=self.tiers[0].spread if self.tiers else None,
             below=below,
         )

@@ -24,12 +24,14 @@ class Tier:
     for the first tier only, is the memory of each machine (docs/agent.md): its saves outlive the training process, not
     the machine.
     `cadence`: when `step()` saves here; default None: as the run. `retention`: which generations are kept here; default
-    Keep(last=3), in memory Keep(last=1). `parity`: as that of a Checkpointer; default None: no parity.
+    Keep(last=3), in memory Keep(last=1). `parity`: as that of a Checkpointer; default None: no parity. In memory
+    parity="4+2" is kept among nodes: the loss of any two of them loses nothing that is protected, and it takes half as
+    much memory as each node's part. With fewer than six nodes three copies are made instead, which is reported.
     `shared`: whether all nodes see this place; False, for the first tier only: each node has a directory of its own
     under this path, for the files of its ranks; default True.
     `copies`: on how many nodes each file lies, for memory only; default 1: on the node of its rank. With 2, a lost node
-    loses nothing that was copied. `spread`: the copies lie in different failure domains of this kind: spread="rack"
-    reads the label of each node from LASTGOOD_RACK; default None: on any other nodes.
+    loses nothing that was copied. `spread`: copies, and chunks that share parity, lie in different failure domains of
+    this kind: spread="rack" reads the label of each node from LASTGOOD_RACK; default None: on any other nodes.
     Raises Refused for other values.
 
         tiers=[lastgood.Tier("/nvme/gpt", cadence=lastgood.Every(steps=100), retention=lastgood.Keep(last=2))]
@@ -51,9 +53,15 @@ class Tier:
             'Give a whole number of nodes, for "memory://" only.',
         )
         require(
-            self.spread is None or (isinstance(self.spread, str) and self.spread.isidentifier() and self.copies > 1),
-            f"Tier(spread={self.spread!r}) with copies={self.copies!r}",
-            'Give the name of a failure domain such as "rack", and copies of at least 2.',
+            self.copies == 1 or self.parity is None,
+            f"Tier({self.url!r}, copies={self.copies}, parity={self.parity!r})",
+            "Give one of both: parity among nodes takes the place of copies.",
+        )
+        among_nodes = self.copies > 1 or (self.in_memory and self.parity is not None)
+        require(
+            self.spread is None or (isinstance(self.spread, str) and self.spread.isidentifier() and among_nodes),
+            f"Tier(spread={self.spread!r}) with copies={self.copies!r} and parity={self.parity!r}",
+            'Give the name of a failure domain such as "rack", with copies of at least 2 or with parity, in memory.',
         )
         require(isinstance(self.shared, bool), f"Tier(shared={self.shared!r})", "Give True or False.")
         kind = "memory" if self.in_memory else paths.parsed(self.url).kind
@@ -63,8 +71,8 @@ class Tier:
             "Give a directory, which each node has for itself.",
         )
         require(
-            not self.node_local or self.parity is None,
-            "parity in memory or on disks that each node has for itself",
+            self.shared or self.in_memory or self.parity is None,
+            "parity on disks that each node has for itself",
             "Leave parity out: what a node loses is read from a place below.",
         )
         require(isinstance(self.retention, Keep), f"Tier(retention={self.retention!r})", "Give lastgood.Keep(last=3).")
@@ -97,6 +105,16 @@ class Tier:
     def node_local(self) -> bool:
         """Whether each node has this place for itself."""
         return self.in_memory or not self.shared
+
+    @property
+    def node_parity(self) -> str | None:
+        """The parity among nodes, as "4+2"; None: there is none."""
+        return self.parity if self.in_memory else None
+
+    @property
+    def file_parity(self) -> str | None:
+        """The parity that each rank writes for its own files; None: there is none."""
+        return None if self.in_memory else self.parity
 
     @property
     def keep(self) -> Keep:

@@ -38,7 +38,7 @@ from ..format import layout
 from ..policy.retention import Keep
 from ..records import Finding, GenerationId, Record
 from ..storage.directory import Disk
-from .peers import PeerOrder, Peers, PeerTable
+from .peers import PeerNode, PeerOrder, Peers, PeerTable, StripeOrder
 
 PROTOCOL = 2
 """The version of the messages. An agent of another version is ended, and a new one is started."""
@@ -94,14 +94,15 @@ class Send(Record, frozen=True, kw_only=True):
     orders: list[PeerOrder]
 
 
-Task = Literal["read", "copy"]
+Task = Literal["read", "copy", "parity", "rebuild"]
 
 
 class Work(Record, frozen=True, kw_only=True):
     """Files of a generation that an agent is to read and verify, or to copy from memory to a place.
 
     `root`: of the generation, as the training process knows it. `place`: where it is done; "": in memory. `of`: the
-    ranks that wrote the files; None: all.
+    ranks that wrote the files; None: all. "parity": write the files of `stripes`. "rebuild": make the files of `of`
+    whole in memory, from what the other `nodes` have.
     """
 
     at: GenerationId
@@ -109,14 +110,16 @@ class Work(Record, frozen=True, kw_only=True):
     task: Task
     place: str
     of: list[int] | None
+    stripes: list[StripeOrder] = msgspec.field(default_factory=list)
+    nodes: list[PeerNode] = msgspec.field(default_factory=list)
 
 
 class Request(Record, frozen=True, kw_only=True):
     """What a process asks of an agent.
 
     "attach": until the connection ends, a training process has the run open. "status": nothing. "serve": listen for the
-    agents of other nodes. "send": send files to them. "peers": to whom files were sent. "work": read or copy files.
-    "end": copy everything, remove the memory, and end.
+    agents of other nodes. "send": send files to them. "peers": to whom files were sent. "work": a `Work`. "end": copy
+    everything, remove the memory, and end.
     """
 
     protocol: int
@@ -238,12 +241,19 @@ class AgentLink:
 
         Raises PeerDown with what the agent says, and if there is none; Cancelled once `stop()` is true.
         """
+        self._require_done(Request(protocol=PROTOCOL, call="send", send=send), f"send {send.at}", stop)
+
+    def work(self, work: Work, stop: Callable[[], bool]) -> None:
+        """Let the agent write files of parity, or rebuild files. Otherwise as `send`."""
+        self._require_done(Request(protocol=PROTOCOL, call="work", work=work), f"do its part of {work.at}", stop)
+
+    def _require_done(self, request: Request, what: str, stop: Callable[[], bool]) -> None:
         try:
-            error = answered(self._folder, Request(protocol=PROTOCOL, call="send", send=send), stop).error
+            error = answered(self._folder, request, stop).error
         except (OSError, ValueError) as failure:
             error = f"{type(failure).__name__}: {failure}"
         if error:
-            raise PeerDown(f"the agent of {self._folder} could not send {send.at}: {error}", safe="It is kept here.")
+            raise PeerDown(f"the agent of {self._folder} could not {what}: {error}", safe="It is kept here.")
 
     def _served(self, connection: socket.socket, serve: Serve) -> str:
         """Ask the agent to serve other nodes. Returns why it does not, or ""."""

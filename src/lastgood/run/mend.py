@@ -1,9 +1,9 @@
 """Mends damaged generations, and reads again, for the scrubber, generations that were good before.
 
-A damaged file is rebuilt from the parity of its generation (engine/parity.py); if that does not suffice, it is taken
-chunk by chunk from another place of the run (copying.py). It is replaced only by bytes that agree with every digest of
-the manifest. Afterwards the whole generation is read again and marked; only if it is intact does the mending count as a
-success.
+A damaged file is rebuilt from the parity of its generation (engine/parity.py), or from that among the memories of
+nodes (node_parity.py); if that does not suffice, it is taken chunk by chunk from another place of the run (copying.py).
+It is replaced only by bytes that agree with every digest of the manifest. Afterwards the whole generation is read again
+and marked; only if it is intact does the mending count as a success.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from typing import cast
+from typing import Protocol, cast
 
 from ..engine import guard, parity
 from ..engine.arena import Arena
@@ -28,12 +28,20 @@ from .reader import Reading, read_all, read_on
 from .verify import Stop, Verifier, never
 
 
+class FromNodes(Protocol):
+    """Rebuilds files from parity among the memories of nodes (node_parity.NodeRebuild)."""
+
+    def rebuild(self, generation: Generation, stop: Stop) -> list[str]: ...
+    def end(self) -> None: ...
+
+
 class Mender:
     """Mends the generations of one place of a run.
 
     `mended`: each generation that was mended -> the names of the files that were written. `sources`: other places of
     the run, the cheapest first; none by default. `others`: ranks that mend their part from these places, where each
-    node has a disk of its own; by default this process mends everything.
+    node has a disk of its own; by default this process mends everything. `nodes`: rebuilds files from parity among the
+    memories of nodes; by default there is none.
     """
 
     def __init__(self, known: KnownRun, marks: Marks, verifier: Verifier, workers: Executor) -> None:
@@ -41,6 +49,7 @@ class Mender:
         self.mended: dict[GenerationId, list[str]] = {}
         self.sources: Sequence[Tier] = ()
         self.others: copying.Others = copying.Nobody()
+        self.nodes: FromNodes | None = None
 
     def mend(self, at: GenerationId, arena: Arena, stop: Stop = never) -> list[str]:
         """Mend the damaged files of a generation, then read and mark it. Returns the names of the files.
@@ -52,8 +61,14 @@ class Mender:
         try:
             return self._from_parity(at, arena, stop)
         except BeyondRepair:
-            if not self.sources:
+            if not self.sources and self.nodes is None:
                 raise
+        if self.nodes is not None:
+            try:
+                return self._from_nodes(self.nodes, at, arena, stop)
+            except BeyondRepair:
+                if not self.sources:
+                    raise
         return self._from_places(at, arena, stop)
 
     def _from_parity(self, at: GenerationId, arena: Arena, stop: Stop) -> list[str]:
@@ -78,6 +93,35 @@ class Mender:
             raise BeyondRepair(f"{at} was rebuilt and does not read back: {restore.summary(findings)}")
         self._note_mended(at, names)
         self._protect(generation, usable[0].code, arena, stop)
+        return names
+
+    def _from_nodes(self, nodes: FromNodes, at: GenerationId, arena: Arena, stop: Stop) -> list[str]:
+        """As `mend`, from parity among the memories of nodes."""
+        known = self._known
+        if (lost := known.survey.generations.get(at)) is None:
+            raise BeyondRepair(f"the commit of {at} cannot be read", safe="Nothing was changed.")
+        names, findings = list[str](), list[Finding]()
+        for _ in range(2):  # the first reading may find damage on the nodes that are left
+            try:
+                names += nodes.rebuild(lost, stop)
+            except (Cancelled, BeyondRepair):
+                raise
+            except LastgoodError as error:
+                raise BeyondRepair(f"{at}: {error.what}", safe="No good file was changed.") from error
+            generation = commit.read_generation(known.tier, at, known.run_id)
+            self.others.ask(generation, "read")
+            findings = read_all(known.tier, generation, arena, self._workers, stop, of=self.others.own_part(generation))
+            findings += self.others.answers()
+            lost = judged(generation, findings)
+            if intact(findings):
+                break
+        with known.lock:
+            known.lost.discard(at)
+            self._marks.conclude(generation, findings)
+            self._note_readable(at)
+        if not intact(findings):
+            raise BeyondRepair(f"{at} was rebuilt and does not read back: {restore.summary(findings)}")
+        self._note_mended(at, names)
         return names
 
     def _from_places(self, at: GenerationId, arena: Arena, stop: Stop) -> list[str]:
@@ -146,7 +190,7 @@ class Mender:
         """
         known = self._known
         try:
-            if known.tier.newest_only or not (self.sources or parity.find_all(known.tier, at)):
+            if known.tier.newest_only or not (self.sources or self.nodes or parity.find_all(known.tier, at)):
                 return False
             self.mend(at, arena, stop)
         except Cancelled:

@@ -1,5 +1,7 @@
 """Copies of each node's files in the memory of other nodes, made by the agents behind the training loop.
 
+`NodeCopies` is the thread that does it, for copies (`CopyMaker`, here) and for parity (node_parity.py).
+
     coordinator   after a commit: which files are on fewer nodes than there are to be copies (policy/placement.py)
                   -> every leader, through rank_requests.py: CopyRequest
     leader        its agent sends the files of its node to the agents of others (agent/nodes.py), then it answers
@@ -18,15 +20,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from ..coordination.rounds import RankGroup
 from ..errors import Cancelled, LastgoodError, Overtaken
-from ..policy.placement import Node, Placement, copies, missing_copies
+from ..policy.placement import Node, copies, missing_copies
 from ..records import Generation, GenerationId, Record
 from . import paths
 from .agent_link import SEND_SECONDS, AgentLink, Send
@@ -37,7 +39,7 @@ from .outcomes import Outcomes
 from .peers import PeerNode, PeerOrder, PeerTable
 from .rank_requests import Requests
 from .thread_pools import EXIT_POLL_SECONDS, interpreter_is_ending
-from .verify import Stop
+from .verify import Stop, never
 
 SUBJECT = "copies"
 
@@ -72,31 +74,62 @@ class CopySender:
             self._agent.send(Send(at=asked.at, orders=orders), stop)
 
 
-class NodeCopies:
-    """At the coordinator: copies each newest generation to `copies` nodes in all. Begins at once; `close` ends it.
+class Maker(Protocol):
+    """What makes the redundancy of a generation in the memory of other nodes."""
 
-    `disks`: of all nodes. `source`: what the process knows of the run there. `table`: the nodes. `count`: how many of
-    them are to have each file. `outcomes`: receives errors.
+    place: str
+    """its name among the places of a save: paths.PEERS and "node", or "domain" if it survives the loss of one"""
+
+    def make(self, generation: Generation, stop: Stop) -> None:
+        """Make what is missing of it. Raises Cancelled once `stop()` is true."""
+
+    def end(self) -> None:
+        """Tell the other ranks that nothing more is asked."""
+
+
+class CopyMaker:
+    """Copies of each file on `count` nodes in all. `disks`: of all nodes. `table`: the nodes."""
+
+    def __init__(self, disks: NodeDisks, table: PeerTable, count: int, ranks: RankGroup, stop: Stop = never) -> None:
+        assert disks.links.agent is not None, "a front whose nodes copy to each other has agents"
+        self._disks, self._count = disks, min(count, len(table.nodes))
+        self._own = CopySender(disks.links.agent, table, ranks.rank)
+        self._requests = Requests(ranks, SUBJECT, disks.nodes.others, stop)
+        self._placement = copies(placed(table.nodes), self._count)
+        self.place = place_of(table.nodes, self._placement.domains_survived)
+
+    def make(self, generation: Generation, stop: Stop) -> None:
+        held = {str(leader): parts for leader, parts in self._disks.held(generation).items()}
+        orders = [
+            CopyOrder(sender=int(sender), receiver=int(receiver), rank=rank)
+            for sender, receiver, rank in missing_copies(held, self._placement, self._count)
+        ]
+        if orders:
+            request = CopyRequest(at=generation.id, orders=orders)
+            ask_all(self._requests, request, lambda: self._own.served(msgspec.to_builtins(request), stop))
+
+    def end(self) -> None:
+        self._requests.end()
+
+
+class NodeCopies:
+    """At the coordinator: makes the redundancy of each newest generation. Begins at once; `close` ends it.
+
+    `source`: what the process knows of the run in memory. `maker`: makes it; called with `stop`, which is true once
+    the run is being closed. `outcomes`: receives errors.
     """
 
-    def __init__(
-        self, disks: NodeDisks, source: KnownRun, table: PeerTable, count: int, ranks: RankGroup, outcomes: Outcomes
-    ) -> None:
-        assert disks.links.agent is not None, "a front whose nodes copy to each other has agents"
-        self._count = min(count, len(table.nodes))
-        self._disks, self._source, self._outcomes = disks, source, outcomes
-        self._own = CopySender(disks.links.agent, table, ranks.rank)
-        self._requests = Requests(ranks, SUBJECT, disks.nodes.others, lambda: self._closing)
-        self._placement = placed(table.nodes, self._count)
-        labelled = all(one.domain for one in table.nodes)  # a node without a label may share its rack with another one
-        self.place = paths.PEERS + ("domain" if labelled and self._placement.domains_survived else "node")
+    def __init__(self, source: KnownRun, maker: Callable[[Stop], Maker], outcomes: Outcomes) -> None:
+        self._source, self._outcomes = source, outcomes
+        self._maker = maker(lambda: self._closing)
+        self.place = self._maker.place
         self._changed = threading.Condition()
         self._waiting: tuple[Generation, Future[None]] | None = None
         # Which of these have their copies is not known. One of them may be all that survives a lost node.
         self._copied = {at for at, one in source.survey.generations.items() if one.restorable}
         """the newest generation that has its copies; before the first copy, those that were found"""
         for at in self._copied:
-            source.held.add(at, self._requests)
+            source.held.add(at, self._maker)
         self._closing = False
         self._failures = self._failed_attempts = 0
         """how many attempts have failed in a row, and in all"""
@@ -131,7 +164,7 @@ class NodeCopies:
             self._closing = True
             self._changed.notify_all()
         self._thread.join()
-        self._requests.end()
+        self._maker.end()
         with self._changed:
             self._give_up(Cancelled("the run was closed"))
             self._keep(None)
@@ -140,9 +173,9 @@ class NodeCopies:
         """Hold the newest generation that has its copies, in place of the one before."""
         before, self._copied = self._copied, set() if at is None else {at}
         if at is not None:
-            self._source.held.add(at, self._requests)  # guard: copied-generation-held
+            self._source.held.add(at, self._maker)  # guard: copied-generation-held
         for one in before - self._copied:
-            self._source.held.discard(one, self._requests)
+            self._source.held.discard(one, self._maker)
 
     def _give_up(self, error: LastgoodError) -> None:
         """End the waiting for the generation that waits, if there is one. The lock is held."""
@@ -175,7 +208,7 @@ class NodeCopies:
         failed: Exception | None = None
         self._source.held.add(generation.id, self._thread)  # also if a newer one is to be copied before this has ended
         try:
-            self._make(generation)
+            self._maker.make(generation, lambda: self._closing)
             self._keep(generation.id)
         except Cancelled:
             return
@@ -195,26 +228,29 @@ class NodeCopies:
                 copied.set_result(None)
             self._changed.notify_all()
 
-    def _make(self, generation: Generation) -> None:
-        held = {str(leader): parts for leader, parts in self._disks.held(generation).items()}
-        orders = [
-            CopyOrder(sender=int(sender), receiver=int(receiver), rank=rank)
-            for sender, receiver, rank in missing_copies(held, self._placement, self._count)
-        ]
-        if not orders:
-            return
-        request = CopyRequest(at=generation.id, orders=orders)
-        self._requests.ask(request)
-        problem: LastgoodError | None = None
-        try:
-            self._own.served(msgspec.to_builtins(request), lambda: self._closing)
-        except LastgoodError as error:
-            problem = error
-        self._requests.answers(SEND_SECONDS)
-        if problem is not None:
-            raise problem
+
+def ask_all(requests: Requests, request: Record, here: Callable[[], None]) -> None:
+    """Let all leaders do their part of a request, this one too. Raises the error of this node, or the first of another.
+
+    Answers are waited for in any case, so that the next request meets idle servers.
+    """
+    requests.ask(request)
+    problem: LastgoodError | None = None
+    try:
+        here()
+    except LastgoodError as error:
+        problem = error
+    requests.answers(SEND_SECONDS)
+    if problem is not None:
+        raise problem
 
 
-def placed(nodes: Sequence[PeerNode], count: int) -> Placement:
-    """Where copies go, with the leaders of nodes as names."""
-    return copies([Node(str(one.leader), one.domain) for one in nodes], count)
+def placed(nodes: Sequence[PeerNode]) -> list[Node]:
+    """The nodes as placement knows them, with their leaders as names."""
+    return [Node(str(one.leader), one.domain) for one in nodes]
+
+
+def place_of(nodes: Sequence[PeerNode], domains_survived: int) -> str:
+    """The name of the redundancy among the places of a save."""
+    labelled = all(one.domain for one in nodes)  # a node without a label may share its rack with another one
+    return paths.PEERS + ("domain" if labelled and domains_survived else "node")

@@ -214,13 +214,18 @@ class NodeDisks:
 
     def list(self, folder: str) -> Mapping[str, int | None]:
         found = Listing()
-        for listing in self._listings(folder).values():
+        for listing in self.listings(folder).values():
             found.update(listing)
         return found
 
+    def listings(self, folder: str) -> dict[int, Listing]:
+        """Leader of a node -> what the node has in a folder. That of this node comes last."""
+        answers = self._ask(FileRequest(call="list", name=folder))
+        return dict(zip(self.nodes.others, answers, strict=True)) | {0: dict(self.own.list(folder))}
+
     def held(self, generation: Generation) -> dict[int, set[int]]:
         """Leader of a node -> the ranks that wrote the generation whose files lie on the node."""
-        listings = self._listings(layout.folder(generation.id))
+        listings = self.listings(layout.folder(generation.id))
         files = {name for listing in listings.values() for name in listing}
         return {
             # guard: copy-counts-with-its-manifest
@@ -265,11 +270,6 @@ class NodeDisks:
             mv[start : start + length] = msgspec.convert(data, bytes)
 
     # ---- steps ---------------------------------------------------------------------------------------------
-
-    def _listings(self, folder: str) -> dict[int, Listing]:
-        """Leader of a node -> what the node has in a folder. That of this node comes last."""
-        answers = self._ask(FileRequest(call="list", name=folder))
-        return dict(zip(self.nodes.others, answers, strict=True)) | {0: dict(self.own.list(folder))}
 
     def _ask(self, request: FileRequest) -> builtins.list[Any]:
         if self._requests is None:

@@ -63,12 +63,12 @@ def opened(path: str | os.PathLike[str], options: RunOptions, ranks: AnyRanks) -
             disk = cast(Own, own)
             topic.agree((nodes.leaders[ranks.rank], _run_of(disk)), _require_one_run)
             links = NodeLinks(agent)
-            if options.copies > 1 and ranks.size == 1:
-                reporting.warning(f"copies={options.copies}, and this job has one node: no copies are made.")
-            if options.copies > 1 and isinstance(ranks, RankGroup):
-                leader, copies, spread = nodes.leaders[ranks.rank], options.copies, options.spread
+            if options.copies_among_nodes > 1 and ranks.size == 1:
+                asked = f"copies={options.copies}" if options.node_parity is None else f"parity={options.node_parity!r}"
+                reporting.warning(f"{asked}, and this job has one node: nothing is kept on others.")
+            if options.copies_among_nodes > 1 and isinstance(ranks, RankGroup):
                 windows = nixl.chosen(peer_opening.own_wire()) if leads else None
-                links.table = peer_opening.agreed(agent, leader, copies, spread, topic)
+                links.table = peer_opening.agreed(agent, nodes.leaders[ranks.rank], options, topic)
                 if links.table is not None and leads:
                     links.peers = Peers(links.table.job, links.table.key, machine(), windows)
                     storage.callback(links.peers.close)

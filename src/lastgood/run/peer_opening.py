@@ -21,21 +21,23 @@ import msgspec
 from .. import reporting
 from ..coordination.single_rank import AnyTopic
 from ..errors import Refused
+from ..format import parity_layout
 from ..io.machine import machine
 from .agent_link import AgentLink, Serve
 from .peers import PeerNode, PeerTable
+from .planned_save import RunOptions
 
 ADDRESS, WIRE = "LASTGOOD_ADDRESS", "LASTGOOD_WIRE"
 LOOPBACK = "127.0.0.1"
 
 
-def agreed(agent: AgentLink | None, leader: int, copies: int, spread: str | None, topic: AnyTopic) -> PeerTable | None:
+def agreed(agent: AgentLink | None, leader: int, options: RunOptions, topic: AnyTopic) -> PeerTable | None:
     """The nodes of the job with their agents; None if there is one node only, or if an agent does not listen.
 
-    All ranks call it. `agent`: at a leader, that of its node. `leader`: the leader of this node. `copies`, `spread`: as
-    for `Tier`; with fewer nodes than copies, each node has one. Raises Refused where the failure domain of a node has
-    no label.
+    All ranks call it. `agent`: at a leader, that of its node. `leader`: the leader of this node. With fewer nodes than
+    copies, each node has one. Raises Refused where the failure domain of a node has no label.
     """
+    copies, spread = options.copies_among_nodes, options.spread
     job, key = topic.agree(None, lambda _: [secrets.token_hex(8), secrets.token_hex(32)])
     mine: PeerNode | str | None = None
     if agent is not None:
@@ -56,6 +58,12 @@ def agreed(agent: AgentLink | None, leader: int, copies: int, spread: str | None
     if agent is not None and leader == 0:
         if problem:
             reporting.warning(f"no copies are made in the memory of other nodes: {problem}. The run goes on.")
+        elif options.node_parity is not None and options.code_among(len(nodes)) is None:
+            count, least = min(copies, len(nodes)), sum(parity_layout.parsed(options.node_parity))
+            reporting.warning(
+                f"parity={options.node_parity!r} needs {least} nodes, and there are {len(nodes)}: {count} copies of "
+                f"each file are made instead, with {count} times the memory."
+            )
         elif len(nodes) < copies:
             reporting.warning(f"copies={copies}, and there are {len(nodes)} nodes: each of them has every file.")
     return None if problem else PeerTable(job=job, key=key, nodes=nodes)

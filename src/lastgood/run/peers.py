@@ -8,9 +8,10 @@
     agent    finish    the file is complete
     agent    put       creates a manifest; the file that it describes was finished before
     agent    abort     drops an unfinished file
-    trainer  read      a range of a file, as bulk bytes of the answer (a drill too)
+    both     read      a range of a file, as bulk bytes of the answer (a drill too)
 
-Only files of ranks in folders of generations have such calls. A manifest shows that the files beside it are complete.
+Only files of ranks in folders of generations have such calls; files of parity are listed and read. A manifest shows
+that the files beside it are complete.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import contextlib
 import re
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -37,6 +38,8 @@ from ..wire.window import MakeMemory
 CALL_SECONDS = 60.0
 """How long one call to another node may take."""
 RANK_FILE = re.compile(r"gen/(\d+-[0-9a-f]+)/r\d{5,}(\.\d+)?\.(safetensors|manifest\.json)")
+STRIPE_FILE = re.compile(r"gen/(\d+-[0-9a-f]+)/s[0-9a-f]{8}-\d{5,}\.parity-\d{1,3}(\.json)?")
+"""A file of parity among nodes, which each node writes for itself (format/stripe_layout.py)."""
 
 
 class FileCall(Record, frozen=True, kw_only=True):
@@ -76,6 +79,23 @@ class PeerOrder(Record, frozen=True, kw_only=True):
 
     rank: int
     to: PeerNode
+
+
+class StripeMember(Record, frozen=True, kw_only=True):
+    """A data node of a set of stripes (policy/stripes.py). `ranks`: those that wrote the files that are its part."""
+
+    node: PeerNode
+    first: int
+    ranks: list[int]
+
+
+class StripeOrder(Record, frozen=True, kw_only=True):
+    """A file of parity that an agent is to write. `name`: of the file. `parity`: how many such files the set has."""
+
+    name: str
+    data: list[StripeMember]
+    parity: int
+    index: int
 
 
 class Peers:
@@ -161,3 +181,19 @@ class Peers:
                     (node.host, node.port), node.name, self._me, self._security, windows=self._windows
                 )
             return self._channels[at]
+
+
+class PeerDisk:
+    """`ports.Tier` for reading the memory of another node."""
+
+    newest_only, reads_at_once = False, 2
+
+    def __init__(self, peers: Peers, node: PeerNode) -> None:
+        self._peers, self._node = peers, node
+        self.place = f"the memory of node {node.name}"
+
+    def list(self, folder: str) -> Mapping[str, int | None]:
+        return self._peers.list(self._node, folder)
+
+    def read_into(self, extent: Extent, mv: memoryview, *, fresh: bool = False) -> None:
+        self._peers.read(self._node, extent, mv)

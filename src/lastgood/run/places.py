@@ -29,12 +29,13 @@ from ..limits import WORKERS
 from ..policy.places import holder
 from ..ports import Tier
 from ..records import Finding, Generation, GenerationId, PlaceList, RunHeader, intact, judged
-from . import access, copying, node_copies, node_opening, node_transfer, paths
+from . import access, copying, node_copies, node_opening, node_parity, node_transfer, paths
 from .follower import Follower
 from .known import Environment
 from .lower_place import LowerPlace
-from .node_copies import NodeCopies
+from .node_copies import CopyMaker, CopySender, Maker, NodeCopies
 from .node_disks import NodeDisks, NodeView
+from .node_parity import NodeRebuild, ParityBuilder, ParityMaker
 from .node_transfer import Carrier, Chunks, NodeTransfers
 from .outcomes import Outcomes
 from .part_copies import OtherRanks, PartServer
@@ -72,9 +73,7 @@ class Places:
             one.mender.sources = [other.tier for other in self._writers() if other is not one]
         for place in below:
             place.catch_up()
-        newest = front.known.newest_restorable()
-        if copies is not None and newest is not None:
-            copies.offer(newest)  # a node may have been replaced
+        self._protect_newest()  # a node may have been replaced
         if below:
             _note([self.front.tier, *(one.tier for one in below)])
 
@@ -126,10 +125,18 @@ class Places:
         for one in self._writers():
             one.mender.mended.clear()
             one.mender.mend_known(step, arena)
+        if self.mended():
+            self._protect_newest()
 
     def mended(self) -> list[tuple[int, str]]:
         """(step, files) of each generation that was mended since `mend_known`."""
         return [(at.step, ", ".join(names)) for one in self._writers() for at, names in one.mender.mended.items()]
+
+    def _protect_newest(self) -> None:
+        """Make what is missing of the copies or the parity of the newest generation on other nodes."""
+        newest = self.front.known.newest_restorable()
+        if self.copies is not None and newest is not None:
+            self.copies.offer(newest)
 
     def _writers(self) -> list[RunWriter]:
         return [one for one in self._all if isinstance(one, RunWriter)]
@@ -204,6 +211,8 @@ class Places:
             one.close()
         if isinstance(self.front, RunWriter):
             self.front.verifier.others.end()
+            if self.front.mender.nodes is not None:
+                self.front.mender.nodes.end()
         if self.transfers is not None:
             self.transfers.end()
         for server in self._servers:
@@ -237,7 +246,7 @@ class Below:
 
     def __init__(self, options: RunOptions, storage: contextlib.ExitStack, ranks: AnyRanks) -> None:
         self._options, self._parity, self._ranks = options.below, options.parity, ranks
-        self._count = options.copies
+        self._run = options
         self.tiers: list[Any] = [
             storage.enter_context(
                 access.for_writing(one.path, "atomic_dirsync", in_flight=1)
@@ -283,7 +292,16 @@ class Below:
         tier, ranks = front.tier, self._ranks
         if not isinstance(tier, NodeDisks) or tier.links.table is None or not isinstance(ranks, RankGroup):
             return None
-        copies = NodeCopies(tier, front.known, tier.links.table, self._count, ranks, outcomes)
+        table, code = tier.links.table, self._run.code_among(len(tier.links.table.nodes))
+        front.mender.nodes = NodeRebuild(tier, table, ranks)
+        pools.callback(front.mender.nodes.end)
+
+        def maker(stop: Stop) -> Maker:
+            if code is not None:
+                return ParityMaker(tier, table, code, ranks, stop)
+            return CopyMaker(tier, table, self._run.copies_among_nodes, ranks, stop)
+
+        copies = NodeCopies(front.known, maker, outcomes)
         pools.callback(copies.close)
         return copies
 
@@ -306,8 +324,10 @@ class Below:
             if view.server is not None:
                 serve(RequestServer(group, node_transfer.SUBJECT, Carrier(view, self.tiers, group)))
                 if view.links.table is not None and view.links.agent is not None:
-                    sender = node_copies.CopySender(view.links.agent, view.links.table, group.rank)
-                    serve(RequestServer(group, node_copies.SUBJECT, sender))
+                    agent, table = view.links.agent, view.links.table
+                    serve(RequestServer(group, node_copies.SUBJECT, CopySender(agent, table, group.rank)))
+                    for subject in (node_parity.SUBJECT, node_parity.REBUILD_SUBJECT):
+                        serve(RequestServer(group, subject, ParityBuilder(agent, table, group.rank)))
         elif self._parity:
             serve(PartServer(view, "front", [view], group, _readers(pools)))
         return Places(front, followed=followed, servers=servers)

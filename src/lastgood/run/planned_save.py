@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ..engine.arena import Arena, Lease
+from ..format import parity_layout
 from ..format.layout import Image
 from ..limits import WORKERS
 from ..policy.retention import KEEP, Keep
@@ -70,10 +71,25 @@ class RunOptions:
     """whether all nodes see the place that is written first; False: each has a disk of its own under this path"""
     copies: int = 1
     """on how many nodes each file of the first place lies"""
+    node_parity: str | None = None
+    """parity among the memories of nodes, as "4+2", in place of copies; None: copies"""
     spread: str | None = None
-    """the failure domain over which the copies are spread"""
+    """the failure domain over which the copies, or the cells of a stripe, are spread"""
     below: Sequence[PlaceOptions] = ()
     """the places that receive copies, the nearest first"""
+
+    @property
+    def copies_among_nodes(self) -> int:
+        """On how many nodes each file of the first place lies where it has no parity; 1: only on that of its rank.
+
+        Parity of m cells becomes m + 1 copies where there are too few nodes for it: they survive the same losses.
+        """
+        return self.copies if self.node_parity is None else parity_layout.parsed(self.node_parity)[1] + 1
+
+    def code_among(self, nodes: int) -> tuple[int, int] | None:
+        """The data and parity cells of a stripe among so many nodes; None: copies are made."""
+        code = parity_layout.parsed(self.node_parity) if self.node_parity is not None else None
+        return code if code is not None and sum(code) <= nodes else None  # guard: parity-needs-its-nodes
 
     def spill(self, path: str | os.PathLike[str]) -> str | None:
         """Where files go that do not fit into the place `path`, if it is in memory: into the first directory below."""

@@ -70,4 +70,21 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a generation is deleted before a newer one has its copies", "copied-generation-held", Remove()),
         ("a save whose commit is unknown is deleted without a store", "doubt-survives-lost-store", Never()),
     ),
+    *table(
+        "parity among nodes",
+        ("node_parity", "stripes"),
+        (
+            "parity lies on the nodes of its data",
+            "parity-beside-its-data",
+            Swap("[k:]", "[:-k]"),
+        ),
+        ("cells of other nodes are used unverified", "stripe-cell-verified", Never()),
+        ("parity of another generation is used", "stripes-of-this-generation", Never()),
+        ("files of parity carry no manifests", "stripes-carry-manifests", Remove()),
+        ("a damaged copy of a manifest is used", "rebuilt-manifest-matches-seal", Always()),
+        ("a rebuilt file has no manifest", "rebuilt-manifest-last", Remove()),
+        ("another node writes parity here", "parity-of-others-not-written", Swap('call.call == "read"', "True")),
+        ("a record that cannot be true is used", "stripe-record-plausible", Never()),
+        ("parity is made with too few nodes", "parity-needs-its-nodes", Swap("<= nodes", "<= nodes + 2")),
+    ),
 )

@@ -67,7 +67,11 @@ MUTANTS: tuple[Mutant, ...] = (
             "adjacent-cells-in-different-rows",
             Swap("column * self.rows + row", "row * self.data + column"),
         ),
-        ("a record with an impossible code is accepted", "parity-record-plausible", Swap("not fits", "False")),
+        (
+            "a record with an impossible code is accepted",
+            "parity-record-plausible",
+            Swap("not is_code(record.data, record.parity)", "False"),
+        ),
         (
             "a record with any cell length is accepted",
             "parity-record-plausible",

@@ -1,0 +1,229 @@
+"""Parity among nodes: files of it are written, and chunks that no node has any more are computed from it.
+
+Invariants
+  1. Every cell that is used, of data or of parity, agrees with its digest; another one counts as lost.
+  2. A file of parity counts only with its record, which is written after the file is complete.
+  3. What is computed counts only if it agrees with the digest of its chunk, and with the manifest where it becomes a
+     file again (run/copying.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future, wait
+from typing import NamedTuple
+
+import msgspec
+
+from ..errors import BeyondRepair, Cancelled, Damaged, SumMismatch, Unavailable
+from ..format import layout, sealed, stripe_layout
+from ..io.checksum import digest
+from ..io.files import round_up
+from ..io.reed_solomon import Code
+from ..ports import Tier
+from ..records import Blob, Cell, Extent, Generation, Stripe, StripeFile
+from . import read_file
+from .arena import Arena
+
+Stop = Callable[[], bool]
+
+
+def cells_of(blobs: Sequence[Blob]) -> list[Cell]:
+    """The chunks of tensor files as data cells, the longest first: cells of about equal length share a stripe."""
+    extents = [(blob, number, layout.extent_of(blob, number)) for blob in blobs for number in range(len(blob.chunks))]
+    cells = [
+        Cell(blob=blob.name, offset=at.offset, length=at.length, digest=blob.chunks[number])
+        for blob, number, at in extents
+        if at.length
+    ]
+    return sorted(cells, key=lambda one: -one.length)
+
+
+def stripe_of(cells: Sequence[Cell | None]) -> Stripe:
+    """A stripe of these cells, whose parity is not computed yet."""
+    return Stripe(cells=list(cells), length=round_up(max(one.length for one in cells if one is not None)))
+
+
+def write(
+    own: Tier,
+    folder: str,
+    name: str,
+    record: StripeFile,
+    sources: Sequence[Tier],
+    manifests: Sequence[bytes],
+    readers: Executor,
+    stop: Stop = lambda: False,
+) -> int:
+    """Write a file of parity and its record. Returns the length of the file.
+
+    `record`: without the digests of parity cells. `sources`: for each data cell of a stripe, what has its chunks.
+    `manifests`: those that the record names. `readers`: threads. `stop()` is polled once for each stripe. Raises
+    SumMismatch for a chunk that is damaged, Cancelled, the errors of reading and of writing; then there is no file.
+    """
+    code, offsets, tail = Code(record.data, record.parity), stripe_layout.cell_offsets(record), b"".join(manifests)
+    path, longest = f"{folder}/{name}", max((stripe.length for stripe in record.stripes), default=0)
+    own.delete(path)  # of an attempt that was interrupted
+    size, most = offsets[-1] + len(tail), round_up(max(longest, len(tail), 1))
+    page, done = Arena(most, most).memory(), list[Stripe]()
+    upload = own.create(path, size) if size else None
+    try:
+        for stripe, offset in zip(record.stripes, offsets, strict=False):
+            if stop():
+                raise Cancelled("writing parity was cancelled")
+            jobs = [
+                readers.submit(read_cell, source, folder, cell, stripe.length, record.digest)
+                for source, cell in zip(sources, stripe.cells, strict=True)
+            ]
+            cell = code.encode(_results(jobs))[record.index]
+            done.append(msgspec.structs.replace(stripe, sum=digest(record.digest, cell)))
+            page[: stripe.length] = cell
+            assert upload is not None
+            upload.write_at(page[: stripe.length], offset)
+        if upload is not None:
+            page[: len(tail)] = tail
+            upload.write_at(page[: round_up(len(tail))], offsets[-1])  # guard: stripes-carry-manifests
+            upload.finish()
+    except BaseException:
+        if upload is not None:
+            upload.abort()
+        raise
+    record = msgspec.structs.replace(record, stripes=done)
+    own.put_new(f"{folder}/{stripe_layout.record_name(name)}", layout.encode(record, record.digest))
+    return size
+
+
+def read_cell(tier: Tier, folder: str, cell: Cell | None, length: int, algorithm: str) -> memoryview:
+    """A data cell of a stripe, continued with zeros to `length`. Raises SumMismatch, and what reading raises."""
+    data = memoryview(bytearray(length))
+    if cell is not None:
+        tier.read_into(Extent(blob=f"{folder}/{cell.blob}", offset=cell.offset, length=cell.length), data)
+        _require(algorithm, data[: cell.length], cell.digest, cell.blob)
+    return data
+
+
+def _require(algorithm: str, data: memoryview, expected: str, name: str) -> None:
+    if digest(algorithm, data) != expected:  # guard: stripe-cell-verified
+        raise SumMismatch(f"a chunk of {name} does not agree with its digest", blob=name)
+
+
+def _results(jobs: Sequence[Future[memoryview]]) -> list[memoryview]:
+    """The results of all of these. Waits for all of them, also if one raises."""
+    wait(jobs)
+    return [one.result() for one in jobs]
+
+
+# ---- computing what was lost -------------------------------------------------------------------------------------
+
+
+class _Found(NamedTuple):
+    """A valid record of a file of parity, and what has the file."""
+
+    tier: Tier
+    name: str
+    record: StripeFile
+
+
+class Rebuilt:
+    """`ports.Tier` for reading one generation: its chunks and manifests as parity among nodes gives them.
+
+    `places`: the memory of each node that is left. Damage in it, and nodes that cannot be read, count as lost.
+    """
+
+    newest_only, reads_at_once = False, 2
+
+    def __init__(self, places: Sequence[Tier], generation: Generation) -> None:
+        self.place = "parity among nodes"
+        self._generation, self._folder = generation, layout.folder(generation.id)
+        self._holders = dict[str, list[Tier]]()
+        self._sets = dict[str, list[_Found]]()
+        """part of their names that the files of a set share -> its files"""
+        for tier in places:
+            with contextlib.suppress(Damaged, Unavailable):
+                self._note(tier, tier.list(self._folder))
+        self._stripes = dict[tuple[str, int], list[tuple[str, int]]]()
+        """file and offset of a chunk -> its stripes: set and number in it"""
+        for name, found in self._sets.items():
+            for number, stripe in enumerate(found[0].record.stripes):
+                for cell in stripe.cells:
+                    if cell is not None:
+                        self._stripes.setdefault((cell.blob, cell.offset), []).append((name, number))
+
+    def _note(self, tier: Tier, listing: Mapping[str, int | None]) -> None:
+        for name, length in listing.items():
+            self._holders.setdefault(name, []).append(tier)
+            if not stripe_layout.is_record(name):
+                continue
+            with contextlib.suppress(Damaged, Unavailable):
+                data = sealed.read(tier, f"{self._folder}/{name}", length)
+                record = layout.decode(data, StripeFile, name)
+                stripe_layout.validate(record, name)
+                if record.root != self._generation.root:  # guard: stripes-of-this-generation
+                    continue
+                others = self._sets.setdefault(stripe_layout.set_of(name), [])
+                if not others or _shape(others[0].record) == _shape(record):
+                    others.append(_Found(tier, name.removesuffix(".json"), record))
+
+    def list(self, folder: str) -> Mapping[str, int | None]:
+        return {}
+
+    def read_into(self, extent: Extent, mv: memoryview, *, fresh: bool = False) -> None:
+        """Fill mv[:extent.length] with a whole chunk of a tensor file, or a whole manifest. Raises BeyondRepair."""
+        name = extent.blob.rpartition("/")[2]
+        if name.endswith(".manifest.json"):
+            mv[: extent.length] = self._manifest(name)
+            return
+        for stripes, number in self._stripes.get((name, extent.offset), []):
+            with contextlib.suppress(BeyondRepair):
+                mv[: extent.length] = self._computed(self._sets[stripes], number, name, extent)
+                return
+        raise BeyondRepair(
+            f"too few cells are left to compute {name} at {extent.offset:,}", safe="Nothing was changed."
+        )
+
+    def _manifest(self, name: str) -> bytes:
+        """A manifest as it was sealed: from a node that has it, else a copy in a file of parity."""
+        seal = next(one for one in self._generation.commit.seals if one.manifest == name)
+        for tier in self._holders.get(name, []):
+            with contextlib.suppress(Damaged, Unavailable):
+                return sealed.record_bytes([tier], self._generation, seal)
+        for one in (one for found in self._sets.values() for one in found if name in one.record.manifests):
+            with contextlib.suppress(Damaged, Unavailable):
+                offset = stripe_layout.manifest_offset(one.record, name)
+                data = bytes(read_file.some(one.tier, f"{self._folder}/{one.name}", seal.length, offset))
+                if digest(one.record.digest, data) == seal.digest:  # guard: rebuilt-manifest-matches-seal
+                    return data
+        raise BeyondRepair(f"no copy of {name} is left", safe="Nothing was changed.")
+
+    def _computed(self, found: Sequence[_Found], number: int, name: str, extent: Extent) -> memoryview:
+        """A chunk from the other cells of one of its stripes. Raises BeyondRepair."""
+        record, stripe, cells = found[0].record, found[0].record.stripes[number], dict[int, memoryview]()
+        wanted = next(
+            at for at, one in enumerate(stripe.cells) if one and (one.blob, one.offset) == (name, extent.offset)
+        )
+        for at, cell in enumerate(stripe.cells):
+            holders = self._holders.get(cell.blob, []) if cell is not None else [found[0].tier]
+            for tier in holders if at != wanted else ():
+                with contextlib.suppress(Damaged, Unavailable):
+                    cells[at] = read_cell(tier, self._folder, cell, stripe.length, record.digest)
+                    break
+        for one in found:
+            if len(cells) < record.data and record.data + one.record.index not in cells:
+                with contextlib.suppress(Damaged, Unavailable):
+                    cells[record.data + one.record.index] = self._parity_cell(one, number)
+        lost, data = stripe.cells[wanted], Code(record.data, record.parity).decode(cells)[wanted][: extent.length]
+        if lost is None or digest(record.digest, data) != lost.digest:
+            raise BeyondRepair(f"{name} at {extent.offset:,} is not what was lost", safe="Nothing was changed.")
+        return data
+
+    def _parity_cell(self, one: _Found, number: int) -> memoryview:
+        stripe, offset = one.record.stripes[number], stripe_layout.cell_offsets(one.record)[number]
+        data = memoryview(bytearray(stripe.length))
+        one.tier.read_into(Extent(blob=f"{self._folder}/{one.name}", offset=offset, length=stripe.length), data)
+        _require(one.record.digest, data, stripe.sum, one.name)
+        return data
+
+
+def _shape(record: StripeFile) -> object:
+    """What the records of all files of a set have in common."""
+    return record.data, record.parity, record.digest, [(one.cells, one.length) for one in record.stripes]

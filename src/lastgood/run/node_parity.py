@@ -1,0 +1,212 @@
+"""Parity among the memories of nodes, in place of copies: written behind the training loop, and rebuilt from.
+
+    coordinator   after a commit: which files of parity are missing (policy/stripes.py) -> every leader: ParityRequest
+    leader        its agent reads the chunks of other nodes, and writes the files of parity of its node
+                  (agent/parity_files.py)
+
+    coordinator   before a restore: the files of which ranks lie on no node, or are damaged -> every leader:
+                  RebuildRequest
+    leader        its agent computes them from what the other nodes have, and writes them as the ordinary files
+
+Invariants
+  1. A file of parity names the chunks and not the nodes, so that any later job can use it, whatever its nodes are.
+  2. A generation is protected when every node has the files of parity that the placement of the present nodes gives it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ..coordination.rounds import RankGroup
+from ..errors import BeyondRepair
+from ..format import layout, stripe_layout
+from ..io.checksum import digest
+from ..io.reed_solomon import Code
+from ..policy.parts import divided
+from ..policy.placement import groups
+from ..policy.stripes import stripe_sets
+from ..records import Generation, GenerationId, Record
+from .agent_link import AgentLink, Work
+from .node_copies import ask_all, place_of, placed
+from .node_disks import NodeDisks
+from .peers import PeerTable, StripeMember, StripeOrder
+from .rank_requests import Requests
+from .verify import Stop, never
+
+SUBJECT, REBUILD_SUBJECT = "parity", "rebuild"
+
+
+class MemberOrder(Record, frozen=True, kw_only=True):
+    """As `StripeMember`, with the leader of the node."""
+
+    leader: int
+    first: int
+    ranks: list[int]
+
+
+class FileOrder(Record, frozen=True, kw_only=True):
+    """A file of parity. `set`: the number of its set of stripes in `ParityRequest.sets`."""
+
+    set: str
+    name: str
+    index: int
+
+
+class ParityRequest(Record, frozen=True, kw_only=True):
+    """What the coordinator asks of all leaders. `files`: leader -> the files that its node lacks.
+
+    `sets`: the data nodes of each set of stripes of which a file is missing. `parity`: parity cells of a stripe.
+    """
+
+    at: GenerationId
+    root: str
+    sets: dict[str, list[MemberOrder]]
+    files: dict[str, list[FileOrder]]
+    parity: int
+
+
+class RebuildRequest(Record, frozen=True, kw_only=True):
+    """What the coordinator asks of all leaders. `ranks`: leader -> the ranks whose files its node is to make whole."""
+
+    at: GenerationId
+    root: str
+    ranks: dict[str, list[int]]
+
+
+class ParityBuilder:
+    """One leader's part. At the other leaders it is a `rank_requests.Service` of both subjects."""
+
+    def __init__(self, agent: AgentLink, table: PeerTable, leader: int) -> None:
+        self._agent, self._table, self._leader = agent, table, leader
+
+    def served(self, request: Any, stop: Stop) -> None:
+        """Let the agent write the files of this node. Raises as `AgentLink.work`."""
+        if "files" in request:
+            self._write(msgspec.convert(request, ParityRequest), stop)
+        else:
+            self._rebuild(msgspec.convert(request, RebuildRequest), stop)
+
+    def _write(self, asked: ParityRequest, stop: Stop) -> None:
+        orders = [
+            StripeOrder(
+                name=one.name,
+                index=one.index,
+                parity=asked.parity,
+                data=[
+                    StripeMember(node=self._table.node_of(member.leader), first=member.first, ranks=member.ranks)
+                    for member in asked.sets[one.set]
+                ],
+            )
+            for one in asked.files.get(str(self._leader), [])
+        ]
+        if orders:
+            work = Work(at=asked.at, root=asked.root, task="parity", place="", of=None, stripes=orders)
+            self._agent.work(work, stop)
+
+    def _rebuild(self, asked: RebuildRequest, stop: Stop) -> None:
+        if ranks := asked.ranks.get(str(self._leader)):
+            others = [one for one in self._table.nodes if one.leader != self._leader]
+            work = Work(at=asked.at, root=asked.root, task="rebuild", place="", of=ranks, nodes=others)
+            self._agent.work(work, stop)
+
+
+class ParityMaker:
+    """At the coordinator, a `node_copies.Maker`. `code`: data and parity cells of a stripe.
+
+    `disks`: of all nodes. `table`: the nodes, at least as many as a stripe has cells.
+    """
+
+    def __init__(
+        self, disks: NodeDisks, table: PeerTable, code: tuple[int, int], ranks: RankGroup, stop: Stop = never
+    ) -> None:
+        assert disks.links.agent is not None, "a front whose nodes share parity has agents"
+        Code(*code)  # raises Refused where no library for it is installed
+        self._disks, self._parity = disks, code[1]
+        self._own = ParityBuilder(disks.links.agent, table, ranks.rank)
+        self._requests = Requests(ranks, SUBJECT, disks.nodes.others, stop)
+        divided_nodes = groups(placed(table.nodes), *code)
+        self._sets = stripe_sets(divided_nodes)
+        self.place = place_of(table.nodes, divided_nodes.domains_survived)
+
+    def make(self, generation: Generation, stop: Stop) -> None:
+        request = self._missing(generation)
+        if request.files:
+            ask_all(self._requests, request, lambda: self._own.served(msgspec.to_builtins(request), stop))
+
+    def end(self) -> None:
+        self._requests.end()
+
+    def _missing(self, generation: Generation) -> ParityRequest:
+        """The files of parity of a generation that do not lie where they are to lie."""
+        parts = self._parts(generation)
+        sets = {
+            str(number): [
+                MemberOrder(leader=int(member.node), first=member.first, ranks=parts.get(int(member.node), []))
+                for member in one.data
+            ]
+            for number, one in enumerate(self._sets)
+        }
+        plan = digest("xxh3_128", msgspec.json.encode([self._parity, *sets.values()]))[:8]
+        listings, files = self._disks.listings(layout.folder(generation.id)), dict[str, list[FileOrder]]()
+        for number, one in enumerate(self._sets):
+            if not any(member.ranks for member in sets[str(number)]):
+                continue
+            for index, node in enumerate(one.parity):
+                name = stripe_layout.file_name(plan, number, index)
+                if stripe_layout.record_name(name) not in listings[int(node)]:
+                    files.setdefault(node, []).append(FileOrder(set=str(number), name=name, index=index))
+        wanted = {order.set for orders in files.values() for order in orders}
+        sets = {number: members for number, members in sets.items() if number in wanted}
+        return ParityRequest(at=generation.id, root=generation.root, sets=sets, files=files, parity=self._parity)
+
+    def _parts(self, generation: Generation) -> dict[int, list[int]]:
+        """Leader -> the ranks whose files are the part of its node: each is the part of one node that has it."""
+        leaders, parts = self._disks.nodes.leaders, dict[int, list[int]]()
+        written = [one.rank for one in generation.commit.seals]
+        for rank, of in enumerate(divided(written, leaders, self._disks.held(generation))):
+            parts.setdefault(leaders[rank], []).extend(of)
+        return {leader: sorted(of) for leader, of in parts.items()}
+
+
+class NodeRebuild:
+    """At the coordinator: makes files of ranks whole that lie on no node any more, or are damaged.
+
+    `disks`: of all nodes. `table`: the nodes.
+    """
+
+    def __init__(self, disks: NodeDisks, table: PeerTable, ranks: RankGroup) -> None:
+        assert disks.links.agent is not None, "a front whose nodes share parity has agents"
+        self._disks = disks
+        self._own = ParityBuilder(disks.links.agent, table, ranks.rank)
+        self._requests = Requests(ranks, REBUILD_SUBJECT, disks.nodes.others)
+
+    def rebuild(self, generation: Generation, stop: Stop) -> list[str]:
+        """Rebuild what is missing or damaged of a generation. Returns the names of the files of these ranks.
+
+        A missing file is rebuilt on the node of the rank of the same number, a damaged one where it lies. Raises
+        BeyondRepair if there is no parity among nodes, and the errors of the agents.
+        """
+        listings = self._disks.listings(layout.folder(generation.id))
+        if not any(stripe_layout.is_record(name) for listing in listings.values() for name in listing):
+            raise BeyondRepair(f"{generation.id} has no parity on other nodes", safe="Nothing was changed.")
+        held, leaders = self._disks.held(generation), self._disks.nodes.leaders
+        damaged = {one.blob.rpartition("/")[2].partition(".")[0] for one in generation.damaged}
+        ranks, names = dict[str, list[int]](), list[str]()
+        for seal in generation.commit.seals:
+            holders = sorted(leader for leader, parts in held.items() if seal.rank in parts)
+            if not holders:
+                holders = [leaders[seal.rank % len(leaders)]]
+            elif seal.manifest.partition(".")[0] not in damaged:
+                continue
+            ranks.setdefault(str(holders[0]), []).append(seal.rank)
+            names.append(layout.blob_name(seal.rank))
+        request = RebuildRequest(at=generation.id, root=generation.root, ranks=ranks)
+        if ranks:
+            ask_all(self._requests, request, lambda: self._own.served(msgspec.to_builtins(request), stop))
+        return names
+
+    def end(self) -> None:
+        """Tell the other leaders that nothing more is asked."""
+        self._requests.end()

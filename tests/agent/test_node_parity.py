@@ -1,0 +1,274 @@
+"""Parity among the memories of nodes: written from the chunks of others, and rebuilt from."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from test_peers import JOB, KEY, call
+
+import lastgood
+from harness import flip
+from lastgood import errors
+from lastgood.agent import parity_files
+from lastgood.agent.peer_files import PeerFiles
+from lastgood.format import commit, layout, stripe_layout
+from lastgood.io.checksum import digest
+from lastgood.io.memory_files import MemoryFiles
+from lastgood.policy.placement import Node, groups
+from lastgood.policy.stripes import stripe_sets
+from lastgood.records import (
+    Blob,
+    Cell,
+    Commit,
+    Extent,
+    Generation,
+    GenerationId,
+    Manifest,
+    Piece,
+    Seal,
+    Stripe,
+    StripeFile,
+    World,
+)
+from lastgood.run.peers import FileCall, PeerNode, Peers, StripeMember, StripeOrder
+from lastgood.run.planned_save import RunOptions
+from lastgood.storage.directory import Disk
+from lastgood.wire.port import Peer
+from lastgood.wire.security import SharedKey
+from lastgood.wire.serving import Server
+
+NODES, PAGE = 4, 4096
+LENGTHS = (5 * PAGE + 17, 8 * PAGE, 3 * PAGE, PAGE - 5)
+"""of the file of each rank, in chunks of a page"""
+AT = GenerationId(step=1, incarnation="0a0b0c0d")
+OUTSIDE = Cell(blob="../../r00000.safetensors", offset=0, length=1, digest="0" * 32)
+
+
+class Cluster:
+    """The memories of four nodes, each served to the others: node r has the files of rank r."""
+
+    def __init__(self, root: Path, stack: contextlib.ExitStack) -> None:
+        self.root, self.nodes = root, list[PeerNode]()
+        self.peers = Peers(JOB, KEY, "a")
+        stack.callback(self.peers.close)
+        for rank in range(NODES):
+            files = PeerFiles(lambda rank=rank: self.disk(rank))
+            stack.callback(files.close)
+            security = SharedKey(bytes.fromhex(KEY))
+            server = stack.enter_context(Server(("127.0.0.1", 0), Peer(JOB, str(rank)), security, files))
+            self.nodes.append(
+                PeerNode(leader=rank, name=str(rank), domain="", host="127.0.0.1", port=server.address[1])
+            )
+        self.generation = saved([self.disk(rank) for rank in range(NODES)])
+
+    def disk(self, rank: int) -> Disk:
+        root = self.root / str(rank)
+        root.mkdir(exist_ok=True)
+        return Disk(MemoryFiles(str(root)), str(root), shared=True)
+
+    def folder(self, rank: int) -> Path:
+        return self.root / str(rank) / layout.folder(self.generation.id)
+
+    def protect(self) -> None:
+        for number, one in enumerate(stripe_sets(groups([Node(str(rank)) for rank in range(NODES)], 2, 2))):
+            data = [
+                StripeMember(node=self.nodes[int(at.node)], first=at.first, ranks=[int(at.node)]) for at in one.data
+            ]
+            for index, node in enumerate(one.parity):
+                name = stripe_layout.file_name("0" * 8, number, index)
+                order = StripeOrder(name=name, data=data, parity=2, index=index)
+                parity_files.write(self.disk(int(node)), self.peers, self.generation, [order], lambda: False)
+
+    def lose(self, rank: int) -> None:
+        """The node is replaced by an empty one, on which the opening has put the COMMIT."""
+        data = (self.folder(rank) / layout.COMMIT).read_bytes()
+        shutil.rmtree(self.root / str(rank))
+        self.folder(rank).mkdir(parents=True)
+        (self.folder(rank) / layout.COMMIT).write_bytes(data)
+
+    def rebuild(self, rank: int) -> None:
+        others = [one for one in self.nodes if one.leader != rank]
+        parity_files.rebuild(self.disk(rank), self.peers, self.generation, [rank], others, lambda: False)
+
+    def files(self, rank: int) -> dict[str, bytes]:
+        return {one.name: one.read_bytes() for one in self.folder(rank).glob(f"r{rank:05d}.*")}
+
+
+def saved(disks: list[Disk]) -> Generation:
+    """A generation of four ranks, each of which has a file with random bytes on its node."""
+    seals = list[Seal]()
+    for rank, (disk, length) in enumerate(zip(disks, LENGTHS, strict=True)):
+        data, name = random.Random(rank).randbytes(length), layout.blob_name(rank)
+        disk.put_new(f"{layout.folder(AT)}/{name}", data)
+        digests = [digest("xxh3_128", data[start : start + PAGE]) for start in range(0, length, PAGE)]
+        blob = Blob(name=name, length=length, chunk_bytes=PAGE, chunks=digests)
+        whole = Piece(
+            name=f"tensor {rank}",
+            dtype="uint8",
+            shape=[length - PAGE],
+            extent=Extent(blob=name, offset=PAGE, length=length - PAGE),
+            digest="0" * 32,
+        )
+        manifest = Manifest(
+            format=layout.FORMAT,
+            step=AT.step,
+            incarnation=AT.incarnation,
+            rank=rank,
+            digest="xxh3_128",
+            blobs=[blob],
+            pieces=[whole] if length > PAGE else [],
+            aliases={},
+            values={},
+        )
+        seals.append(commit.seal(disk, manifest))
+    record = Commit(
+        format=layout.FORMAT,
+        run="1a1b1c1d",
+        step=AT.step,
+        incarnation=AT.incarnation,
+        order=1,
+        world=World(ranks=NODES),
+        continues=None,
+        parent=None,
+        seals=seals,
+        created=0.0,
+    )
+    found = [commit.publish(disk, record, "xxh3_128") for disk in disks]
+    return found[0]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with contextlib.ExitStack() as stack:
+        yield Cluster(tmp_path, stack)
+
+
+@pytest.mark.parametrize("lost", [(0,), (0, 1), (0, 2), (1, 2), (2, 3)], ids=str)
+def test_the_files_of_lost_nodes_are_rebuilt_bit_for_bit(cluster: Cluster, lost) -> None:
+    cluster.protect()
+    before = {rank: cluster.files(rank) for rank in lost}
+    for rank in lost:
+        cluster.lose(rank)
+    for rank in lost:
+        cluster.rebuild(rank)
+        assert cluster.files(rank) == before[rank] and len(before[rank]) == 2
+
+
+def test_more_losses_than_parity_cells_are_beyond_repair(cluster: Cluster) -> None:
+    cluster.protect()
+    for rank in (0, 1, 2):
+        cluster.lose(rank)
+    with pytest.raises(errors.BeyondRepair):
+        cluster.rebuild(0)
+    assert not cluster.files(0), "nothing is left that could count as a file"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "at", "lost", "lost_later"),
+    [("r00001.safetensors", (1,), 2, 0), ("s*.parity-?", (1, 3), 0, 2)],
+    ids=["data", "parity"],
+)
+def test_a_damaged_cell_of_another_node_is_not_used(cluster: Cluster, pattern: str, at, lost, lost_later) -> None:
+    """With one node lost there is a cell more than is needed, and with two there is not."""
+    cluster.protect()
+    before = cluster.files(lost)
+    for one in (one for rank in at for one in cluster.folder(rank).glob(pattern)):
+        flip(one, PAGE + 9)
+    cluster.lose(lost)
+    cluster.rebuild(lost)
+    assert cluster.files(lost) == before
+    cluster.lose(lost)
+    cluster.lose(lost_later)
+    with pytest.raises(errors.BeyondRepair):
+        cluster.rebuild(lost)
+    assert not cluster.files(lost)
+
+
+def test_a_damaged_file_is_made_whole_where_it_lies(cluster: Cluster) -> None:
+    cluster.protect()
+    before = cluster.files(1)
+    flip(cluster.folder(1) / "r00001.safetensors", PAGE + 9)
+    flip(cluster.folder(1) / "r00001.manifest.json")
+    cluster.rebuild(1)
+    assert cluster.files(1) == before
+
+
+def test_a_damaged_chunk_gets_no_parity(cluster: Cluster) -> None:
+    flip(cluster.folder(0) / "r00000.safetensors", PAGE + 9)
+    with pytest.raises(errors.SumMismatch):
+        cluster.protect()
+    assert not [one for rank in range(NODES) for one in cluster.folder(rank).glob("s00000000-00003.*")]
+
+
+def test_parity_of_another_generation_is_not_used(cluster: Cluster) -> None:
+    cluster.protect()
+    for rank in range(NODES):
+        for one in cluster.folder(rank).glob("s*.json"):
+            record = layout.decode(one.read_bytes(), StripeFile, one.name)
+            one.write_bytes(layout.encode(msgspec.structs.replace(record, root="0" * 32)))
+    cluster.lose(0)
+    with pytest.raises(errors.Damaged):
+        cluster.rebuild(0)
+    assert not cluster.files(0)
+
+
+def test_no_node_writes_parity_on_another_one(cluster: Cluster) -> None:
+    name = f"{layout.folder(cluster.generation.id)}/{stripe_layout.file_name('0' * 8, 0, 0)}"
+    for request in (FileCall(call="create", name=name, length=1), FileCall(call="put", name=f"{name}.json", length=1)):
+        with pytest.raises(errors.Refused):
+            call(cluster.nodes[1], request, b"x" if request.call == "put" else b"")
+    assert not [*cluster.folder(1).glob("s*")]
+
+
+def test_a_damaged_copy_of_a_manifest_is_not_used(cluster: Cluster) -> None:
+    cluster.protect()
+    before = cluster.files(0)
+    (copy,) = cluster.folder(2).glob("s00000000-00000.parity-?")
+    flip(copy)
+    cluster.lose(0)
+    cluster.rebuild(0)
+    assert cluster.files(0) == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"data": 3},
+        {"index": 2},
+        {"digest": "crc"},
+        {"manifests": {"../r00000.manifest.json": 1}},
+        {"stripes": [Stripe(cells=[None, None], length=5, sum="0" * 32)]},
+        {"stripes": [Stripe(cells=[None, None], length=1 << 40, sum="0" * 32)]},
+        {"stripes": [Stripe(cells=[None, None], length=PAGE, sum="0")]},
+        {"stripes": [Stripe(cells=[None, OUTSIDE], length=PAGE, sum="0" * 32)]},
+    ],
+    ids=str,
+)
+def test_a_record_of_parity_that_cannot_be_true_is_refused(change) -> None:
+    good = StripeFile(
+        format=1,
+        root="0" * 32,
+        data=2,
+        parity=2,
+        index=1,
+        digest="xxh3_128",
+        stripes=[Stripe(cells=[None, None], length=PAGE, sum="0" * 32)],
+        manifests={"r00000.manifest.json": 1},
+    )
+    name = stripe_layout.record_name(stripe_layout.file_name("0" * 8, 0, 1))
+    stripe_layout.validate(good, name)
+    with pytest.raises(errors.ManifestInvalid):
+        stripe_layout.validate(msgspec.structs.replace(good, **change), name)
+
+
+def test_too_few_nodes_for_parity_make_copies_that_survive_the_same() -> None:
+    options = RunOptions(node_parity="4+2")
+    assert options.code_among(6) == (4, 2) and options.code_among(5) is None
+    assert lastgood.Tier("memory://", parity="4+2", spread="rack").node_parity == "4+2"
+    assert options.copies_among_nodes == 3 and RunOptions(copies=2).code_among(9) is None
