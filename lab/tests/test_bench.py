@@ -398,7 +398,9 @@ def test_bench_memory_runs_small(bench: Any, tmp_path: Path, monkeypatch: pytest
         assert code == 0, err
         rows = json.loads(text)["rows"]
         assert len(rows) == 8 and all(row["seconds"] > 0 and row["bytes"] > 0 for row in rows)
-        assert not list(tmp_path.glob("bench-*")) and not list(Path(memory).glob("*/*")), "the agent has ended"
+        assert not list(tmp_path.glob("bench-*")) and not any(one.is_dir() for one in Path(memory).glob("*/*")), (
+            "the agent has ended"
+        )
 
 
 def test_bench_tensors_runs_small(bench: Any, tmp_path: Path) -> None:

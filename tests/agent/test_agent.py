@@ -356,7 +356,7 @@ def raw(folder: Path) -> socket.socket:
         (b'{"\xff":1}\n', b"this is no request"),
         (b'{"protocol":1,"call":"burn"}\n', b"this is no request"),
         (b'{"protocol":1,"call":"status","more":1}\n', b"this is no request"),
-        (b'{"protocol":99,"call":"attach"}\n', b"speaks version 1"),
+        (b'{"protocol":99,"call":"attach"}\n', b"and not 99"),
         (b"x" * (agent_link.MESSAGE_LIMIT_BYTES + 8192), b""),
     ],
     ids=["bytes", "list", "no text", "no name", "unknown call", "unknown field", "future version", "endless line"],

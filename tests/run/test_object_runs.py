@@ -291,9 +291,8 @@ def test_saves_go_on_while_single_requests_fail(bucket, proxy, kind):
     assert lastgood.load(bucket, loaded.state).step == 6 and loaded.weights() == trained.weights()
 
 
-@pytest.mark.parametrize("example", ["ddp", "dcp_drop_in", "fsdp2"])
-def test_two_ranks_go_on_in_a_bucket(bucket, example):
-    script = Path(__file__).parents[2] / "examples" / f"{example}.py"
+def test_two_ranks_go_on_in_a_bucket(bucket):
+    script = Path(__file__).parents[2] / "examples/dcp_drop_in.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     for steps in ("40", "60"):
         subprocess.run([*command, str(script), bucket, "--steps", steps], check=True, capture_output=True, timeout=120)

@@ -20,7 +20,7 @@ from lastgood.format import commit
 from lastgood.run import lower_place, node_cache, part_copies
 from lastgood_lab.campaigns.rank_jobs import PATIENCE, Loop
 
-PLACES: dict[str, Any] = {"cadence": lastgood.Every(steps=4), "retention": lastgood.Keep(last=9), "patience": PATIENCE}
+PLACES: dict[str, Any] = {"cadence": lastgood.Every(steps=4), "retention": lastgood.Keep(last=9), "patience": 60.0}
 
 
 def opened(loop: Loop, root: Path, last: str | Path, **options: Any) -> lastgood.Checkpointer:
