@@ -12,22 +12,20 @@ import pytest
 from msgspec import structs
 
 import lastgood
-from boards import Board
 from lastgood import errors
 from lastgood.agent import nodes
 from lastgood.agent.peer_files import PeerFiles
-from lastgood.coordination.rounds import RankGroup
 from lastgood.format import commit, layout
 from lastgood.io.memory_files import MemoryFiles
 from lastgood.policy.placement import Node, copies, missing_copies
 from lastgood.records import Extent, Generation, GenerationId
-from lastgood.run.agent_link import AgentLink, NodeLinks, Send, Serve
+from lastgood.run.agent_link import Send, Serve
 from lastgood.run.known import Environment, Holds, KnownRun
 from lastgood.run.node_copies import NodeCopies
 from lastgood.run.node_disks import NodeDisks, Nodes
 from lastgood.run.outcomes import Outcomes
 from lastgood.run.peer_opening import label, own_address, own_wire
-from lastgood.run.peers import FileCall, PeerNode, PeerOrder, Peers, PeerTable
+from lastgood.run.peers import FileCall, PeerNode, PeerOrder, Peers
 from lastgood.storage.directory import Disk
 from lastgood.wire.channel import Channel
 from lastgood.wire.nixl import Nixl
@@ -232,38 +230,40 @@ def test_a_generation_is_kept_until_every_place_has_it() -> None:
     assert at not in held
 
 
-class Gate(NodeCopies):
-    """Copies that are made while `reached` is set; otherwise no other node can be reached."""
+class Gate:
+    """A `node_copies.Maker` that makes copies while `reached` is set; otherwise no other node can be reached."""
 
-    reached = threading.Event()
+    place = "peers://node"
 
-    def _make(self, generation: Generation) -> None:
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+
+    def make(self, generation: Generation, stop: object) -> None:
         if not self.reached.is_set():
             raise errors.PeerDown("no other node can be reached")
+
+    def end(self) -> None:
+        """No other rank waits."""
 
 
 def test_a_copied_generation_is_held_until_a_newer_one_is_copied(tmp_path: Path, generation: Generation) -> None:
     """A node was lost while the newest save waited for its copies. The save before, which had its copies, was deleted
     already, because the newest had been verified: the run went back to its directory."""
-    own = disk(tmp_path / "a")
-    disks = NodeDisks(own, Nodes((0,)), None, NodeLinks(AgentLink(str(tmp_path / "a"))))
-    nodes = [PeerNode(leader=leader, name=str(leader), domain="", host="127.0.0.1", port=1) for leader in (0, 1)]
-    known = KnownRun(disks, Environment())
+    known, gate = KnownRun(disk(tmp_path / "a"), Environment()), Gate()
     newer, newest = (
         structs.replace(generation, commit=structs.replace(generation.commit, step=step)) for step in (2, 3)
     )
-    table, ranks = PeerTable(job=JOB, key=KEY, nodes=nodes), RankGroup(0, 1, Board(), "run")
-    copies_ = Gate(disks, known, table, 2, ranks, Outcomes(str(tmp_path)))
+    copies_ = NodeCopies(known, lambda _: gate, Outcomes(str(tmp_path)))
     try:
         assert generation.id in known.held, "it may have copies since an earlier opening"
         first = copies_.offer(newer)
         copies_.wait(20)
         assert generation.id in known.held and not first.done()
-        copies_.reached.set()
+        gate.reached.set()
         copies_.wait(20)
         assert first.result(20) is None
         assert generation.id not in known.held and newer.id in known.held
-        copies_.reached.clear()
+        gate.reached.clear()
         copies_.offer(newest)
         copies_.wait(20)
         assert newer.id in known.held
