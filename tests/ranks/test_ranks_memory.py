@@ -10,6 +10,7 @@ import pytest
 import lastgood
 from agents import until
 from harness import flip, steps
+from lastgood_lab.campaigns.rank_jobs import PATIENCE
 from lastgood_lab.worlds import world
 from ranked_memory import folder, trained, uninterrupted
 
@@ -79,6 +80,7 @@ def test_a_lost_node_loses_nothing_that_was_copied(tmp_path: Path, memory: Path,
     assert [one["step"] for one in found] == [6, 6]
     assert [one["losses"] for one in found] == [one["losses"][6:] for one in expected]
     assert found[0]["survives"][2], "rank 0 knows that the last save survives the loss of a node"
+    assert all(one["closing_seconds"] < PATIENCE for one in found), "no rank waits for what nobody asks"
 
 
 # ---- parity among nodes ----------------------------------------------------------------------------------------
@@ -90,7 +92,11 @@ def test_a_lost_node_loses_nothing_that_was_copied(tmp_path: Path, memory: Path,
     ids=["two", "one and a damaged file", "three"],
 )
 def test_two_nodes_lost_at_once_lose_nothing_with_parity(tmp_path: Path, memory: Path, lost, damaged, step) -> None:
-    """Of four nodes with parity="2+2". Three lost nodes take the run back to what the home has."""
+    """Of four nodes with parity="2+2". Three lost nodes take the run back to what the home has.
+
+    Each rank waited at its close for the end of requests about copies, which nobody makes here, and so did those of a
+    run with copies for the end of requests about parity.
+    """
     nodes, home = ["a", "b", "c", "d"], tmp_path / "home"
     expected = world(4, uninterrupted, 7)
     world(4, trained, nodes, memory, home, 6, True, False, 1, "2+2", dies=(0, 1, 2, 3))
@@ -103,3 +109,4 @@ def test_two_nodes_lost_at_once_lose_nothing_with_parity(tmp_path: Path, memory:
     assert [one["step"] for one in found] == [step] * 4
     assert [one["losses"] for one in found] == [losses[step:] for losses in expected]
     assert found[0]["survives"][2], "rank 0 knows that the last save survives the loss of a node"
+    assert all(one["closing_seconds"] < PATIENCE for one in found), "no rank waits for what nobody asks"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -78,4 +79,6 @@ def trained(
         if labelled is not None:
             labelled.committed()
             survives.append(labelled.durable("process"))
-    return {"step": found.step, "sources": [*found.sources], "losses": losses, "survives": survives}
+        begun = time.monotonic()
+    closing = {"closing_seconds": time.monotonic() - begun}
+    return {"step": found.step, "sources": [*found.sources], "losses": losses, "survives": survives, **closing}

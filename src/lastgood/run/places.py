@@ -325,9 +325,13 @@ class Below:
                 serve(RequestServer(group, node_transfer.SUBJECT, Carrier(view, self.tiers, group)))
                 if view.links.table is not None and view.links.agent is not None:
                     agent, table = view.links.agent, view.links.table
-                    serve(RequestServer(group, node_copies.SUBJECT, CopySender(agent, table, group.rank)))
-                    for subject in (node_parity.SUBJECT, node_parity.REBUILD_SUBJECT):
-                        serve(RequestServer(group, subject, ParityBuilder(agent, table, group.rank)))
+                    copies, parity = CopySender(agent, table, group.rank), ParityBuilder(agent, table, group.rank)
+                    # Only what the coordinator asks, and so ends: another server would wait for that at the close.
+                    if self._run.code_among(len(table.nodes)) is None:  # guard: only-asked-subjects-served
+                        serve(RequestServer(group, node_copies.SUBJECT, copies))
+                    else:
+                        serve(RequestServer(group, node_parity.SUBJECT, parity))
+                    serve(RequestServer(group, node_parity.REBUILD_SUBJECT, parity))
         elif self._parity:
             serve(PartServer(view, "front", [view], group, _readers(pools)))
         return Places(front, followed=followed, servers=servers)

@@ -54,6 +54,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("two sendings of a file mix", "sendings-do-not-mix", Swap(" or one.sending != call.sending", "")),
         ("a label that comes during a copy is lost", "label-during-copy-copied-again", Never()),
         ("the first place that has its copy gives it free", "held-until-all-have-it", Always()),
+        ("a node serves requests that nobody makes, and not those of copies", "only-asked-subjects-served", Never()),
         ("half of a copy counts as one", "copy-counts-with-its-manifest", Swap("one.manifest in listing", "True")),
     ),
     *table(
