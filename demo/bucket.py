@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 from proof import Check
 from rich.console import Console
-from run import Failed, flip_a_bit, say, table
+from run import Failed, concluded, flip_a_bit, say
 
 import lastgood
 from lastgood import errors
@@ -206,12 +206,7 @@ def main() -> int:
     except Failed as error:
         say(console, f"The demo failed: {error}")
         return 1
-    console.print()
-    console.print(table(checks, plain=not console.is_terminal))
-    holds = all(one.holds for one in checks)
-    verdict = "The two runs are one, bit for bit." if holds else "SOMETHING DOES NOT HOLD."
-    say(console, f"{verdict} {time.monotonic() - begun:.0f} s.")
-    return 0 if holds else 1
+    return concluded(checks, console, begun)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from proof import Check
 from rich.console import Console
-from run import Failed, say, table
+from run import Failed, concluded, say
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -211,13 +211,13 @@ def demo(out: Path, steps: int, kills: int, console: Console) -> list[Check]:
         for number in range(kills):
             lost = (NODES - 1 - number) % NODES  # the last one of four is node 0, which leads the job
             lives.append(life := nodes.live(home, steps, lost, (number + 1) * steps // (kills + 1)))
-            say(console, f"life {number + 1}: {told(life)}; node {lost} is lost after step {life.reached}")
+            say(console, f"life {number + 1}: {described(life)}; node {lost} is lost after step {life.reached}")
         lives.append(life := nodes.live(home, steps))
-        say(console, f"life {len(lives)}: {told(life)}; finished at step {life.reached}")
+        say(console, f"life {len(lives)}: {described(life)}; finished at step {life.reached}")
         return checks(calm, lives, calm_home, home, steps)
 
 
-def told(life: Life) -> str:
+def described(life: Life) -> str:
     if not life.resumed:
         return "started"
     own = sum(size for place, size in life.sources.items() if place.startswith("memory://"))
@@ -257,12 +257,7 @@ def main() -> int:
     except Failed as error:
         say(console, f"The demo failed: {error}")
         return 1
-    console.print()
-    console.print(table(found, plain=not console.is_terminal))
-    holds = all(one.holds for one in found)
-    verdict = "The two runs are one, bit for bit." if holds else "SOMETHING DOES NOT HOLD."
-    say(console, f"{verdict} {time.monotonic() - begun:.0f} s.")
-    return 0 if holds else 1
+    return concluded(found, console, begun)
 
 
 if __name__ == "__main__":

@@ -311,6 +311,16 @@ def demo(out: Path, epochs: int, blows: Sequence[Blow], seed: int, console: Cons
     return Outcome(peace, attempts, checks, picture)
 
 
+def concluded(checks: Sequence[Check], console: Console, begun: float) -> int:
+    """Print the checks of two runs and the verdict. Returns the exit status. `begun`: by the monotonic clock."""
+    console.print()
+    console.print(table(checks, plain=not console.is_terminal))
+    holds = all(one.holds for one in checks)
+    verdict = "The two runs are one, bit for bit." if holds else "SOMETHING DOES NOT HOLD."
+    say(console, f"{verdict} {time.monotonic() - begun:.0f} s.")
+    return 0 if holds else 1
+
+
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--out", type=Path, default=Path("demo-out"))

@@ -16,7 +16,7 @@ from harness import flip, steps
 from lastgood.agent import works
 from lastgood.errors import Cancelled
 from lastgood.format import commit
-from lastgood.run import agent_link, copying, memory_place, reader, verify
+from lastgood.run import agent_link, memory_place, reader, verify
 from lastgood.run.agent_link import PROTOCOL, Request, Work
 from training import Training
 
@@ -51,7 +51,7 @@ def unused(*_: object, **__: object) -> None:
 
 def test_the_training_process_reads_nothing_that_it_has_saved(job: Job, monkeypatch) -> None:
     with job.opened() as ckpt:
-        for place in (verify, copying):
+        for place in (verify, reader):
             monkeypatch.setattr(place, "read_all", unused)
         job.save(ckpt, 10)
         ckpt.wait()
@@ -59,15 +59,17 @@ def test_the_training_process_reads_nothing_that_it_has_saved(job: Job, monkeypa
         assert lastgood.open(f"memory://{job.memory}").generations()[-1].verified
 
 
-def test_the_agent_finds_the_damage_that_this_process_finds(job: Job) -> None:
+def test_the_agent_finds_the_damage_that_this_process_finds(job: Job, monkeypatch) -> None:
     with job.opened() as ckpt:
         job.save(ckpt, 1)
         ckpt.wait()
         run = ckpt._pipeline.run
         flip(next(job.memory.glob("gen/*/*.safetensors")), -5)
         generation, arena = run.lineage()[0], ckpt._pipeline.upkeep.arena()
-        found = run.known.agent.read(generation, None, verify.never)
-        assert found and found == reader.read_all(run.tier, generation, arena, ckpt._pipeline.workers)
+        expected = reader.read_all(run.tier, generation, arena, ckpt._pipeline.workers)
+        monkeypatch.setattr(reader, "read_all", unused)
+        found = run.known.agent.read_all(run.tier, generation, arena, ckpt._pipeline.workers, verify.never)
+        assert found and found == expected
 
 
 def test_without_an_agent_the_training_process_reads_and_copies(job: Job) -> None:

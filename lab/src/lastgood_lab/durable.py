@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from lastgood.units import size
 
-from .journal import Journal
+from .journal import Journal, rotated
 from .models import Workload
 from .report import Progress, Report, Table, hardware, spread
 from .usage import working_place
@@ -58,7 +58,7 @@ def run(options: Options, progress: Progress) -> list[Row]:
     bench: Bench | None = None
     with contextlib.ExitStack() as stack:
         for number in range(options.rounds):
-            for name in names[number % len(names) :] + names[: number % len(names)]:
+            for name in rotated(names, number):
                 key = {**common, "contender": name, "round": number}
                 known = journal.get(**key)
                 if known is None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import recovery
-from .journal import Journal
+from .journal import Journal, rotated
 from .models import Workload
 from .policies import POLICIES, bound_seconds
 from .policy import Nothing, Policy, Settings
@@ -85,7 +85,7 @@ def _throughput(options: Options, model: str, journal: Journal, progress: Progre
     workload: Workload | None = None
     total, done = options.rounds * len(names) * len(options.intervals), 0
     for number in range(options.rounds):
-        for name in names[number % len(names) :] + names[: number % len(names)]:
+        for name in rotated(names, number):
             keys = [{**options.key(model, name, one), "round": number} for one in options.intervals]
             known = [journal.get(kind="throughput", **key) for key in keys]
             if None in known:

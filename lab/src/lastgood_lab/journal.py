@@ -7,9 +7,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+
+def rotated(names: Sequence[str], number: int) -> list[str]:
+    """The contenders in the order of round `number`: each round begins with another one.
+
+    Example: `rotated(["a", "b", "c"], 1)` is `["b", "c", "a"]`.
+    """
+    start = number % len(names)
+    return [*names[start:], *names[:start]]
 
 
 class Journal:

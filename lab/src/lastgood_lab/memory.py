@@ -11,7 +11,6 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,11 @@ import lastgood
 from lastgood.run import agent_link, memory_place
 
 from .durable import of_contender, ratios
-from .journal import Journal
+from .journal import Journal, rotated
 from .models import Workload
 from .report import Progress, Report, Table, hardware, spread
 from .restore import RAW, drop_from_cache, raw_reads
+from .restore import Options as Options
 from .usage import working_place
 
 MEMORY, DIRECTORY = "memory", "directory"
@@ -30,16 +30,6 @@ SAVES = (MEMORY, DIRECTORY)
 RESTORES = (*RAW, MEMORY, DIRECTORY)
 SAVES_A_ROUND = 4
 Row = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Options:
-    """The state is GPT-2 124M with AdamW; `scale` is the share of its parameters."""
-
-    out: Path
-    place: Path | None = None
-    scale: float = 1.0
-    rounds: int = 5
 
 
 def run(options: Options, progress: Progress) -> list[Row]:
@@ -61,7 +51,7 @@ def run(options: Options, progress: Progress) -> list[Row]:
 def _keys(options: Options) -> Iterator[dict[str, Any]]:
     for number in range(options.rounds):
         for what, names in (("save", SAVES), ("restore", RESTORES)):
-            for name in names[number % len(names) :] + names[: number % len(names)]:
+            for name in rotated(names, number):
                 yield {"scale": options.scale, "what": what, "contender": name, "round": number}
 
 

@@ -66,7 +66,7 @@ class Network:
         return f"10.77.0.{node + 1}"
 
     def cut(self, node: int) -> None:
-        """Take the link of a node down. Nothing in the node is told: connections fall silent."""
+        """Take the link of a node down. No process of the node is notified: its connections receive nothing more."""
         _ip("link", "set", self._end(node), "down")
 
     def mend(self, node: int) -> None:

@@ -120,7 +120,7 @@ class World:
         return fate
 
     def later(self, job: Callable[[], object]) -> None:
-        """Let something happen at any later instant, whoever has died by then."""
+        """Schedule an action at any later instant, which also runs if its actor has died by then."""
 
         delay = self.scheduler.chance.choice(DELAYS_SECONDS)
 

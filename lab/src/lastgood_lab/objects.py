@@ -19,8 +19,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -32,11 +30,12 @@ import lastgood
 
 from .contenders import warm_memory
 from .durable import of_contender, ratios
-from .journal import Journal
+from .journal import Journal, rotated
 from .models import Workload
 from .object_faults import FaultyProxy
 from .object_server import ObjectServer, make_bucket
 from .report import Progress, Report, Table, hardware, spread
+from .restore import Options as Options
 from .usage import working_place
 
 BUCKET = "bench"
@@ -62,16 +61,6 @@ class Timing(NamedTuple):
 Work = Callable[[], Timing]
 
 
-@dataclass(frozen=True)
-class Options:
-    """The state is GPT-2 124M with AdamW; `scale` is the share of its parameters."""
-
-    out: Path
-    place: Path | None = None
-    scale: float = 1.0
-    rounds: int = 5
-
-
 def run(options: Options, progress: Progress) -> list[Row]:
     """Take the measurements that are missing in the journal in `out`; returns all rows, also those of earlier runs."""
     journal = Journal(options.out / "objects.journal.jsonl", {"hardware": hardware()})
@@ -95,7 +84,7 @@ def _keys(options: Options) -> Iterator[dict[str, Any]]:
     names = [RAW, OURS, *(name for name, package in PEERS.items() if importlib.util.find_spec(package))]
     for number in range(options.rounds):
         for what in (SAVE, RESTORE):
-            for name in names[number % len(names) :] + names[: number % len(names)]:
+            for name in rotated(names, number):
                 yield {"scale": options.scale, "what": what, "contender": name, "round": number, "unsigned": True}
     yield {"scale": options.scale, "what": ONE_TENSOR, "contender": OURS, "round": 0, "unsigned": True}
 

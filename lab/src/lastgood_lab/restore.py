@@ -25,7 +25,7 @@ from lastgood.units import size
 
 from .contenders import CHUNK_BYTES, warm_memory
 from .durable import of_contender, ratios
-from .journal import Journal
+from .journal import Journal, rotated
 from .models import Workload
 from .report import Progress, Report, Table, hardware, spread
 from .usage import working_place
@@ -60,7 +60,7 @@ def run(options: Options, progress: Progress) -> list[Row]:
     total = 0
     with contextlib.ExitStack() as stack:
         for number in range(options.rounds):
-            for name in names[number % len(names) :] + names[: number % len(names)]:
+            for name in rotated(names, number):
                 key = {"scale": options.scale, "contender": name, "round": number}
                 known = journal.get(**key)
                 if known is None:

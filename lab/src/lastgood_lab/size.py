@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import lastgood
 
 from .contenders import CONTENDERS, OURS, RAW, SLOTS, Bench, Save
-from .journal import Journal
+from .journal import Journal, rotated
 from .models import Plain
 from .report import Progress, Report, Table, hardware, spread
 from .usage import working_place
@@ -71,7 +71,7 @@ def _by_size(options: Options, mib: int, journal: Journal, progress: Progress) -
     keys: list[dict[str, Any]] = [
         {"kind": "size", "mib": mib, "contender": name, "round": number}
         for number in range(options.rounds)
-        for name in names[number % len(names) :] + names[: number % len(names)]
+        for name in rotated(names, number)
     ]
     known = [journal.get(**key) for key in keys]
     if None in known:

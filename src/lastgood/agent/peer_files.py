@@ -141,10 +141,9 @@ def _decoded(request: bytes) -> FileCall:
     folder = call.name.removeprefix("gen/")
     if call.call == "list" and call.name.startswith("gen/") and layout.parse_folder(folder) is not None:
         return call
-    of_stripes = (
-        STRIPE_FILE.fullmatch(call.name) if call.call == "read" else None
-    )  # guard: parity-of-others-not-written
-    found = RANK_FILE.fullmatch(call.name) or of_stripes
+    found = RANK_FILE.fullmatch(call.name)
+    if call.call == "read":  # guard: parity-of-others-not-written
+        found = found or STRIPE_FILE.fullmatch(call.name)
     known = found is not None and layout.parse_folder(found[1]) is not None
     if not known or call.call == "list" or min(call.offset, call.length) < 0 or call.length > _longest(call):
         raise Refused(f"{call.call} {call.name!r} is no call for a file of a rank", safe="Nothing was written.")

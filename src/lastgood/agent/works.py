@@ -1,7 +1,7 @@
 """Work that a training process asks of its agent: files in memory are read and verified, copied to a place below, or
 given parity on other nodes and rebuilt from it (parity_files.py).
 
-Decides nothing, and writes no record: the training process does, which holds the locks meanwhile.
+Decides nothing, and commits nothing: the training process does, which holds the locks meanwhile.
 
 Invariant: once the connection of who has asked ends, the work stops at its next chunk, and no other process is told
 that the agent is idle before it has.

@@ -18,7 +18,9 @@ from ..limits import CHUNK_LIMIT_BYTES, MANIFEST_LIMIT_BYTES, PAGE_BYTES
 from ..records import Stripe, StripeFile
 from .parity_layout import is_code
 
-_NAME = re.compile(r"s[0-9a-f]{8}-\d{5,}\.parity-\d{1,3}(\.json)?")
+NAME = r"s[0-9a-f]{8}-\d{5,}\.parity-\d{1,3}(\.json)?"
+"""a regular expression: the name of a file of parity, or of its record"""
+_NAME = re.compile(NAME)
 _BLOB = re.compile(r"r\d{5,}(\.\d+)?\.safetensors")
 _MANIFEST = re.compile(r"r\d{5,}\.manifest\.json")
 

@@ -120,9 +120,6 @@ class ReusedFile(PosixFile):
         ctypes.memmove(self._address + offset, ctypes.addressof(ctypes.c_char.from_buffer(mv)), len(mv))
         return len(mv)
 
-    def reserve(self, length: int) -> None:
-        """Nothing is to be done: all of its pages exist."""
-
     def close(self) -> None:
         with contextlib.suppress(OSError):
             fcntl.flock(self._fd, fcntl.LOCK_UN)  # the mapping has a descriptor of its own, which keeps the lock

@@ -303,12 +303,7 @@ def answered(folder: str, request: Request, stop: Callable[[], bool]) -> Answer:
 
 def status(folder: str) -> Answer | None:
     """The state of the agent of a memory folder; None if none listens. Raises as `asked` if it does not answer."""
-    try:
-        connection = connected(folder)
-    except OSError:
-        return None
-    with contextlib.closing(connection):
-        return asked(connection, Request(protocol=PROTOCOL, call="status"))
+    return _asked_if_any(folder, Request(protocol=PROTOCOL, call="status"))
 
 
 def peers_of(folder: str) -> PeerTable | None:
@@ -316,15 +311,20 @@ def peers_of(folder: str) -> PeerTable | None:
 
     Raises OSError and ValueError if the agent does not answer, or does not know this call.
     """
+    answer = _asked_if_any(folder, Request(protocol=PROTOCOL, call="peers"))
+    if answer is not None and answer.error:
+        raise ValueError(answer.error)
+    return answer.peers if answer is not None else None
+
+
+def _asked_if_any(folder: str, request: Request) -> Answer | None:
+    """As `asked`, over a connection for this request; None if no agent listens."""
     try:
         connection = connected(folder)
     except OSError:
         return None
     with contextlib.closing(connection):
-        answer = asked(connection, Request(protocol=PROTOCOL, call="peers"))
-    if answer.error:
-        raise ValueError(answer.error)
-    return answer.peers
+        return asked(connection, request)
 
 
 def _encoded(request: Request) -> bytes:

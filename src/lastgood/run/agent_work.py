@@ -7,13 +7,15 @@ the locks of the places meanwhile. What the agent cannot do, the training proces
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from concurrent.futures import Executor
 
 from .. import reporting
+from ..engine.arena import Arena
 from ..format import layout
 from ..ports import Tier
 from ..records import Finding, Generation
 from ..storage.directory import Disk
-from . import agent_link, paths
+from . import agent_link, paths, reader
 from .agent_link import PROTOCOL, Answer, Request, Work
 
 Stop = Callable[[], bool]
@@ -26,32 +28,33 @@ class AgentWork:
         self._own = own
         self._failures = 0
 
-    def read(self, generation: Generation, of: Collection[int] | None, stop: Stop) -> list[Finding] | None:
-        """As `reader.read_all` in the memory of this node. None: this process has to read.
+    def read_all(
+        self,
+        tier: Tier,
+        generation: Generation,
+        arena: Arena,
+        workers: Executor,
+        stop: Stop,
+        of: Collection[int] | None = None,
+    ) -> list[Finding]:
+        """As `reader.read_all`, in memory or in a place below. `arena`, `workers`: where this process has to read."""
+        answer = self._done("read", tier, generation, of, stop)
+        return reader.read_all(tier, generation, arena, workers, stop, of=of) if answer is None else answer.findings
+
+    def copy(self, target: Tier, generation: Generation, of: Collection[int] | None, stop: Stop) -> bool:
+        """As `copying.copy_files` from the memory of this node. Returns False if this process has to copy.
 
         `of`: the ranks that wrote the files; None: all ranks. Raises Cancelled once `stop()` is true.
         """
-        answer = self._done("read", "", generation, of, stop)
-        return answer.findings if answer is not None else None
-
-    def copy(self, target: Tier, generation: Generation, of: Collection[int] | None, stop: Stop) -> bool:
-        """As `copying.copy_files` from the memory of this node. Returns False if this process has to copy."""
-        return self._done("copy", target.place, generation, of, stop) is not None
-
-    def read_copy(
-        self, target: Tier, generation: Generation, of: Collection[int] | None, stop: Stop
-    ) -> list[Finding] | None:
-        """As `read`, in a place below."""
-        answer = self._done("read", target.place, generation, of, stop)
-        return answer.findings if answer is not None else None
+        return self._done("copy", target, generation, of, stop) is not None
 
     def _done(
-        self, task: agent_link.Task, place: str, generation: Generation, of: Collection[int] | None, stop: Stop
+        self, task: agent_link.Task, tier: Tier, generation: Generation, of: Collection[int] | None, stop: Stop
     ) -> Answer | None:
         own = self._own
         if own is None or (of is not None and not of) or not _lies_in(own, generation, of):
             return None
-        ranks = None if of is None else sorted(of)
+        ranks, place = None if of is None else sorted(of), "" if tier.place == own.place else tier.place
         work = Work(at=generation.id, root=generation.root, task=task, place=place, of=ranks)
         try:
             answer = agent_link.answered(own.root, Request(protocol=PROTOCOL, call="work", work=work), stop)

@@ -28,7 +28,7 @@ from . import pack_copies
 from .file_copies import Copying as Copying
 from .file_copies import reads_back, write
 from .packed import PackedTier
-from .reader import disagreeing, read_all
+from .reader import disagreeing
 
 
 def adopt_run(source: Tier, target: Tier, survey: commit.Survey) -> None:
@@ -131,10 +131,7 @@ def complete(
         others.answers()  # guard: commit-copied-after-all-parts
     written += commit.copy_records(sources, target, generation)
     others.ask(generation, "read")
-    found = copying.agent.read_copy(target, generation, mine, copying.stop) if copying.agent else None
-    if found is None:
-        found = read_all(target, generation, copying.arena, copying.workers, copying.stop, of=mine)
-    findings = found
+    findings = copying.agent.read_all(target, generation, copying.arena, copying.workers, copying.stop, mine)
     findings += others.answers()
     if mine is not None and not findings:
         findings = disagreeing(target, generation)
@@ -155,7 +152,7 @@ def copy_files(
 
     `of`: the ranks that wrote them; None: all. The other parameters and the errors are those of `complete`.
     """
-    if copying.agent is not None and copying.agent.copy(target, generation, of, copying.stop):
+    if copying.agent.copy(target, generation, of, copying.stop):
         return [layout.blob_name(one.rank) for one in generation.commit.seals if of is None or one.rank in of]
     files = [(one, blob) for one in _manifests([*sources, target], generation, of) for blob in one.blobs]
     return [blob.name for one, blob in files if _complete_blob(target, sources, generation.id, one, blob, copying)]

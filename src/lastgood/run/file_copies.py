@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..engine import read_file
 from ..engine.arena import Arena
@@ -28,14 +28,14 @@ class Copying:
     """How copies are made. `arena`: buffers for one chunk after another. `workers`: the threads that read and digest.
 
     `count_bytes`: called with the bytes of each chunk that is done. `stop`: polled before each chunk; once it is true,
-    Cancelled is raised. `agent`: copies what lies in memory for this process, where it can (None: it does not).
+    Cancelled is raised. `agent`: reads and copies what lies in memory for this process, where it can.
     """
 
     arena: Arena
     workers: Executor
     count_bytes: CountBytes = lambda count: None
     stop: Stop = lambda: False
-    agent: AgentWork | None = None
+    agent: AgentWork = field(default_factory=lambda: AgentWork(None))
 
 
 class _FirstGood:

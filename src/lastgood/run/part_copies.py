@@ -26,7 +26,6 @@ from . import agent_work, copying, node_opening
 from .agent_work import AgentWork
 from .node_disks import NodeDisks
 from .rank_requests import Requests, RequestServer
-from .reader import read_all
 from .thread_pools import Workers
 from .verify import Stop, never, protect_part
 
@@ -121,10 +120,7 @@ class PartServer:
         arena = Arena(EXAMINATION_CHUNKS * CHUNK_BYTES, CHUNK_BYTES)
         how = copying.Copying(arena, self._workers, stop=stop, agent=self._agent)
         if asked.task == "read":
-            found = self._agent.read_copy(target, generation, mine, stop)
-            if found is not None:
-                return found
-            return read_all(target, generation, how.arena, how.workers, how.stop, of=mine)
+            return self._agent.read_all(target, generation, how.arena, how.workers, how.stop, mine)
         self._tier.forget(layout.folder(asked.at))  # the coordinator may have deleted an earlier copy
         if asked.task == "pack":
             with copying.pack_files(target, self._sources, generation, mine, how, with_manifests=False):

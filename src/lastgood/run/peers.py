@@ -26,7 +26,7 @@ from typing import Literal
 import msgspec
 
 from ..errors import Cancelled, LastgoodError, MissingBlob
-from ..format import layout, sealed
+from ..format import layout, sealed, stripe_layout
 from ..limits import CHUNK_BYTES
 from ..ports import Tier
 from ..records import Extent, Generation, Record, Seal
@@ -38,7 +38,7 @@ from ..wire.window import MakeMemory
 CALL_SECONDS = 60.0
 """How long one call to another node may take."""
 RANK_FILE = re.compile(r"gen/(\d+-[0-9a-f]+)/r\d{5,}(\.\d+)?\.(safetensors|manifest\.json)")
-STRIPE_FILE = re.compile(r"gen/(\d+-[0-9a-f]+)/s[0-9a-f]{8}-\d{5,}\.parity-\d{1,3}(\.json)?")
+STRIPE_FILE = re.compile(rf"gen/(\d+-[0-9a-f]+)/{stripe_layout.NAME}")
 """A file of parity among nodes, which each node writes for itself (format/stripe_layout.py)."""
 
 

@@ -71,8 +71,22 @@ def own_findings(
     `of`: the ranks that wrote them; None: as `ranks_read_by` divides them.
     """
     mine = ranks_read_by([ranks.rank], ranks, generation) if of is None else of
-    found = known.agent.read(generation, mine, stop) if also is _ignore else None
-    return read_all(known.tier, generation, arena, workers, stop, also=also, of=mine) if found is None else found
+    return _read_files(known, generation, arena, workers, stop, also, mine)
+
+
+def _read_files(
+    known: KnownRun,
+    generation: Generation,
+    arena: Arena,
+    workers: Executor,
+    stop: Stop,
+    also: Callable[[memoryview], None],
+    of: Collection[int] | None,
+) -> list[Finding]:
+    """As `read_all`. The agent of memory reads, unless this process needs the bytes itself."""
+    if also is _ignore:
+        return known.agent.read_all(known.tier, generation, arena, workers, stop, of)
+    return read_all(known.tier, generation, arena, workers, stop, also=also, of=of)
 
 
 def post_key(ranks: RankGroup, generation: Generation, rank: int) -> str:
@@ -196,10 +210,7 @@ class Verifier:
         """
         known, ranks, now = self._known, self._ranks, self._known.environment.monotonic_seconds
         if not isinstance(ranks, RankGroup):
-            found = known.agent.read(generation, None, stop) if also is _ignore else None
-            if found is not None:
-                return found
-            return read_all(known.tier, generation, arena, self._workers, stop, also=also)
+            return _read_files(known, generation, arena, self._workers, stop, also, None)
         begun = now()
         # guard: rank-zero-reads-own-files
         findings = own_findings(known, ranks, generation, arena, self._workers, stop, also)
