@@ -20,6 +20,7 @@ from lastgood.format import commit, layout
 from lastgood.format.commit import survey
 from lastgood.policy.retention import Keep
 from lastgood.run import copying
+from lastgood.run.agent_work import AgentWork
 from lastgood.storage.directory import Disk
 from lastgood_lab import crashmodel
 from lastgood_lab.crashmodel import World
@@ -295,7 +296,7 @@ def test_the_model_finds_a_rank_whose_file_names_are_not_durable(monkeypatch):
 
 
 def test_the_model_finds_a_copy_that_is_not_read_back(monkeypatch):
-    monkeypatch.setattr(copying, "read_all", lambda *arguments, **options: [])
+    monkeypatch.setattr(AgentWork, "read_all", lambda *arguments, **options: [])
     with pytest.raises(Violation, match="is damaged, but marked as verified"):
         play(Scenario(damaged_copies, places=2), Judge(random.Random(0), samples=4, carry_on=0))
 

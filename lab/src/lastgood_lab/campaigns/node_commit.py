@@ -78,7 +78,9 @@ class Explored(NamedTuple):
 
 def explore(seeds: range, all_sealed: bool = False, until_found: bool = False) -> Explored:
     """Play the first acts of these seeds, each with its second acts. `until_found`: end with the first violation."""
-    logging.getLogger("lastgood").setLevel(logging.CRITICAL)
+    logger = logging.getLogger("lastgood")
+    level_before = logger.level
+    logger.setLevel(logging.CRITICAL)  # each schedule reports what it repairs
     world, digests, problems, outcomes = World(), list[int](), list[str](), Counter[str]()
     try:
         with explored(world):
@@ -91,6 +93,7 @@ def explore(seeds: range, all_sealed: bool = False, until_found: bool = False) -
                 if problems and until_found:
                     break
     finally:
+        logger.setLevel(level_before)  # a test explores in the process of other tests
         world.crew.close()
     return Explored(digests, problems, outcomes)
 
