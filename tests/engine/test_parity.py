@@ -284,6 +284,17 @@ def test_a_restore_repairs_nothing_older_than_the_loaded_generation(root):
     assert contents(generation_folder(root, 10)) != before
 
 
+def test_a_restore_that_repairs_the_newest_repairs_no_older_one(root):
+    """Every damaged generation in memory was rebuilt from other nodes before a restore, which loads one of them."""
+    run = opened(root)
+    for step in (10, 20):
+        one = next(one for one in run.survey.generations.values() if one.step == step)
+        changed(DATA, flip(-1))(generation_folder(root, step))
+        run.conclude(one, read_all(run.tier, one, UPKEEP, Inline()))
+    run.mender.mend_known(None, UPKEEP)
+    assert [at.step for at in run.mender.mended] == [20]
+
+
 def test_a_rebuilt_commit_restores_the_incarnation_that_only_it_records(root):
     run = opened(root)
     run.begin(next(at for at in run.survey.generations if at.step == 20))

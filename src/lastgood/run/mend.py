@@ -214,12 +214,13 @@ class Mender:
         mended = False
         for at in (*outside, *in_lineage):
             one = (known.survey if at in here else view).generations.get(at)
-            if one is not None and not one.damaged:  # guard: good-generation-not-mended
-                if step is None and not one.unfit:
-                    break
-                continue
-            if step in (None, at.step) and at in here:
-                mended |= self.try_to_mend(at, arena)
+            if one is None or one.damaged:  # guard: good-generation-not-mended
+                if step not in (None, at.step) or at not in here or not self.try_to_mend(at, arena):
+                    continue
+                mended, one = True, known.survey.generations.get(at)
+            # guard: only-loaded-generation-mended
+            if step is None and at not in outside and one is not None and not one.unfit:
+                break
         if mended:
             with known.lock:
                 # Rebuilt records may name incarnations and predecessors that were unknown before.

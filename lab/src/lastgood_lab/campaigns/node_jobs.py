@@ -40,7 +40,8 @@ PLACED_SECONDS = 30.0
 class RankJob:
     """One rank. `namespace`: of its node. `environment`: that of the node. `store`: host and port of the store.
 
-    `log`: a file for what it reports. `life`: the number of this start of the job. `copies`, `spread`: as for `Tier`.
+    `log`: a file for what it reports. `life`: the number of this start of the job. `copies`, `spread`, `parity`: as for
+    `Tier`.
     """
 
     rank: int
@@ -53,6 +54,7 @@ class RankJob:
     life: int
     copies: int
     spread: str | None
+    parity: str | None
 
 
 def serve_stores(namespace: str, address: str, pipe: Connection) -> None:
@@ -86,7 +88,8 @@ def run(job: RankJob, pipe: Connection) -> None:
     shard = torch.zeros(NUMBERS)
     mesh = init_device_mesh("cpu", (job.size,))
     state: dict[str, Any] = {"w": DTensor.from_local(shard, mesh, [Shard(0)], run_check=False), "life": 0}
-    tier = lastgood.Tier("memory://", cadence=lastgood.Every(steps=1), copies=job.copies, spread=job.spread)
+    protection = {"parity": job.parity} if job.parity else {"copies": job.copies}
+    tier = lastgood.Tier("memory://", cadence=lastgood.Every(steps=1), spread=job.spread, **protection)
     ckpt = lastgood.Checkpointer(
         job.home, state, cadence=lastgood.Every(steps=10**9), tiers=[tier], patience=TIMEOUT_SECONDS
     )

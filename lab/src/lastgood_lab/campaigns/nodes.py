@@ -1,11 +1,12 @@
 """Nodes that are lost: network namespaces of this machine, four nodes of two ranks each, and one node in reserve.
 
-A trial trains for a few saves in memory with copies on other nodes, makes a fault, kills what is left of the job, and
-starts it again. The faults: a node is killed whole (its processes, its agent, its memory), two at once, or a rack of
-two; a node is cut off for a moment; a killed node is replaced by an empty one; a node is cut off, replaced, and comes
-back later with what it had. The job must restore the newest save of which `save.durable("node")` was true, or a newer
-one, bit for bit, and its next save must get its copies. What the nodes send each other until then is measured at their
-interfaces, and compared with what had to be sent. Writes lab/reports/nodes.*
+A trial trains for a few saves in memory with copies or parity on other nodes, makes a fault, kills what is left of the
+job, and starts it again. The faults: a node is killed whole (its processes, its agent, its memory), two at once, or a
+rack of two; a node is cut off for a moment; a killed node is replaced by an empty one; a node is cut off, replaced, and
+comes back later with what it had. The job must restore the newest save of which `save.durable("node")` was true, or a
+newer one, bit for bit, and its next save must get its copies. What the nodes send each other until then is measured at
+their interfaces, and in every second trial compared with what had to be sent; such a trial begins when agents have
+ended what the killed job had asked of them. Writes lab/reports/nodes.*
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import contextlib
 import os
 import random
+import select
 import shutil
 import sys
 import tempfile
@@ -35,27 +37,33 @@ NODES, RANKS_OF_A_NODE = 4, 2
 RANKS = NODES * RANKS_OF_A_NODE
 ANSWER_SECONDS = 120.0
 TRIALS_OF_A_RUN = 10
+SILENCE_SECONDS, SILENCE_BYTES = 0.5, 10_000
+"""Nodes that send each other no more than this are silent."""
+PARITY = -1
+"""stands for the files of parity, where others are named by the rank that wrote them"""
 OVERHEAD, OVERHEAD_BYTES = 1.05, 400_000
 """What nodes may send each other beyond the bytes of files: headers of packets, calls, manifests of all ranks."""
 
 
 class Mode(NamedTuple):
-    """How the copies of a run are made. `losses`: how many nodes may be lost at once."""
+    """How a run protects its saves: `copies` and `spread` as for `Tier`, `code` as its `parity`."""
 
     name: str
-    copies: int
-    spread: str | None
-    losses: int
+    copies: int = 1
+    spread: str | None = None
+    code: tuple[int, int] | None = None
 
 
 MODES = {
-    "copies=2": Mode("copies=2", 2, None, 1),
-    "copies=3": Mode("copies=3", 3, None, 2),
-    "rack": Mode('copies=2, spread="rack"', 2, "rack", 1),
+    "copies=2": Mode("copies=2", 2),
+    "copies=3": Mode("copies=3", 3),
+    "rack": Mode('copies=2, spread="rack"', 2, "rack"),
+    "parity": Mode('parity="2+2"', code=(2, 2)),
 }
 FAULTS = {
     "one node killed": "copies=2",
     "two nodes killed at once": "copies=3",
+    "two nodes killed at once, with parity": "parity",
     "a rack of two killed": "rack",
     "a node cut off for a moment": "copies=2",
     "a killed node replaced by an empty one": "copies=2",
@@ -118,6 +126,8 @@ class Outcome:
     sent: int = 0
     restored: str = ""
     fetched: int = 0
+    measured: bool = False
+    """whether nothing of the job that was killed was still being sent when the next one began"""
 
 
 class Run:
@@ -145,6 +155,8 @@ class Run:
         """Start the job on its members, and check what it restores and what is sent until its copies are whole."""
         self._life += 1
         members, network = self.job.members, self._network
+        if outcome.measured:
+            self._await_silence()
         before, sent = self._held(), network.sent_between_nodes()
         self._stores.send("new")
         store_port, address = int(self._stores.recv()), network.address(network.hub)
@@ -164,6 +176,7 @@ class Run:
                 life=self._life,
                 copies=self._mode.copies,
                 spread=self._mode.spread,
+                parity="{}+{}".format(*self._mode.code) if self._mode.code else None,
             )
             ours, theirs = CONTEXT.Pipe()
             process = CONTEXT.Process(target=run, args=(mine, theirs))
@@ -193,8 +206,9 @@ class Run:
         self._committed = self._attempted = step
         folder = found[0]["folder"]  # a node that came back may hold another save of this step
         outcome.lost = self._lost.get(folder, 0)
-        outcome.due = self._due([held.get(folder, {}) for held in before])
-        if outcome.sent > OVERHEAD * outcome.due + OVERHEAD_BYTES:
+        held = [held.get(folder, {}) for held in before]
+        outcome.due = self._due_parity(held, self._mode.code) if self._mode.code else self._due(held)
+        if outcome.measured and outcome.sent > OVERHEAD * outcome.due + OVERHEAD_BYTES:
             outcome.problems.append(f"{outcome.sent:,} bytes between nodes, {outcome.due:,} had to be sent")
 
     def _due(self, held: list[dict[int, int]]) -> int:
@@ -207,17 +221,34 @@ class Run:
         missing = {rank: self._mode.copies - sum(rank in one for one in held) for rank in sizes}
         return fetched + sum(max(0, missing[rank]) * size for rank, size in sizes.items())
 
+    def _due_parity(self, held: list[dict[int, int]], code: tuple[int, int]) -> int:
+        """As `_due`, with parity: one byte of a file or of parity is computed from as many as a stripe has data cells.
+
+        All files have the same size, and a node's share of parity follows from its part.
+        """
+        data, parity = code
+        size = max((size for one in held for rank, size in one.items() if rank != PARITY), default=0)
+        rebuilt = [rank for rank in range(RANKS) if not any(rank in one for one in held)]
+        fetched = [rank for rank in range(RANKS) if rank not in held[rank // RANKS_OF_A_NODE] and rank not in rebuilt]
+        share = RANKS_OF_A_NODE * size * parity // data
+        lacks = sum(max(0, share - one.get(PARITY, 0)) for one in held)
+        return size * (data * len(rebuilt) + len(fetched)) + data * lacks
+
     def _held(self) -> list[dict[str, dict[int, int]]]:
         """For each slot, what its node has in memory."""
         return [self._held_by(node) for node in self.job.members]
 
     def _held_by(self, node: int) -> dict[str, dict[int, int]]:
-        """Folder of a generation -> rank -> bytes of its tensors in the memory of a node, if its manifest is there."""
+        """Folder of a generation -> rank -> bytes of its tensors in the memory of a node, if its manifest is there;
+        PARITY -> bytes of the files of parity that are complete."""
         held: dict[str, dict[int, int]] = {}
         for manifest in (self._folder(node) / "gen").glob("*/r*.manifest.json"):
             rank = manifest.name.partition(".")[0]
             size = sum(one.stat().st_size for one in manifest.parent.glob(f"{rank}*.safetensors"))
             held.setdefault(manifest.parent.name, {})[int(rank[1:])] = size
+        for record in (self._folder(node) / "gen").glob("*/s*.parity-*.json"):
+            parts = held.setdefault(record.parent.name, {})
+            parts[PARITY] = parts.get(PARITY, 0) + record.with_suffix("").stat().st_size
         return held
 
     def _environment(self, node: int) -> dict[str, str]:
@@ -236,7 +267,7 @@ class Run:
 
     def trial(self, fault: str) -> Outcome:
         """Train, make the fault, start again, and train on."""
-        outcome = Outcome(fault, [])
+        outcome = Outcome(fault, [], measured=self._chance.random() < 0.5)
         try:
             self._train()
             self._make(fault)
@@ -245,6 +276,13 @@ class Run:
         except Failed as error:
             outcome.problems.append(f"{error}\n{self._reported()}")
         return outcome
+
+    def _await_silence(self) -> None:
+        """Wait until the agents have ended what the job that was killed had asked of them."""
+        before = -1
+        while (sent := self._network.sent_between_nodes()) - before > SILENCE_BYTES:
+            before = sent
+            select.select([], [], [], SILENCE_SECONDS)
 
     def _reported(self) -> str:
         """The last lines that ranks have reported."""
@@ -289,7 +327,7 @@ class Run:
         slots = [first]
         if fault == "a rack of two killed":
             slots = [first, first + 1]
-        elif fault == "two nodes killed at once":
+        elif fault.startswith("two nodes killed at once"):
             slots = chance.sample(range(NODES), 2)
         silent = chance.random() < 0.5
         if silent:  # as when the power fails: connections fall silent, nothing is reset
@@ -368,17 +406,18 @@ def series(network: namespaces.Network, folder: Path, memory: Path, mode: str, s
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """One row for each fault. The bytes are means over the trials without a violation."""
+    """One row for each fault. The bytes are means over the trials that were measured and have no violation."""
     names = ["fault", "copies", "trials", "violations", "restored", "KB lost", "KB due", "KB sent", "sent / lost"]
     lines = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
     for fault, mode in FAULTS.items():
         of = [one for one in outcomes if one.fault == fault]
         good = [one for one in of if not one.problems]
+        measured = [one for one in good if one.measured]
         if not of:
             continue
         restored = ", ".join(f"{name} {count}" for name, count in Counter(one.restored for one in good).most_common())
-        lost, due, sent = (sum(getattr(one, name) for one in good) for name in ("lost", "due", "sent"))
-        means = [f"{one / max(len(good), 1) / 1000:,.0f}" for one in (lost, due, sent)]
+        lost, due, sent = (sum(getattr(one, name) for one in measured) for name in ("lost", "due", "sent"))
+        means = [f"{one / max(len(measured), 1) / 1000:,.0f}" for one in (lost, due, sent)]
         ratio = f"{sent / lost:.3f}" if lost else "-"
         cells = [fault, MODES[mode].name, len(of), len(of) - len(good), restored, *means, ratio]
         lines.append(f"| {' | '.join(map(str, cells))} |")
@@ -388,6 +427,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
 NOTES = """- Restored: the newest save with copies, or a newer one that needed none of the lost nodes.
 - KB lost: what the lost nodes had of the restored save in memory, their own part and copies of others.
 - KB due: that, the copies that had not been made, and once more what ranks on new nodes read before its copy has come.
+  With parity, each byte that is computed again counts as many times as a stripe has data cells.
 - KB sent: what the nodes have sent each other from the start of the job until all copies were there again, by the
   counters of their interfaces."""
 
@@ -424,8 +464,9 @@ def main() -> int:
         "violations": len(violated),
         "nodes": f"{NODES} network namespaces of {RANKS_OF_A_NODE} ranks, and one in reserve",
         "restored_from_memory_and_peers_alone": sum("directory" not in one.restored for one in restarts),
-        "bytes_due_between_nodes": sum(one.due for one in restarts),
-        "bytes_sent_between_nodes": sum(one.sent for one in restarts),
+        "trials_measured": sum(one.measured for one in restarts),
+        "bytes_due_between_nodes": sum(one.due for one in restarts if one.measured),
+        "bytes_sent_between_nodes": sum(one.sent for one in restarts if one.measured),
         "seconds": round(time.monotonic() - begun),
         "seed": options.seed,
         "violated": violated,
