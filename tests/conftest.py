@@ -68,7 +68,7 @@ def nixl(monkeypatch: pytest.MonkeyPatch) -> Nixl:
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
-    """A folder in memory, which holds the memory of every run that is opened in the test."""
+    """A folder in memory, which holds the memory of every run that is opened in the test, and disks of nodes."""
     if memory_place.file_system("/dev/shm") != "tmpfs":
         pytest.skip("needs a tmpfs at /dev/shm")
     with (
@@ -79,7 +79,7 @@ def memory() -> Iterator[Path]:
         try:
             yield Path(folder)
         finally:
-            for one in Path(folder).glob("lastgood-*/*"):
+            for one in [*Path(folder).glob("*"), *Path(folder).glob("lastgood-*/*")]:
                 ended(str(one))
 
 

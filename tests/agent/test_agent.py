@@ -17,6 +17,7 @@ import pytest
 import lastgood
 from agents import agent, answers, ended, state, until
 from harness import flip, reported, steps
+from lastgood.format import layout
 from lastgood.io.files import Lock
 from lastgood.run import access, agent_link, lower_place, memory_place
 from lastgood_lab.worlds import CONTEXT
@@ -296,7 +297,10 @@ def test_an_agent_of_another_version_is_replaced(run: Run, monkeypatch) -> None:
     run.killed_at(3, attached=True)
     process = state(run.memory).process
     monkeypatch.setattr(agent_link, "PROTOCOL", agent_link.PROTOCOL + 1)
-    with reported("is replaced: .*speaks version"), contextlib.closing(agent_link.AgentLink(str(run.memory))) as link:
+    with (
+        reported("is replaced: .*speaks version"),
+        contextlib.closing(agent_link.AgentLink(f"memory://{run.memory}")) as link,
+    ):
         assert not link.attach()
     monkeypatch.undo()
     until(lambda: not answers(run.memory))
@@ -318,7 +322,7 @@ def test_a_fork_does_not_keep_the_agent_waiting_for_its_parent(run: Run) -> None
     """A data-loader worker that outlived its trainer would have delayed the copies for as long as it ran."""
     run.training.step()
     with agent(make(run.memory)):
-        link = agent_link.AgentLink(str(run.memory))
+        link = agent_link.AgentLink(f"memory://{run.memory}")
         assert link.attach() and state(run.memory).attached == 1
         receiver, sender = os.pipe()
         child = os.fork()
@@ -404,6 +408,20 @@ def test_an_agent_in_the_foreground_reports_how_it_ended(run: Run, call_json) ->
     run.killed_at(2)
     code, data = call_json("agent", "run", str(run.home), "--linger", "0")
     assert code == 0 and data["removed"] and steps(run.home) == [2]
+
+
+def test_an_agent_of_a_disk_copies_and_removes_nothing(tmp_path: Path, call_json) -> None:
+    disk, home, training = tmp_path / "disk", tmp_path / "home", Training()
+    with lastgood.Checkpointer(disk, training.state) as ckpt:
+        ckpt.save(1)
+    shutil.copytree(disk, home)
+    shutil.rmtree(home / "gen")
+    place = agent_link.CopyTo(url=str(home), keep=lastgood.Keep(last=3))
+    spec = agent_link.AgentSpec(format=layout.FORMAT, places=[place], order=0, spill=None)
+    (disk / agent_link.SPEC).write_bytes(layout.encode(spec))
+    code, data = call_json("agent", "run", str(disk), "--linger", "0")
+    assert code == 0 and not data["removed"]
+    assert steps(home) == steps(disk) == [1] and lastgood.open(home).verify(1).good
 
 
 def test_status_shows_memory_with_and_without_an_agent(run: Run, tmp_path: Path, call_json) -> None:

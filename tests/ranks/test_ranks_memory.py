@@ -17,10 +17,13 @@ from ranked_memory import folder, trained, uninterrupted
 pytestmark = pytest.mark.slow
 
 
-def killed(nodes: list[str], memory: Path, home: Path, upto: int, with_agents: bool = False) -> None:
-    """Train until `upto`; then every rank is killed, and the agents first unless `with_agents`."""
+def killed(nodes: list[str], memory: Path, home: Path, upto: int, with_agents: bool = False, *options: object) -> None:
+    """Train until `upto`; then every rank is killed, and the agents first unless `with_agents`.
+
+    `options`: further arguments of `trained`.
+    """
     size = len(nodes)
-    world(size, trained, nodes, memory, home, upto, True, with_agents, dies=tuple(range(size)))
+    world(size, trained, nodes, memory, home, upto, True, with_agents, *options, dies=tuple(range(size)))
 
 
 @pytest.mark.parametrize("nodes", [["a", "a"], ["a", "b"], ["a", "a", "b", "b"]], ids="".join)
@@ -58,6 +61,14 @@ def test_the_agents_of_all_nodes_complete_a_save_after_every_rank_died(tmp_path:
     assert lastgood.open(home).verify(6).good
 
 
+def test_the_agents_copy_what_killed_ranks_left_on_their_disks(tmp_path: Path, memory: Path) -> None:
+    nodes, home = ["a", "b"], tmp_path / "home"
+    killed(nodes, memory, home, 6, True, 2, None, True)
+    until(lambda: steps(home) == [4, 6])
+    assert lastgood.open(home).verify(6).good
+    assert steps(memory / "a")[-1] == steps(memory / "b")[-1] == 6, "what is on a disk stays"
+
+
 def test_a_lost_node_takes_the_run_back_to_what_the_home_has(tmp_path: Path, memory: Path) -> None:
     home = tmp_path / "home"
     killed(["a", "b"], memory, home, 6)
@@ -69,13 +80,17 @@ def test_a_lost_node_takes_the_run_back_to_what_the_home_has(tmp_path: Path, mem
 # ---- copies on other nodes -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [(2, None), (1, "2+2")], ids=["copies", "too few nodes for parity"])
+@pytest.mark.parametrize(
+    "options",
+    [(2, None, False), (1, "2+2", False), (2, None, True)],
+    ids=["copies", "too few nodes for parity", "copies on disks"],
+)
 def test_a_lost_node_loses_nothing_that_was_copied(tmp_path: Path, memory: Path, options) -> None:
     nodes, home, whole = ["a", "b"], tmp_path / "home", tmp_path / "whole"
     expected = world(2, trained, nodes, memory, whole, 9)
-    world(2, trained, nodes, memory, home, 6, True, False, *options, dies=(0, 1))
+    killed(nodes, memory, home, 6, False, *options)
     assert steps(home) == [4]
-    shutil.rmtree(folder(home, "b", memory))
+    shutil.rmtree(memory / "b" if options[-1] else folder(home, "b", memory))
     found = world(2, trained, nodes, memory, home, 9, False, True, *options)
     assert [one["step"] for one in found] == [6, 6]
     assert [one["losses"] for one in found] == [one["losses"][6:] for one in expected]
@@ -87,11 +102,13 @@ def test_a_lost_node_loses_nothing_that_was_copied(tmp_path: Path, memory: Path,
 
 
 @pytest.mark.parametrize(
-    ("lost", "damaged", "step"),
-    [(["b", "d"], "", 6), (["b"], "c", 6), (["a", "b", "c"], "", 4)],
-    ids=["two", "one and a damaged file", "three"],
+    ("lost", "damaged", "step", "on_disk"),
+    [(["b", "d"], "", 6, False), (["b"], "c", 6, True), (["a", "b", "c"], "", 4, False)],
+    ids=["two", "one and a damaged file, on disks", "three"],
 )
-def test_two_nodes_lost_at_once_lose_nothing_with_parity(tmp_path: Path, memory: Path, lost, damaged, step) -> None:
+def test_two_nodes_lost_at_once_lose_nothing_with_parity(
+    tmp_path: Path, memory: Path, lost, damaged, step, on_disk
+) -> None:
     """Of four nodes with parity="2+2". Three lost nodes take the run back to what the home has.
 
     Each rank waited at its close for the end of requests about copies, which nobody makes here, and so did those of a
@@ -99,13 +116,14 @@ def test_two_nodes_lost_at_once_lose_nothing_with_parity(tmp_path: Path, memory:
     """
     nodes, home = ["a", "b", "c", "d"], tmp_path / "home"
     expected = world(4, uninterrupted, 7)
-    world(4, trained, nodes, memory, home, 6, True, False, 1, "2+2", dies=(0, 1, 2, 3))
+    killed(nodes, memory, home, 6, False, 1, "2+2", on_disk)
     assert steps(home) == [4]
+    folders = {node: memory / node if on_disk else folder(home, node, memory) for node in nodes}
     for node in lost:
-        shutil.rmtree(folder(home, node, memory))
+        shutil.rmtree(folders[node])
     if damaged:
-        flip(next(folder(home, damaged, memory).glob("gen/000000000006-*/*.safetensors")), -5)
-    found = world(4, trained, nodes, memory, home, 7, False, True, 1, "2+2")
+        flip(next(folders[damaged].glob("gen/000000000006-*/*.safetensors")), -5)
+    found = world(4, trained, nodes, memory, home, 7, False, True, 1, "2+2", on_disk)
     assert [one["step"] for one in found] == [step] * 4
     assert [one["losses"] for one in found] == [losses[step:] for losses in expected]
     assert found[0]["survives"][2], "rank 0 knows that the last save survives the loss of a node"

@@ -503,7 +503,7 @@ def test_a_signal_leaves_the_last_step_in_all_places(places):
 @pytest.mark.parametrize(
     ("tier", "text"),
     [
-        ({"url": "/x", "copies": 2}, 'copies=2.*for "memory://" only'),
+        ({"url": "/x", "copies": 2}, 'copies=2.*for "memory://" or with shared=False'),
         ({"url": "memory://", "copies": 0}, "copies=0"),
         ({"url": "memory://", "copies": "2"}, "copies='2'"),
         ({"url": "memory://", "spread": "rack"}, "spread='rack'.*copies=1"),
@@ -513,7 +513,7 @@ def test_a_signal_leaves_the_last_step_in_all_places(places):
         ({"url": "memory://", "parity": "2"}, "parity='2'"),
         ({"url": "memory://", "parity": "0+1"}, r"parity='0\+1'"),
         ({"url": "memory://", "parity": "2+2", "copies": 2}, r"copies=2, parity='2\+2'"),
-        ({"url": "/x", "parity": "4+2", "shared": False}, "parity on disks that each node has"),
+        ({"url": "/x", "parity": "4+2", "shared": False, "copies": 2}, "Give one of both"),
         ({"url": "/x", "parity": "4+2", "spread": "rack"}, "spread='rack'"),
         ({"url": "memory://", "retention": lastgood.Keep(every=5)}, "keeps the newest only"),
         ({"url": "s3a://bucket/x"}, "s3"),

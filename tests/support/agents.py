@@ -18,7 +18,7 @@ LIMIT_SECONDS = 60.0
 SERVES = """
 import sys
 from lastgood.agent.server import serve
-sys.exit(0 if serve(sys.argv[1], float(sys.argv[2]), first_seconds=0.0) else 5)
+sys.exit(0 if serve("memory://" + sys.argv[1], float(sys.argv[2]), first_seconds=0.0) else 5)
 """
 
 

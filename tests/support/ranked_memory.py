@@ -1,4 +1,4 @@
-"""The functions that ranks run whose first tier is memory. Names of nodes stand for machines."""
+"""The functions that ranks run whose first tier is memory, or a disk of each node. Names stand for machines."""
 
 from __future__ import annotations
 
@@ -23,11 +23,24 @@ def folder(home: Path, node: str, memory: Path) -> Path:
 
 
 def opened(
-    loop: Loop, node: str, memory: Path, home: Path, copies: int = 1, parity: str | None = None, **options: Any
+    loop: Loop,
+    node: str,
+    memory: Path,
+    home: Path,
+    copies: int = 1,
+    parity: str | None = None,
+    on_disk: bool = False,
+    **options: Any,
 ) -> lastgood.Checkpointer:
-    """A run on the node of this name, which saves every step to memory and every fourth at home."""
+    """A run on the node of this name, which saves every step to memory and every fourth at home.
+
+    `on_disk`: the folder of this name in `memory` stands for a disk of the node, to which it saves instead.
+    """
     os.environ |= {"LASTGOOD_NODE": node, memory_place.VARIABLE: str(memory)}
-    tiers = [lastgood.Tier("memory://", cadence=lastgood.Every(steps=1), copies=copies, parity=parity)]
+    url = memory / node if on_disk else "memory://"
+    tiers = [
+        lastgood.Tier(url, cadence=lastgood.Every(steps=1), copies=copies, parity=parity, shared=not on_disk),
+    ]
     settings = {"cadence": lastgood.Every(steps=4), "patience": PATIENCE, "tiers": tiers, **options}
     return lastgood.Checkpointer(home, loop.state, **settings)
 
@@ -49,14 +62,16 @@ def trained(
     with_agents: bool = True,
     copies: int = 1,
     parity: str | None = None,
+    on_disk: bool = False,
 ) -> dict[str, Any]:
     """Restore and train; returns the restored step, the losses, and what the last save survives on this rank.
 
     `nodes`: the node of each rank. `killed`: the process is killed after the last save is committed. `with_agents`:
-    otherwise the agent of the node is killed before.
+    otherwise the agent of the node is killed before. `on_disk`: as for `opened`.
     """
+    own = memory / nodes[rank] if on_disk else folder(home, nodes[rank], memory)
     loop = Loop("fsdp" if size > 1 else "plain", size)
-    with opened(loop, nodes[rank], memory, home, copies, parity) as ckpt:
+    with opened(loop, nodes[rank], memory, home, copies, parity, on_disk) as ckpt:
         found = ckpt.restore()
         losses = []
         for n in range(found.step + 1, upto + 1):
@@ -69,10 +84,10 @@ def trained(
             dist.barrier()
         if killed:
             if with_agents:
-                until(lambda: (found := state(folder(home, nodes[rank], memory))) and found.attached)
+                until(lambda: (found := state(own)) and found.attached)
             else:
                 ckpt.wait()
-                ended(str(folder(home, nodes[rank], memory)))
+                ended(str(own))
             os._exit(9)
         survives = [save.durable("process"), save.durable(), save.durable("node")] if losses else []
         labelled = ckpt.save(upto, metrics={"loss": 1.0}) if losses else None

@@ -11,7 +11,17 @@ from typing import Any
 from lastgood.agent import drain, nodes, server, works
 from lastgood.coordination import rounds
 from lastgood.engine.inline_executor import Inline
-from lastgood.run import agent_link, agent_work, known, node_copies, node_disks, part_copies, peers, rank_requests
+from lastgood.run import (
+    agent_link,
+    agent_work,
+    known,
+    node_copies,
+    node_disks,
+    part_copies,
+    paths,
+    peers,
+    rank_requests,
+)
 
 from . import plain
 from .interleaving import ActorExecutor, Clock, Threads
@@ -106,7 +116,7 @@ def _of_sockets(world: World) -> Names:
             "select": SimpleNamespace(poll=lambda: Poll(world), POLLIN=1),
             "connected": lambda folder: _connected(world, folder),
             "kill": lambda connection: world.kill(connection.peer.process),
-            "started": lambda folder: _started(world, folder),
+            "started": lambda url: _started(world, paths.parsed(url).root),
         },
         server: {
             "time": clock,

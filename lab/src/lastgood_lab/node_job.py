@@ -28,6 +28,7 @@ from lastgood.run.node_copies import CopyMaker, CopySender, NodeCopies
 from lastgood.run.node_disks import SUBJECT, NodeDisks, NodeFiles, Nodes, NodeView
 from lastgood.run.outcomes import Outcomes
 from lastgood.run.part_copies import OtherRanks, PartServer
+from lastgood.run.paths import MEMORY
 from lastgood.run.peers import PeerNode, PeerTable
 from lastgood.run.places import unite
 from lastgood.run.rank_requests import Requests, RequestServer
@@ -111,7 +112,7 @@ class Job:
         if leader != rank:
             return self.world.memory(machine, shared=True), NodeLinks()
         folder = memory_of(machine)
-        agent = AgentLink(folder)
+        agent = AgentLink(f"{MEMORY}{folder}")
         held.callback(agent.close)
         agent.attach()
         held.callback(FileLock(self.world, f"{folder}/{LOCK}").close)

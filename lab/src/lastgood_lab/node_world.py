@@ -18,6 +18,7 @@ from lastgood.errors import LastgoodError, NotARun, PeerDown, RunLocked, TierDow
 from lastgood.ports import Store
 from lastgood.run.access import AGENTS_MARK, LOCK, YIELD_SECONDS
 from lastgood.run.lower_place import PAUSES_SECONDS
+from lastgood.run.paths import MEMORY
 from lastgood.storage.directory import Disk
 
 from .interleaving import Crew, Process, Scheduler
@@ -321,7 +322,7 @@ def start_agent(world: World, node: int, linger_seconds: float) -> Process:
 
     def body() -> None:
         with contextlib.suppress(FileNotFoundError):  # the memory was removed
-            server.serve(memory_of(node), linger_seconds, 0.0)
+            server.serve(f"{MEMORY}{memory_of(node)}", linger_seconds, 0.0)
         process.alive = False
 
     world.scheduler.spawn(process, body)

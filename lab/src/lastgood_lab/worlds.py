@@ -13,7 +13,15 @@ import torch
 import torch.distributed as dist
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch.distributed.tensor.parallel", "torch.distributed.fsdp"])
+CONTEXT.set_forkserver_preload(
+    [
+        "torch",
+        "torch.distributed.tensor.parallel",
+        "torch.distributed.fsdp",
+        "torch._dynamo",  # which FSDP and DTensor import at their first use: a second and a half in each rank
+        "lastgood_lab.campaigns.rank_jobs",
+    ]
+)
 LIMIT_SECONDS = 120.0
 Job = Callable[..., Any]
 

@@ -1,4 +1,4 @@
-"""`python -m lastgood.agent FOLDER`: starts the agent of a run in memory, and returns once it listens.
+"""`python -m lastgood.agent URL`: starts the agent of a run on this node, and returns once it listens.
 
 `lastgood agent run` serves in the foreground instead.
 """
@@ -11,7 +11,7 @@ import sys
 from .server import serve
 
 
-def main(folder: str) -> int:
+def main(url: str) -> int:
     """Fork the agent. Returns 0 once it listens, or if there is one already; 1 if it could not be started."""
     read, write = os.pipe()
     if os.fork():
@@ -19,7 +19,7 @@ def main(folder: str) -> int:
         with open(read, "rb") as pipe:
             return 0 if pipe.read(1) else 1
     os.close(read)
-    serve(folder, ready=lambda: _post(write))
+    serve(url, ready=lambda: _post(write))
     return 0
 
 

@@ -1,12 +1,12 @@
-"""The agent of one run in memory: waits until no training process is attached, then copies, lingers, and removes it.
+"""The agent of one run on a node: waits until no training process is attached, then copies, lingers, and ends.
 
     attached  a training process has the run open: it makes the copies, and the agent waits
     draining  none is attached: what is missing in the places below is copied (drain.py), until nothing is missing
-    lingering everything is copied: the memory is kept for the next training process, for a while
-    ended     the memory is removed
+    lingering everything is copied: it waits for the next training process, for a while
+    ended     memory is removed; what is on a disk stays
 
-One thread serves the socket; another one copies. The agent ends early only after SIGTERM or SIGINT; the memory then
-stays, and the next opening of the run copies what is missing.
+One thread serves the socket; another one copies. The agent ends early only after SIGTERM or SIGINT; nothing is removed
+then, and the next opening of the run copies what is missing.
 
 Invariants
   1. Memory is removed only if all places have what it holds, and no training process is attached or has the run open.
@@ -77,13 +77,16 @@ class Client:
 
 
 class Server:
-    """The agent of the memory folder `folder`.
+    """The agent of a run at `place`: in memory, or in a directory on a disk of this node.
 
     `listener`: its socket. `linger_seconds`: as LINGER_SECONDS. `first_seconds`: as FIRST_SECONDS.
     """
 
-    def __init__(self, folder: str, listener: socket.socket, linger_seconds: float, first_seconds: float) -> None:
-        self._folder, self._listener, self._linger_seconds = folder, listener, linger_seconds
+    def __init__(
+        self, place: paths.Place, listener: socket.socket, linger_seconds: float, first_seconds: float
+    ) -> None:
+        self._place, self._folder = place, place.root
+        self._listener, self._linger_seconds = listener, linger_seconds
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._wake_receiver, self._wake_sender = socket.socketpair()
@@ -95,20 +98,20 @@ class Server:
         self._copies: Future[list[str]] | None = None
         self._missing: list[str] = []
         self._copied: list[str] = []
-        """the generations that were in memory when everything was copied"""
+        """the generations that were here when everything was copied"""
         self._failures = 0
         self._next_at: float | None = time.monotonic() + first_seconds
         """when to copy next, by the monotonic clock; None: everything is copied"""
         self._kept_until = 0.0
-        """when the memory is to be removed, once everything is copied"""
-        self._signalled = self._removed = False
-        self._nodes = Nodes(self._memory, self._wake)
-        self._works = Works(self._memory, self._wake, lambda: self._nodes.peers)
+        """when the agent is to end, once everything is copied"""
+        self._signalled = self._ended = False
+        self._nodes = Nodes(self._tier, self._wake)
+        self._works = Works(self._tier, self._wake, lambda: self._nodes.peers)
 
     def run(self) -> None:
-        """Serve until the memory is removed or a signal comes."""
+        """Serve until everything is copied, and no training process has come for a while, or until a signal."""
         with ThreadPoolExecutor(1, "lastgood-agent") as worker, self._nodes, self._works, self._signals():
-            while not self._removed and not self._signalled:
+            while not self._ended and not self._signalled:
                 self._serve_once()
                 self._note_copies()
                 self._answer_senders()
@@ -121,9 +124,9 @@ class Server:
                     self._copies = worker.submit(self._copy)
                     self._copies.add_done_callback(lambda _: self._wake())
                 elif self._next_at is None and (now >= self._kept_until or self._asked_to_end()):
-                    self._remove()
+                    self._end()
             self._stop.set()
-        self._refuse_to_end("" if self._removed else "it was ended by a signal")
+        self._refuse_to_end("" if self._ended else "it was ended by a signal")
         for one in [*self._clients]:
             self._leave(one)
         self._selector.close()
@@ -275,17 +278,19 @@ class Server:
 
     def _copy(self) -> list[str]:
         """On the worker: one attempt. Raises Cancelled if a training process attaches meanwhile."""
-        spec, memory, self._copied = read_spec(self._folder), self._memory(), []
-        here = sorted(memory.list("gen"))
+        spec, tier, self._copied = read_spec(self._folder), self._tier(), []
+        here = sorted(tier.list("gen"))
         if spec is None:
             missing = [f"{SPEC} cannot be read, which names the places below"] if here else []
         else:
-            missing = drained(memory, spec, self._stop.is_set)
+            missing = drained(tier, spec, self._stop.is_set)
         self._copied = [] if missing else here
         return missing
 
-    def _memory(self) -> Disk:
-        """The memory folder as a tier, which other processes change too."""
+    def _tier(self) -> Disk:
+        """The folder as a tier, which other processes change too."""
+        if self._place.kind != "memory":
+            return access.directory_tier(self._place, "atomic_dirsync", shared=True)
         spec = read_spec(self._folder)
         files = MemoryFiles(self._folder, spec.spill if spec else None)
         return Disk(files, self._folder, shared=True, place=f"{paths.MEMORY}{self._folder}")
@@ -300,7 +305,7 @@ class Server:
         except Cancelled:
             self._answer_waiting()
             return
-        except Exception as error:  # noqa: BLE001 - memory is kept, and the next attempt may succeed
+        except Exception as error:  # noqa: BLE001 - everything is kept, and the next attempt may succeed
             self._missing = [f"{type(error).__name__}: {error}"]
         now = time.monotonic()
         if not self._missing:
@@ -314,8 +319,11 @@ class Server:
             self._refuse_to_end(f"not everything could be copied: {'; '.join(self._missing)}")
         self._answer_waiting()
 
-    def _remove(self) -> None:
+    def _end(self) -> None:
         """Remove the memory, unless a process has the run open, or has saved to it since everything was copied."""
+        if self._place.kind != "memory":  # guard: only-memory-removed
+            self._ended = True
+            return
         try:
             lock = Lock(os.path.join(self._folder, access.LOCK), access.AGENTS_MARK)  # guard: open-memory-not-removed
         except FileNotFoundError:  # nothing was ever saved here, or somebody has removed it
@@ -326,7 +334,7 @@ class Server:
             return
         removed = self._folder + memory_place.REMOVED
         try:
-            if sorted(self._memory().list("gen")) != self._copied:  # guard: new-saves-not-removed
+            if sorted(self._tier().list("gen")) != self._copied:  # guard: new-saves-not-removed
                 self._next_at = 0.0
                 return
             spec = read_spec(self._folder)
@@ -338,7 +346,7 @@ class Server:
         if spec is not None and spec.spill is not None:
             shutil.rmtree(spec.spill, ignore_errors=True)
         shutil.rmtree(removed, ignore_errors=True)
-        self._removed = True
+        self._ended = True
 
     # ---- signals -------------------------------------------------------------------------------------------
 
@@ -364,25 +372,27 @@ class Server:
 
 
 def serve(
-    folder: str,
+    url: str,
     linger_seconds: float = LINGER_SECONDS,
     first_seconds: float = FIRST_SECONDS,
     ready: Callable[[], None] = lambda: None,
 ) -> bool:
-    """Be the agent of a memory folder until it is removed. Returns False at once if there is an agent already.
+    """Be the agent of a run on this node until it ends. Returns False at once if there is an agent already.
 
-    `linger_seconds`, `first_seconds` (default: the constants of these names): how long copied memory is kept, and how
-    long the agent waits for a training process before it begins. `ready`: called once it listens, or is not needed.
+    `url`: of the run in memory, or its directory on a disk of this node. `linger_seconds`, `first_seconds` (default:
+    the constants of these names): how long it stays when all is copied, and how long it waits for a training process
+    before it begins. `ready`: called once it listens, or is not needed.
     """
+    place = paths.parsed(url)
     try:
-        lock = Lock(os.path.join(folder, LOCK))  # guard: one-agent-for-a-folder
+        lock = Lock(os.path.join(place.root, LOCK))  # guard: one-agent-for-a-folder
     except BlockingIOError:
         ready()
         return False
     try:
-        listener = listening(folder)
+        listener = listening(place.root)
         ready()
-        Server(folder, listener, linger_seconds, first_seconds).run()
+        Server(place, listener, linger_seconds, first_seconds).run()
     finally:
         lock.close()
     return True

@@ -40,24 +40,29 @@ def run(
     ] = agent_link.LINGER_SECONDS,
     as_json: Json = False,
 ) -> Answer:
-    """Be the agent of RUN in the foreground, for a service manager. Ends when the memory is removed, or on SIGTERM."""
-    folder = _folder_of(run)
-    memory_place.make(folder)
-    served = serve(folder, linger_seconds)
+    """Be the agent of RUN in the foreground, for a service manager. Ends when everything is copied, or on SIGTERM.
+
+    RUN is the home of a run that is saved to memory, or a directory that each node has for itself.
+    """
+    place = _place_of(run)
+    folder = place.root
+    if place.kind == "memory":
+        memory_place.make(folder)
+    served = serve(place.url, linger_seconds)
     kept = os.path.isdir(folder)
     if not served:
         raise TierDown(f"{folder} has an agent already", safe="It goes on.", todo="lastgood agent status shows it.")
-    text = "the memory stays; the next opening of the run goes on from it" if kept else "all is copied and removed"
+    text = "what is there stays; the next opening of the run goes on from it" if kept else "all is copied and removed"
     return Answer({"folder": folder, "removed": not kept}, Text(f"{folder}: {text}"))
 
 
 @agent.command("stop")
 def stop(run: Run, as_json: Json = False) -> Answer:
-    """Copy what is in the memory of RUN to the places below, remove it, and end the agent.
+    """Copy what only this node has of RUN to the places below, and end the agent. Memory is removed then.
 
     Exit code 5 if a training process has the run open, or if not everything could be copied; nothing is removed then.
     """
-    folder = _folder_of(run)
+    folder = _place_of(run).root
     try:
         connection = agent_link.connected(folder)
     except OSError as error:
@@ -73,8 +78,10 @@ def stop(run: Run, as_json: Json = False) -> Answer:
         except (OSError, ValueError) as error:
             raise TierDown(f"the agent of {folder} ended without an answer: {error}", safe="", todo="") from error
     if answer.error:
-        raise TierDown(f"{folder}: {answer.error}", safe="The memory is untouched.", todo="Try again later.")
-    return Answer({"folder": folder, "removed": True}, Text(f"{folder}: all is copied and removed"))
+        raise TierDown(f"{folder}: {answer.error}", safe="What is there is untouched.", todo="Try again later.")
+    removed = not os.path.isdir(folder)
+    text = "all is copied and removed" if removed else "all is copied, and stays here too"
+    return Answer({"folder": folder, "removed": removed}, Text(f"{folder}: {text}"))
 
 
 def state_of(folder: str) -> dict[str, Any]:
@@ -91,9 +98,12 @@ def state_of(folder: str) -> dict[str, Any]:
     return {**row, **found, "agent": state}
 
 
-def _folder_of(run: str) -> str:
+def _place_of(run: str) -> paths.Place:
+    """The memory of a run; or the directory itself, if that is one of which this node has an agent."""
     place = paths.parsed(run)
-    return place.root if place.kind == "memory" else memory_place.folder_of(run)
+    if place.kind == "memory" or (place.kind == "directory" and agent_link.read_spec(place.root) is not None):
+        return place
+    return paths.parsed(memory_place.url_of(run))
 
 
 def _folders() -> list[str]:

@@ -24,14 +24,16 @@ class Tier:
     for the first tier only, is the memory of each machine (docs/agent.md): its saves outlive the training process, not
     the machine.
     `cadence`: when `step()` saves here; default None: as the run. `retention`: which generations are kept here; default
-    Keep(last=3), in memory Keep(last=1). `parity`: as that of a Checkpointer; default None: no parity. In memory
-    parity="4+2" is kept among nodes: the loss of any two of them loses nothing that is protected, and it takes half as
-    much memory as each node's part. With fewer than six nodes three copies are made instead, which is reported.
+    Keep(last=3), in memory Keep(last=1). `parity`: as that of a Checkpointer; default None: no parity. In memory, and
+    with shared=False, parity="4+2" is kept among nodes: the loss of any two of them loses nothing that is protected,
+    and it takes half as much as each node's part. With fewer than six nodes three copies are made instead, which is
+    reported.
     `shared`: whether all nodes see this place; False, for the first tier only: each node has a directory of its own
     under this path, for the files of its ranks; default True.
-    `copies`: on how many nodes each file lies, for memory only; default 1: on the node of its rank. With 2, a lost node
-    loses nothing that was copied. `spread`: copies, and chunks that share parity, lie in different failure domains of
-    this kind: spread="rack" reads the label of each node from LASTGOOD_RACK; default None: on any other nodes.
+    `copies`: on how many nodes each file lies, in memory and with shared=False; default 1: on the node of its rank.
+    With 2, a lost node loses nothing that was copied. `spread`: copies, and chunks that share parity, lie in different
+    failure domains of this kind: spread="rack" reads the label of each node from LASTGOOD_RACK; default None: on any
+    other nodes.
     Raises Refused for other values.
 
         tiers=[lastgood.Tier("/nvme/gpt", cadence=lastgood.Every(steps=100), retention=lastgood.Keep(last=2))]
@@ -48,20 +50,20 @@ class Tier:
 
     def __post_init__(self) -> None:
         require(
-            is_whole(self.copies, 1) and (self.copies == 1 or self.in_memory),
+            is_whole(self.copies, 1) and (self.copies == 1 or self.node_local),
             f"Tier({self.url!r}, copies={self.copies!r})",
-            'Give a whole number of nodes, for "memory://" only.',
+            'Give a whole number of nodes, for "memory://" or with shared=False.',
         )
         require(
             self.copies == 1 or self.parity is None,
             f"Tier({self.url!r}, copies={self.copies}, parity={self.parity!r})",
             "Give one of both: parity among nodes takes the place of copies.",
         )
-        among_nodes = self.copies > 1 or (self.in_memory and self.parity is not None)
+        among_nodes = self.copies > 1 or self.node_parity is not None
         require(
             self.spread is None or (isinstance(self.spread, str) and self.spread.isidentifier() and among_nodes),
             f"Tier(spread={self.spread!r}) with copies={self.copies!r} and parity={self.parity!r}",
-            'Give the name of a failure domain such as "rack", with copies of at least 2 or with parity, in memory.',
+            'Give the name of a failure domain such as "rack", with copies of at least 2 or with parity among nodes.',
         )
         require(isinstance(self.shared, bool), f"Tier(shared={self.shared!r})", "Give True or False.")
         kind = "memory" if self.in_memory else paths.parsed(self.url).kind
@@ -69,11 +71,6 @@ class Tier:
             self.shared or kind in ("directory", "memory"),
             f"Tier({self.url!r}, shared=False)",
             "Give a directory, which each node has for itself.",
-        )
-        require(
-            self.shared or self.in_memory or self.parity is None,
-            "parity on disks that each node has for itself",
-            "Leave parity out: what a node loses is read from a place below.",
         )
         require(isinstance(self.retention, Keep), f"Tier(retention={self.retention!r})", "Give lastgood.Keep(last=3).")
         keep = self.retention
@@ -109,12 +106,12 @@ class Tier:
     @property
     def node_parity(self) -> str | None:
         """The parity among nodes, as "4+2"; None: there is none."""
-        return self.parity if self.in_memory else None
+        return self.parity if self.node_local else None
 
     @property
     def file_parity(self) -> str | None:
         """The parity that each rank writes for its own files; None: there is none."""
-        return None if self.in_memory else self.parity
+        return None if self.node_local else self.parity
 
     @property
     def keep(self) -> Keep:

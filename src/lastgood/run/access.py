@@ -85,7 +85,7 @@ def for_reading(path: str | os.PathLike[str]) -> Tier:
     if objects is not None:
         return PackedTier(objects)
     if place.kind == "memory":
-        return _directory(place, "atomic_dirsync", None)
+        return directory_tier(place, "atomic_dirsync")
     files = PosixFiles()  # reads without direct I/O: only a write could find out whether it is supported
     return slots(files, root) if in_slots else Disk(files, root)
 
@@ -150,7 +150,7 @@ def for_writing(
     lock = _locked_place(place, of_agent=agent_order is not None)
     try:
         if not in_slots:
-            yield _directory(place, mode, spill)
+            yield directory_tier(place, mode, spill)
             return
         files = MappedFiles(root) if persist == "mmap" else PosixFiles()
         tier = slots(files, root, in_flight=in_flight, direct=_supports_direct_io(root), several=several)
@@ -181,11 +181,14 @@ def for_sharing(path: str | os.PathLike[str], mode: WriteMode, spill: str | None
             safe="Nothing was touched.",
             todo="All ranks must see the same directory: mount it on every node.",
         )
-    yield _directory(place, mode, spill, shared=True)
+    yield directory_tier(place, mode, spill, shared=True)
 
 
-def _directory(place: paths.Place, mode: WriteMode, spill: str | None, shared: bool = False) -> Disk:
-    """The tier over a directory, on a disk or in memory."""
+def directory_tier(place: paths.Place, mode: WriteMode, spill: str | None = None, shared: bool = False) -> Disk:
+    """The tier over a directory, on a disk or in memory. Takes no lock.
+
+    `mode`, `spill`: as for `for_writing`. `shared` (default False): other processes write to it too.
+    """
     if place.kind == "memory":
         spec = agent_link.read_spec(place.root)  # files may lie in a spill folder that an earlier opening has chosen
         earlier = spec.spill if spec is not None and spec.spill and os.path.isdir(spec.spill) else None

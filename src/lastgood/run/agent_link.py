@@ -1,6 +1,8 @@
-"""The agent of a run in the memory of a machine, as a training process sees it: found, started, attached to.
+"""The agent of a run on one node, as a training process sees it: found, started, attached to.
 
-    memory folder of the run    written by        content
+The folder is that of the run in the memory of the machine, or on a disk that the node has for itself.
+
+    folder of the run           written by        content
     agent.lock                  the agent         its lock; there is one agent for each folder
     agent.sock                  the agent         its socket, of this user alone
     agent.log                   the agent         what it reports
@@ -10,9 +12,9 @@ A message is a record in JSON, ended by a newline. Attaching makes the agent sto
 connection ends, which it does with the process.
 
 Invariants
-  1. An agent may be killed at any instant: it holds no state that is not on the disk or in the memory folder.
-  2. Without an agent the run saves as ever; only what is in memory when the training process ends is copied later, by
-     the next opening of the run.
+  1. An agent may be killed at any instant: it holds no state that is not in files.
+  2. Without an agent the run saves as ever; only what is in the folder when the training process ends is copied later,
+     by the next opening of the run.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from ..format import layout
 from ..policy.retention import Keep
 from ..records import Finding, GenerationId, Record
 from ..storage.directory import Disk
+from . import paths
 from .peers import PeerNode, PeerOrder, Peers, PeerTable, StripeOrder
 
 PROTOCOL = 2
@@ -151,7 +154,7 @@ class Answer(Record, frozen=True, kw_only=True):
 
 @dataclass
 class NodeLinks:
-    """What a leader has of its node and of others. `agent`: of its memory; None: its front is on a disk.
+    """What a leader has of its node and of others. `agent`: of its folder; None: the front has none.
 
     `table`: the nodes whose agents serve each other; None: no copies are made. `peers`: reads from them.
     """
@@ -162,13 +165,13 @@ class NodeLinks:
 
 
 class AgentLink:
-    """The connection of a training process to the agent of its memory. Used by one thread at a time.
+    """The connection of a training process to the agent of its node. Used by one thread at a time.
 
-    `folder`: of the run in memory; it may not exist yet.
+    `url`: of the run in memory, or its directory on a disk of the node; it may not exist yet.
     """
 
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
+    def __init__(self, url: str) -> None:
+        self._url, self._folder = url, paths.parsed(url).root
         self._connection: socket.socket | None = None
         self._serve: Serve | None = None
         self._attempts = 0
@@ -216,13 +219,13 @@ class AgentLink:
         self._attempts += 1
         if not reporting.is_reported(self._attempts):
             return
-        problem = started(self._folder)
+        problem = started(self._url)
         if not problem and self.attach() and self._attempts == 1:
             return
         what = f": {problem}" if problem else "" if self._connection else " and cannot be reached"
         reporting.warning(
             f"the agent of {self._folder} was started {self._attempts} times{what}. The run goes on; the next "
-            f"opening of the run copies what is in memory only. {LOG} in that folder may say more."
+            f"opening of the run copies what only this node has. {LOG} in that folder may say more."
         )
 
     def serve(self, serve: Serve) -> int:
@@ -266,7 +269,7 @@ class AgentLink:
         return answer.error
 
     def close(self) -> None:
-        """End the connection: the agent then copies what is missing below, and removes the memory after a while."""
+        """End the connection: the agent then copies what is missing below, and removes memory after a while."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
@@ -282,7 +285,7 @@ def asked(connection: socket.socket, request: Request) -> Answer:
 
 
 def answered(folder: str, request: Request, stop: Callable[[], bool]) -> Answer:
-    """Ask the agent of a memory folder for what takes long, and wait for the answer.
+    """Ask the agent of a folder for what takes long, and wait for the answer.
 
     Raises Cancelled once `stop()` is true; OSError if there is no agent, if it ends, or if it does not answer for
     ATTACH_SECONDS whether it lives; ValueError for an answer that is none.
@@ -302,12 +305,12 @@ def answered(folder: str, request: Request, stop: Callable[[], bool]) -> Answer:
 
 
 def status(folder: str) -> Answer | None:
-    """The state of the agent of a memory folder; None if none listens. Raises as `asked` if it does not answer."""
+    """The state of the agent of a folder; None if none listens. Raises as `asked` if it does not answer."""
     return _asked_if_any(folder, Request(protocol=PROTOCOL, call="status"))
 
 
 def peers_of(folder: str) -> PeerTable | None:
-    """The nodes to which the agent of a memory folder was asked to send files; None if there is no such agent or node.
+    """The nodes to which the agent of a folder was asked to send files; None if there is no such agent or node.
 
     Raises OSError and ValueError if the agent does not answer, or does not know this call.
     """
@@ -347,7 +350,7 @@ def _answer(connection: socket.socket) -> Answer:
 
 
 def connected(folder: str) -> socket.socket:
-    """A connection to the agent of a memory folder. Raises OSError where none listens."""
+    """A connection to the agent of a folder. Raises OSError where none listens."""
     with _short_path(folder) as path:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
@@ -360,7 +363,7 @@ def connected(folder: str) -> socket.socket:
 
 
 def listening(folder: str) -> socket.socket:
-    """The socket at which the agent of a memory folder listens. An earlier one is replaced: its agent has ended."""
+    """The socket at which the agent of a folder listens. An earlier one is replaced: its agent has ended."""
     with _short_path(folder) as path:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
@@ -419,15 +422,17 @@ def kill(connection: socket.socket) -> None:
             os.close(pidfd)
 
 
-def started(folder: str) -> str:
+def started(url: str) -> str:
     """Start an agent in a session of its own, so that it outlives this process. Returns why that failed, or "".
+
+    `url`: as for `AgentLink`.
 
     The command returns once the agent listens. It inherits no descriptor: a socket of this process that stayed open in
     the agent would hide the end of this process from the other ranks.
     """
-    command = [sys.executable, "-m", "lastgood.agent", folder]
+    command = [sys.executable, "-m", "lastgood.agent", url]
     try:
-        with open(os.path.join(folder, LOG), "a") as log:
+        with open(os.path.join(paths.parsed(url).root, LOG), "a") as log:
             ended = subprocess.run(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=START_SECONDS, start_new_session=True
             )

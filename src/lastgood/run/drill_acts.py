@@ -315,7 +315,7 @@ class Stage:
 
     def _copy_until_killed(self, at: GenerationId) -> None:
         """Start the agent of the scratch memory, and kill it once it has begun to copy a generation to the disk."""
-        link = AgentLink(self._memory.root)
+        link = AgentLink(self._memory.url)
         spec = AgentSpec(format=layout.FORMAT, places=[CopyTo(url=self._disk.url, keep=KEEP)], order=0, spill=None)
         try:
             with access.for_writing(self._memory.url, "atomic_dirsync") as tier:
@@ -334,7 +334,7 @@ class Stage:
 
     def _end_of_agent(self) -> None:
         """Start another agent, and let it copy everything, remove the memory, and end."""
-        if problem := agent_link.started(self._memory.root):
+        if problem := agent_link.started(self._memory.url):
             raise TierDown(f"another agent could not be started: {problem}", safe=_SAFE)
         with self._connected() as agent:
             agent.settimeout(AGENT_SECONDS)

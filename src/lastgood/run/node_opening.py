@@ -44,7 +44,9 @@ def opened(path: str | os.PathLike[str], options: RunOptions, ranks: AnyRanks) -
     with contextlib.ExitStack() as storage:
         topic = ranks.topic("nodes")
         with topic.failing():
-            agent = AgentLink(paths.parsed(path).root) if paths.parsed(path).kind == "memory" else None
+            place = paths.parsed(path)
+            has_agent = place.kind == "memory" or (options.copies_among_nodes > 1 and not in_slots)
+            agent = AgentLink(place.url) if has_agent else None
             if agent is not None:
                 storage.callback(agent.close)
                 agent.attach()  # guard: agent-attached-before-opening
@@ -176,7 +178,7 @@ def parts(tier: Tier, ranks: AnyRanks, generation: Generation) -> list[list[int]
 
 
 def start_agent(tier: Tier, options: RunOptions, claims: Sequence[Tier], outcomes: Outcomes) -> None:
-    """Start the agent of the memory that this process leads, if the front is memory. Called once the run is open.
+    """Start the agent of the node that this process leads, if the front has agents. Called once the run is open.
 
     `claims`: the places below, as they are opened. `outcomes`: receives what writing raises.
     """
@@ -193,6 +195,6 @@ def start_agent(tier: Tier, options: RunOptions, claims: Sequence[Tier], outcome
 
 
 def check_agent(tier: Tier) -> None:
-    """As `AgentLink.check`, if the front is memory that this process leads."""
+    """As `AgentLink.check`, if the front has agents and this process leads its node."""
     if isinstance(tier, NodeTier) and tier.links.agent is not None:
         tier.links.agent.check()

@@ -57,12 +57,12 @@ def agreed(agent: AgentLink | None, leader: int, options: RunOptions, topic: Any
     nodes, problem = msgspec.convert(posted, tuple[list[PeerNode], str])
     if agent is not None and leader == 0:
         if problem:
-            reporting.warning(f"no copies are made in the memory of other nodes: {problem}. The run goes on.")
+            reporting.warning(f"nothing is kept on other nodes: {problem}. The run goes on.")
         elif options.node_parity is not None and options.code_among(len(nodes)) is None:
             count, least = min(copies, len(nodes)), sum(parity_layout.parsed(options.node_parity))
             reporting.warning(
                 f"parity={options.node_parity!r} needs {least} nodes, and there are {len(nodes)}: {count} copies of "
-                f"each file are made instead, with {count} times the memory."
+                f"each file are made instead, which take {count} times the space."
             )
         elif len(nodes) < copies:
             reporting.warning(f"copies={copies}, and there are {len(nodes)} nodes: each of them has every file.")

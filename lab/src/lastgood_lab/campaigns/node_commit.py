@@ -170,6 +170,8 @@ def campaign(schedules: int, seed: int, jobs: int, all_sealed: bool) -> tuple[se
             seen.update(found.digests)
             problems += found.problems
             outcomes += found.outcomes
+            if found.problems:
+                print("", *found.problems, sep="\n", flush=True)
             show(min(len(seen), schedules) // 20 * 20, len(problems))
         pool.terminate()
     return seen, problems, outcomes, sum(outcomes.values())

@@ -29,18 +29,15 @@ from typing import Any, NamedTuple
 
 from lastgood.run import memory_place
 from lastgood_lab import namespaces
+from lastgood_lab.campaigns.node_bytes import NODES, RANKS, RANKS_OF_A_NODE, due, due_with_parity, held_in
 from lastgood_lab.campaigns.node_jobs import RankJob, run, serve_stores
 from lastgood_lab.campaigns.reports import report
 from lastgood_lab.worlds import CONTEXT
 
-NODES, RANKS_OF_A_NODE = 4, 2
-RANKS = NODES * RANKS_OF_A_NODE
 ANSWER_SECONDS = 120.0
 TRIALS_OF_A_RUN = 10
 SILENCE_SECONDS, SILENCE_BYTES = 0.5, 10_000
 """Nodes that send each other no more than this are silent."""
-PARITY = -1
-"""stands for the files of parity, where others are named by the rank that wrote them"""
 OVERHEAD, OVERHEAD_BYTES = 1.05, 400_000
 """What nodes may send each other beyond the bytes of files: headers of packets, calls, manifests of all ranks."""
 
@@ -207,49 +204,14 @@ class Run:
         folder = found[0]["folder"]  # a node that came back may hold another save of this step
         outcome.lost = self._lost.get(folder, 0)
         held = [held.get(folder, {}) for held in before]
-        outcome.due = self._due_parity(held, self._mode.code) if self._mode.code else self._due(held)
+        code = self._mode.code
+        outcome.due = due_with_parity(held, code) if code else due(held, self._mode.copies)
         if outcome.measured and outcome.sent > OVERHEAD * outcome.due + OVERHEAD_BYTES:
             outcome.problems.append(f"{outcome.sent:,} bytes between nodes, {outcome.due:,} had to be sent")
 
-    def _due(self, held: list[dict[int, int]]) -> int:
-        """The bytes that must be sent: what ranks want and their node lacks, and the copies that are missing.
-
-        `held`: for each slot, rank -> bytes of its files that the node of the slot has.
-        """
-        sizes = {rank: size for one in held for rank, size in one.items()}
-        fetched = sum(size for rank, size in sizes.items() if rank not in held[rank // RANKS_OF_A_NODE])
-        missing = {rank: self._mode.copies - sum(rank in one for one in held) for rank in sizes}
-        return fetched + sum(max(0, missing[rank]) * size for rank, size in sizes.items())
-
-    def _due_parity(self, held: list[dict[int, int]], code: tuple[int, int]) -> int:
-        """As `_due`, with parity: one byte of a file or of parity is computed from as many as a stripe has data cells.
-
-        All files have the same size, and a node's share of parity follows from its part.
-        """
-        data, parity = code
-        size = max((size for one in held for rank, size in one.items() if rank != PARITY), default=0)
-        rebuilt = [rank for rank in range(RANKS) if not any(rank in one for one in held)]
-        fetched = [rank for rank in range(RANKS) if rank not in held[rank // RANKS_OF_A_NODE] and rank not in rebuilt]
-        share = RANKS_OF_A_NODE * size * parity // data
-        lacks = sum(max(0, share - one.get(PARITY, 0)) for one in held)
-        return size * (data * len(rebuilt) + len(fetched)) + data * lacks
-
     def _held(self) -> list[dict[str, dict[int, int]]]:
         """For each slot, what its node has in memory."""
-        return [self._held_by(node) for node in self.job.members]
-
-    def _held_by(self, node: int) -> dict[str, dict[int, int]]:
-        """Folder of a generation -> rank -> bytes of its tensors in the memory of a node, if its manifest is there;
-        PARITY -> bytes of the files of parity that are complete."""
-        held: dict[str, dict[int, int]] = {}
-        for manifest in (self._folder(node) / "gen").glob("*/r*.manifest.json"):
-            rank = manifest.name.partition(".")[0]
-            size = sum(one.stat().st_size for one in manifest.parent.glob(f"{rank}*.safetensors"))
-            held.setdefault(manifest.parent.name, {})[int(rank[1:])] = size
-        for record in (self._folder(node) / "gen").glob("*/s*.parity-*.json"):
-            parts = held.setdefault(record.parent.name, {})
-            parts[PARITY] = parts.get(PARITY, 0) + record.with_suffix("").stat().st_size
-        return held
+        return [held_in(self._folder(node)) for node in self.job.members]
 
     def _environment(self, node: int) -> dict[str, str]:
         memory = str(self._memory / f"node{node}")
@@ -352,7 +314,7 @@ class Run:
         shutil.rmtree(self._memory / f"node{node}", ignore_errors=True)
 
     def _note_lost(self, node: int) -> None:
-        for folder, parts in self._held_by(node).items():
+        for folder, parts in held_in(self._folder(node)).items():
             self._lost[folder] = self._lost.get(folder, 0) + sum(parts.values())
 
     def _cut_off(self, node: int) -> None:

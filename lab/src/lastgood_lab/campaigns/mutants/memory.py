@@ -27,6 +27,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("COMMIT is copied before the files of other nodes", "commit-copied-after-all-nodes", Never()),
         ("another user is served", "agent-serves-own-user", Never()),
         ("the memory of an open run is removed", "open-memory-not-removed", Swap("access.LOCK", '"other"')),
+        ("what is on a disk is removed after the copies", "only-memory-removed", Never()),
         ("memory is removed although a save came since the copies", "new-saves-not-removed", Never()),
         ("a folder has two agents", "one-agent-for-a-folder", Swap("LOCK", "str(os.getpid())")),
         ("a fork keeps the connection of its parent open", "link-not-inherited-by-fork", Remove()),
