@@ -200,6 +200,7 @@ class Job:
     ) -> None:
         """What comes after a commit: copies to other nodes, the mark, a copy to the home, and deletions."""
         ledger, wait = self.world.ledger, self.world.scheduler.wait
+        died_before = ledger.died
         future = copies.offer(one) if copies is not None else None
         with contextlib.suppress(LastgoodError):
             run.conclude(one, [])
@@ -210,7 +211,7 @@ class Job:
         if future is not None and self.world.scheduler.chance.random() < 0.5:
             wait(future.done, 20.0)
             if future.done() and future.exception() is None:
-                ledger.report_copies(one.id)
+                ledger.report_copies(one.id, died_before)
         run.clean()
 
     # ---- the others ----------------------------------------------------------------------------------------

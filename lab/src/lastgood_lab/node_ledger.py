@@ -212,10 +212,15 @@ class Ledger:
         if best is not None and (found is None or self.rank_of(found) < self.rank_of(best)):
             self._wrong(f"{best} can be restored, and a job continues {found}")
 
-    def report_copies(self, at: GenerationId) -> None:
-        """The copies of a generation were reported as made."""
-        self.copied[at] = self.died
-        if not self.died and (missing := self.held_once(at)):
+    def report_copies(self, at: GenerationId, died_before: int) -> None:
+        """The copies of a generation were reported as made. `died_before`: how many machines had died at its commit.
+
+        A machine that died since may have taken some of them with it.
+        """
+        missing = self.held_once(at)
+        if not missing:
+            self.copied[at] = self.died
+        elif self.died == died_before:
             self._wrong(f"the copies of {at} were reported, and {missing} lies on one node")
 
     def held_once(self, at: GenerationId) -> str:
