@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -89,6 +90,38 @@ def test_a_copy_that_was_interrupted_goes_on(tmp_path, call_json):
     (copy / "r00000.safetensors").write_bytes((target / "r00000.safetensors").read_bytes()[:-100])
     (tmp_path / "b" / "lastgood.json").write_bytes((tmp_path / "a" / "lastgood.json").read_bytes())
     assert call_json("copy", str(tmp_path / "a"), str(tmp_path / "b"))[0] == 0
+    assert files(tmp_path / "b") == files(tmp_path / "a")
+
+
+def test_two_copies_of_one_file_at_the_same_time_leave_it_whole(tmp_path):
+    """The coordinator of a job was killed while another rank copied a file. An agent took the lock, and copied the
+    generation. The rank then gave up, and removed the file, which was committed."""
+    saved(tmp_path / "a", 1)
+    saved(tmp_path / "b", 2)
+    shutil.rmtree(tmp_path / "b" / "gen")
+    (tmp_path / "b" / layout.HEADER).write_bytes((tmp_path / "a" / layout.HEADER).read_bytes())
+    source = access.for_reading(tmp_path / "a")
+    (generation,) = commit.survey(source).generations.values()
+
+    def overtaken() -> bool:
+        with ThreadPoolExecutor(1) as other:
+            other.submit(complete, tmp_path / "b", tmp_path / "a", 1).result()
+        return True
+
+    with access.for_sharing(tmp_path / "b", "atomic_dirsync") as target, ThreadPoolExecutor(WORKERS) as workers:
+        how = copying.Copying(Arena(4 * CHUNK_BYTES, CHUNK_BYTES), workers, stop=overtaken)
+        with pytest.raises(errors.Cancelled):
+            copying.copy_files(target, [source], generation, None, how)
+    assert files(tmp_path / "b") == files(tmp_path / "a")
+
+
+@pytest.mark.parametrize("litter", ["r00000.safetensors.tmp", "r00000.safetensors.12-345.tmp"])
+def test_what_a_killed_copy_left_is_removed(tmp_path, litter):
+    saved(tmp_path / "a", 1)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    flip(folder_of(tmp_path / "b", 1) / "r00000.safetensors")
+    (folder_of(tmp_path / "b", 1) / litter).write_bytes(b"half of it")
+    complete(tmp_path / "b", tmp_path / "a", 1)
     assert files(tmp_path / "b") == files(tmp_path / "a")
 
 

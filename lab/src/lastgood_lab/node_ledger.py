@@ -128,7 +128,8 @@ class Ledger:
             return self._linked(root, at, file, bytes(content.data), beside)
         manifest = f"{file.partition('.')[0]}.manifest.json"
         finished = layout.COMMIT in beside and (root == "/home/run" or manifest in beside)
-        if file[0] == "r" and finished and call in ("write", "remove", "rename"):
+        same = content is not None and bytes(content.data) == self.sealed.get((at, file))
+        if file[0] == "r" and finished and not same and call in ("write", "remove", "rename"):
             self._wrong(f"{call} of {path}, which is committed and finished")
         if call != "remove":
             return None

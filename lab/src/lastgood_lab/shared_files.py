@@ -35,8 +35,9 @@ Changed = Callable[["SharedFiles", str, str, "Content | None"], Callable[[], Non
 
 
 class SharedFiles:
-    """`world` has the present scheduler. `changed`: called with the call, the path and, for a link, the content, before
-    each change of a file below `gen` and of a whole folder; what it returns is called after the change."""
+    """`world` has the present scheduler. `changed`: called with the call, the path and, for a link or a rename, the
+    content, before each change of a file below `gen` and of a whole folder; what it returns is called after the change.
+    """
 
     def __init__(self, world: Any, changed: Changed, folders: Folders) -> None:
         self._world, self._changed = world, changed
@@ -91,14 +92,14 @@ class SharedFiles:
             after()
 
     def rename(self, old: str, new: str) -> None:
-        after = self._step("move_tree" if old in self.folders else "rename", old if old in self.folders else new)
         before, _, name = old.rpartition("/")
-        if old in self.folders:
+        content = None if old in self.folders else self._content(old)
+        after = self._step(*(("move_tree", old) if content is None else ("rename", new)), content)
+        if name not in self._names(before, old):
+            raise _missing(old)
+        if content is None:
             for path in [one for one in self.folders if one == old or one.startswith(f"{old}/")]:
                 self.folders[new + path[len(old) :]] = self.folders.pop(path)
-            content = None
-        else:
-            content = self._content(old)
         names = self._names(new.rpartition("/")[0], new)
         del self._names(before, old)[name]
         names[new.rpartition("/")[2]] = content

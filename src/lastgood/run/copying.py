@@ -11,11 +11,15 @@ Invariants
   2. No byte is written to the target that differs from its digest in the manifest.
   3. A file of a committed generation is replaced only by a whole one (Mendable.replace); it is never deleted first.
   4. What was interrupted is continued: a file that exists at the target counts if it reads back as committed.
+  5. A file gets its name at the target once all bytes are there. Two processes may copy the same one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import re
+import threading
 from collections.abc import Collection, Iterator, Sequence
 from typing import Literal, Protocol
 
@@ -29,6 +33,9 @@ from .file_copies import Copying as Copying
 from .file_copies import reads_back, write
 from .packed import PackedTier
 from .reader import disagreeing
+
+_STAGED = re.compile(r"(\.\d+-\d+)?\.tmp")
+"""What follows the name of a file that is being copied, or was when the process that copied it ended."""
 
 
 def adopt_run(source: Tier, target: Tier, survey: commit.Survey) -> None:
@@ -215,9 +222,13 @@ def _complete_blob(
     if listing.get(blob.name) == blob.length and reads_back(RankFiles(target, folder, manifest), blob, copying):
         copying.count_bytes(blob.length)
         return False
-    by = f"{name}.tmp" if there else name
-    if there:
-        target.delete(by)
+    # Of a job whose coordinator has died, another rank may still copy this file while an agent does: neither may write
+    # into what the other has finished, or remove it.
+    staged = there or not commit.visible_is_durable(target)  # guard: copy-has-a-name-of-its-own
+    by = f"{name}.{os.getpid()}-{threading.get_ident()}.tmp" if staged else name
+    for one in listing:
+        if one.startswith(blob.name) and _STAGED.fullmatch(one, len(blob.name)):
+            target.delete(f"{folder}/{one}")  # guard: stale-copy-removed
     places = [RankFiles(tier, folder, manifest) for tier in ([target, *sources] if there else sources)]
     upload = target.create(by, blob.length)
     try:
@@ -226,6 +237,6 @@ def _complete_blob(
     except BaseException:
         upload.abort()
         raise
-    if there:
+    if staged:
         target.replace(name, by)
     return True

@@ -146,6 +146,12 @@ MUTANTS: tuple[Mutant, ...] = (
             Swap(" and reads_back(RankFiles(target, folder, manifest), blob, copying)", ""),
         ),
         ("a damaged chunk is copied", "damaged-chunk-not-copied", Never()),
+        (
+            "a copy that is given up removes what another process has copied",
+            "copy-has-a-name-of-its-own",
+            Swap("there or not commit.visible_is_durable(target)", "there"),
+        ),
+        ("what a killed copy left stays for ever", "stale-copy-removed", Remove()),
         ("a commit of another generation is copied", "copied-commit-has-root", Never()),
         ("a manifest is copied that differs from its seal", "copied-manifest-matches-seal", Never()),
         ("a valid commit of another generation is replaced", "other-commit-not-replaced", Swap("raise", "pass")),
