@@ -39,7 +39,8 @@ TRIALS_OF_A_RUN = 10
 SILENCE_SECONDS, SILENCE_BYTES = 0.5, 10_000
 """Nodes that send each other no more than this are silent."""
 OVERHEAD, OVERHEAD_BYTES = 1.05, 400_000
-"""What nodes may send each other beyond the bytes of files: headers of packets, calls, manifests of all ranks."""
+"""What nodes may send each other beyond the bytes of files: headers of packets, and for each generation that a restore
+tries, calls and the manifests of all ranks."""
 
 
 class Mode(NamedTuple):
@@ -206,7 +207,8 @@ class Run:
         held = [held.get(folder, {}) for held in before]
         code = self._mode.code
         outcome.due = due_with_parity(held, code) if code else due(held, self._mode.copies)
-        if outcome.measured and outcome.sent > OVERHEAD * outcome.due + OVERHEAD_BYTES:
+        tried = 1 + len({name for one in before for name in one if name > folder})
+        if outcome.measured and outcome.sent > OVERHEAD * outcome.due + OVERHEAD_BYTES * tried:
             outcome.problems.append(f"{outcome.sent:,} bytes between nodes, {outcome.due:,} had to be sent")
 
     def _held(self) -> list[dict[str, dict[int, int]]]:
