@@ -15,6 +15,7 @@ from lastgood.engine import write_file
 from lastgood.engine.arena import Arena
 from lastgood.errors import NoSpace
 from lastgood.format import layout
+from lastgood.records import Blob, Piece
 
 CHUNK_BYTES = 4096
 IMAGE = layout.images([layout.Tensor("w", "uint8", (10 * CHUNK_BYTES - 100,))])[0]
@@ -68,16 +69,17 @@ def chunks(arena: Arena, operations: list[str], breaks: int = -1) -> Iterator[wr
         yield lease
 
 
-def write(tier: Tier, arena: Arena, breaks: int = -1) -> None:
+def write(tier: Tier, arena: Arena, breaks: int = -1, alone: bool = False) -> tuple[Blob, list[Piece]]:
+    """`alone`: the calling thread writes, piece by piece."""
     with ThreadPoolExecutor(3) as writers:
-        write_file.write(
+        return write_file.write(
             tier,
             "home",
             IMAGE,
             chunks(arena, tier.operations, breaks),
             chunk_bytes=CHUNK_BYTES,
             algorithm="xxh3_128",
-            writers=writers,
+            writers=None if alone else writers,
         )
 
 
@@ -109,19 +111,20 @@ def test_every_chunk_is_written_before_the_file_is_finished():
     assert tier.operations[-1] == "finish" and arena.idle
 
 
-@pytest.mark.parametrize("fails", [0, 2])
-def test_a_failed_write_aborts_after_all_other_writers_have_released(fails):
+@pytest.mark.parametrize(("fails", "alone"), [(0, False), (2, False), (0, True)])
+def test_a_failed_write_aborts_after_all_other_writers_have_released(fails, alone):
     tier, arena = Tier(fails), Arena(11 * CHUNK_BYTES, CHUNK_BYTES)
     with pytest.raises(NoSpace):
-        write(tier, arena)
+        write(tier, arena, alone=alone)
     assert tier.operations[-1] == "abort" and tier.operations.count("abort") == 1
     assert arena.idle, "every chunk was released to the arena"
 
 
-def test_a_failing_source_aborts_and_releases_every_chunk():
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_failing_source_aborts_and_releases_every_chunk(alone):
     tier, arena = Tier(), Arena(4 * CHUNK_BYTES, CHUNK_BYTES)
     with pytest.raises(KeyError, match="the source broke"):
-        write(tier, arena, breaks=5)
+        write(tier, arena, breaks=5, alone=alone)
     assert tier.operations[-1] == "abort" and "finish" not in tier.operations and arena.idle
 
 
@@ -134,6 +137,18 @@ def test_a_chunk_that_no_writer_received_is_released():
     with pytest.raises(RuntimeError):
         write_file.write(tier, "home", IMAGE, source, chunk_bytes=CHUNK_BYTES, algorithm="xxh3_128", writers=writers)
     assert tier.operations[-1] == "abort" and arena.idle
+
+
+def test_one_thread_that_writes_piece_by_piece_writes_the_same_file(monkeypatch):
+    found = []
+    for alone, piece_bytes in ((False, 0), (True, 1024), (True, 1 << 20)):
+        monkeypatch.setattr(write_file, "PIECE_BYTES", piece_bytes)
+        tier, arena = Tier(), Arena(CHUNK_BYTES, CHUNK_BYTES)
+        arena.memory()[:] = bytes(range(256)) * (CHUNK_BYTES // 256)
+        record = write(tier, arena, alone=alone)
+        written = tier.uploads[0].written
+        found.append((record, b"".join(bytes(written[offset]) for offset in sorted(written))))
+    assert found[0] == found[1] == found[2]
 
 
 def test_the_last_page_is_padded_with_zeros_and_not_with_memory():

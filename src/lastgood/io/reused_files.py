@@ -2,8 +2,7 @@
 
 A deleted file becomes `.reused/GENERATION.INODE`. A new file of as many pages takes it over and overwrites all of it,
 through a mapping that this process keeps. It saves two thirds of the processor time of a write, and all of a deletion.
-Where libpmem is installed, the bytes are stored past the caches of the processor: nobody here reads them soon, and a
-store through the caches would first read each line that it overwrites. That takes a third of the time of a copy.
+Where libpmem is installed, the bytes are stored past the caches (uncached.py), in a third of the time.
 
 Invariants
   1. Who still reads a deleted file never sees it change: a reader holds a shared lock, and only a file whose exclusive
@@ -21,9 +20,8 @@ import os
 import stat
 from dataclasses import dataclass
 
-from ..errors import Refused
 from .files import PosixFile, round_up
-from .mapped import Pmem
+from .uncached import Copy, uncached_copy
 
 FOLDER = ".reused"
 GENERATIONS = 2
@@ -47,7 +45,7 @@ class ReusedFiles:
         self._folder = os.path.join(root, FOLDER)
         self._mappings: dict[int, _Mapping] = {}
         """inode -> its mapping"""
-        self._pmem: Pmem | None = None
+        self._copy: Copy | None = None
 
     def put(self, path: str) -> bool:
         """Delete a file so that its memory may be used again. Returns False if it is to be removed as any other."""
@@ -103,10 +101,8 @@ class ReusedFiles:
         except BaseException:
             os.close(fd)
             raise
-        if self._pmem is None:
-            with contextlib.suppress(Refused):  # not installed
-                self._pmem = Pmem()
-        return ReusedFile(fd, path, memory, address, self._pmem)
+        self._copy = self._copy or uncached_copy()
+        return ReusedFile(fd, path, memory, address, self._copy)
 
     def _names(self) -> list[str]:
         try:
@@ -118,22 +114,17 @@ class ReusedFiles:
 class ReusedFile(PosixFile):
     """`ports.File` over a file whose memory is used again. Holds its exclusive lock until it is closed.
 
-    `memory`: the mapping of the file, at `address`. `pmem`: the stores to write with; None: those of a copy.
+    `memory`: the mapping of the file, at `address`. `copy`: writes to it.
     """
 
-    def __init__(self, fd: int, path: str, memory: mmap.mmap, address: int, pmem: Pmem | None) -> None:
+    def __init__(self, fd: int, path: str, memory: mmap.mmap, address: int, copy: Copy) -> None:
         super().__init__(fd, path)
-        self._memory, self._address, self._pmem = memory, address, pmem
+        self._memory, self._address, self._copy = memory, address, copy
 
     def write_at(self, mv: memoryview, offset: int) -> int:
         if mv.readonly or offset + len(mv) > len(self._memory):
             return super().write_at(mv, offset)
-        target, source = self._address + offset, ctypes.addressof(ctypes.c_char.from_buffer(mv))
-        if self._pmem is None:
-            ctypes.memmove(target, source, len(mv))
-        else:
-            self._pmem.copy(target, source, len(mv))
-            self._pmem.drain()  # other processes see the stores before any that this thread makes later
+        self._copy(self._address + offset, ctypes.addressof(ctypes.c_char.from_buffer(mv)), len(mv))
         return len(mv)
 
     def close(self) -> None:

@@ -69,7 +69,7 @@ class Follower:
             self.begin(None)
         return self.known.next_id(step)
 
-    def rank_writer(self, writers: Executor) -> RankWriter:
+    def rank_writer(self, writers: Executor | None) -> RankWriter:
         """Make the writer of this rank's part of a save."""
         return RankWriter(self.tier, self.rank, self._algorithm, writers)
 

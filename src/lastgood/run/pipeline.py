@@ -391,7 +391,9 @@ class Pipeline:
         try:
             if not chunks.cancelled:
                 self.upkeep.before_save()
-            generation = save(self.run, flight.request, self.run.rank_writer(writers), flight.topic)
+            # Writing to memory is a copy: one thread that reads each piece once takes the least of the processor.
+            used = None if paths.in_memory(self.run.tier.place) else writers
+            generation = save(self.run, flight.request, self.run.rank_writer(used), flight.topic)
             handle.note_places(self.run.tier.place, self.places.offer(generation, flight.pinned))
             # Only the coordinator learns of the copies, and raises for all ranks if none is made.
             volatile = self._ranks.is_coordinator and paths.in_memory(self.run.tier.place)

@@ -110,8 +110,8 @@ class RankWriter:
     rank: int
     algorithm: str
     """of all digests (io/checksum.py)"""
-    writers: Executor
-    """the threads that digest and write chunks"""
+    writers: Executor | None
+    """the threads that digest and write chunks; None: the calling thread does it, piece by piece"""
 
 
 class WritableRun(Protocol):

@@ -161,7 +161,7 @@ class RunWriter:
         by = self.rank_writer(self._workers)
         return save(self, replace(request, pinned=pinned), by, topic or self.ranks.step_topic("save", request.at.step))
 
-    def rank_writer(self, writers: Executor) -> RankWriter:
+    def rank_writer(self, writers: Executor | None) -> RankWriter:
         """How this rank writes its part of a save, with these threads. On a full disk older generations are deleted."""
         return RankWriter(self._roomy, self.rank, self._algorithm, writers)
 

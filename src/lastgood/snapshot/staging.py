@@ -32,9 +32,12 @@ from torch.optim import Optimizer
 from ..engine.arena import Arena, Lease
 from ..errors import Cancelled, Refused, TornSnapshot
 from ..format.layout import Image, Segment, Tensor, content_hasher, images, segments
+from ..io.uncached import uncached_copy
 from ..state.tensors import as_bytes, dtype_name
 from .torn_check import ChunkSamples, Observation, Watch
 
+UNCACHED_BYTES = 256 << 10
+"""what is copied past the caches, at least"""
 SIDE_BYTES = 32 << 20
 """how much may be cloned outside of the arena; if a state needs more, the loop waits while it is copied"""
 
@@ -94,6 +97,7 @@ class Snapshot:
         self._clones = {name: plan.tensors[name].clone() for name in plan.cloned}
         self._tensors, self._addresses = plan.tensors, plan.addresses
         self._replicas, self._algorithm = plan.replicas, plan.algorithm
+        self._copy_bytes = uncached_copy()
         self.replica_digests: dict[str, str] = {}
         """key -> content digest of each tensor of `CopyPlan.replicas`, once all is copied"""
         self._watch = plan.watch
@@ -180,7 +184,9 @@ class Snapshot:
                 continue
             name = image.tensors[place][0].key
             if (address := source.address(name)) is not None:
-                ctypes.memmove(lease.address + at, address + start, length)  # without the GIL, on this thread only
+                # Both release the GIL. A small tensor stays in the caches, for the thread that digests it.
+                copy = self._copy_bytes if length >= UNCACHED_BYTES else ctypes.memmove
+                copy(lease.address + at, address + start, length)
                 continue
             whole = torch.frombuffer(lease.buffer, dtype=torch.uint8) if whole is None else whole
             device = source.device(name)
