@@ -32,6 +32,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return "\npytestmark = pytest.mark.slow\n" in collection_path.read_text() or None
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow tests come first: a file goes to one worker, and a slow one at the end would leave the other idle."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item,
@@ -68,7 +73,7 @@ def nixl(monkeypatch: pytest.MonkeyPatch) -> Nixl:
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
-    """A folder in memory, which holds the memory of every run that is opened in the test, and disks of nodes."""
+    """A folder in memory, which holds the memory of every run that is opened in the test."""
     if memory_place.file_system("/dev/shm") != "tmpfs":
         pytest.skip("needs a tmpfs at /dev/shm")
     with (
@@ -79,8 +84,18 @@ def memory() -> Iterator[Path]:
         try:
             yield Path(folder)
         finally:
-            for one in [*Path(folder).glob("*"), *Path(folder).glob("lastgood-*/*")]:
+            for one in Path(folder).glob("lastgood-*/*"):
                 ended(str(one))
+
+
+@pytest.fixture
+def disks(tmp_path: Path) -> Iterator[Path]:
+    """A folder whose folders stand for disks of nodes, on a real disk. Their agents end with the test."""
+    try:
+        yield tmp_path / "disks"
+    finally:
+        for one in (tmp_path / "disks").glob("*"):
+            ended(str(one))
 
 
 @pytest.fixture(scope="session")

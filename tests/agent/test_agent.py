@@ -410,6 +410,14 @@ def test_an_agent_in_the_foreground_reports_how_it_ended(run: Run, call_json) ->
     assert code == 0 and data["removed"] and steps(run.home) == [2]
 
 
+def test_an_agent_removes_no_folder_that_has_replaced_its_own(run: Run) -> None:
+    with agent(make(run.memory), linger_seconds=1.0) as process:
+        run.memory.rename(run.memory.with_name("moved"))
+        make(run.memory)
+        assert process.wait(60) == 0
+    assert run.memory.exists()
+
+
 def test_an_agent_of_a_disk_copies_and_removes_nothing(tmp_path: Path, call_json) -> None:
     disk, home, training = tmp_path / "disk", tmp_path / "home", Training()
     with lastgood.Checkpointer(disk, training.state) as ckpt:
@@ -422,6 +430,18 @@ def test_an_agent_of_a_disk_copies_and_removes_nothing(tmp_path: Path, call_json
     code, data = call_json("agent", "run", str(disk), "--linger", "0")
     assert code == 0 and not data["removed"]
     assert steps(home) == steps(disk) == [1] and lastgood.open(home).verify(1).good
+
+
+def test_an_agent_of_a_disk_ends_although_a_place_below_is_lost(tmp_path: Path, call_json) -> None:
+    """It tried again every minute for ever, and nothing showed it."""
+    with lastgood.Checkpointer(tmp_path / "disk", Training().state) as ckpt:
+        ckpt.save(1)
+    place = agent_link.CopyTo(url=str(tmp_path / "gone"), keep=lastgood.Keep(last=3))
+    spec = agent_link.AgentSpec(format=layout.FORMAT, places=[place], order=0, spill=None)
+    (tmp_path / "disk" / agent_link.SPEC).write_bytes(layout.encode(spec))
+    assert call_json("agent", "run", str(tmp_path / "disk"), "--linger", "0.1")[0] == 0
+    assert call_json("agent", "status", str(tmp_path / "disk"))[1]["runs"][0]["agent"] == "none"
+    assert steps(tmp_path / "disk") == [1]
 
 
 def test_status_shows_memory_with_and_without_an_agent(run: Run, tmp_path: Path, call_json) -> None:

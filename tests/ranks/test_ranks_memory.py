@@ -61,12 +61,12 @@ def test_the_agents_of_all_nodes_complete_a_save_after_every_rank_died(tmp_path:
     assert lastgood.open(home).verify(6).good
 
 
-def test_the_agents_copy_what_killed_ranks_left_on_their_disks(tmp_path: Path, memory: Path) -> None:
+def test_the_agents_copy_what_killed_ranks_left_on_their_disks(tmp_path: Path, disks: Path) -> None:
     nodes, home = ["a", "b"], tmp_path / "home"
-    killed(nodes, memory, home, 6, True, 2, None, True)
+    killed(nodes, disks, home, 6, True, 2, None, True)
     until(lambda: steps(home) == [4, 6])
     assert lastgood.open(home).verify(6).good
-    assert steps(memory / "a")[-1] == steps(memory / "b")[-1] == 6, "what is on a disk stays"
+    assert steps(disks / "a")[-1] == steps(disks / "b")[-1] == 6, "what is on a disk stays"
 
 
 def test_a_lost_node_takes_the_run_back_to_what_the_home_has(tmp_path: Path, memory: Path) -> None:
@@ -85,13 +85,15 @@ def test_a_lost_node_takes_the_run_back_to_what_the_home_has(tmp_path: Path, mem
     [(2, None, False), (1, "2+2", False), (2, None, True)],
     ids=["copies", "too few nodes for parity", "copies on disks"],
 )
-def test_a_lost_node_loses_nothing_that_was_copied(tmp_path: Path, memory: Path, options) -> None:
+def test_a_lost_node_loses_nothing_that_was_copied(tmp_path: Path, memory: Path, disks: Path, options) -> None:
+    """On a real disk no copy was ever made: what an agent received lay at no page's boundary, for direct I/O."""
     nodes, home, whole = ["a", "b"], tmp_path / "home", tmp_path / "whole"
     expected = world(2, trained, nodes, memory, whole, 9)
-    killed(nodes, memory, home, 6, False, *options)
+    place = disks if options[-1] else memory
+    killed(nodes, place, home, 6, False, *options)
     assert steps(home) == [4]
-    shutil.rmtree(memory / "b" if options[-1] else folder(home, "b", memory))
-    found = world(2, trained, nodes, memory, home, 9, False, True, *options)
+    shutil.rmtree(disks / "b" if options[-1] else folder(home, "b", memory))
+    found = world(2, trained, nodes, place, home, 9, False, True, *options)
     assert [one["step"] for one in found] == [6, 6]
     assert [one["losses"] for one in found] == [one["losses"][6:] for one in expected]
     assert found[0]["survives"][2], "rank 0 knows that the last save survives the loss of a node"
@@ -107,7 +109,7 @@ def test_a_lost_node_loses_nothing_that_was_copied(tmp_path: Path, memory: Path,
     ids=["two", "one and a damaged file, on disks", "three"],
 )
 def test_two_nodes_lost_at_once_lose_nothing_with_parity(
-    tmp_path: Path, memory: Path, lost, damaged, step, on_disk
+    tmp_path: Path, memory: Path, disks: Path, lost, damaged, step, on_disk
 ) -> None:
     """Of four nodes with parity="2+2". Three lost nodes take the run back to what the home has.
 
@@ -116,14 +118,15 @@ def test_two_nodes_lost_at_once_lose_nothing_with_parity(
     """
     nodes, home = ["a", "b", "c", "d"], tmp_path / "home"
     expected = world(4, uninterrupted, 7)
-    killed(nodes, memory, home, 6, False, 1, "2+2", on_disk)
+    place = disks if on_disk else memory
+    killed(nodes, place, home, 6, False, 1, "2+2", on_disk)
     assert steps(home) == [4]
-    folders = {node: memory / node if on_disk else folder(home, node, memory) for node in nodes}
+    folders = {node: disks / node if on_disk else folder(home, node, memory) for node in nodes}
     for node in lost:
         shutil.rmtree(folders[node])
     if damaged:
         flip(next(folders[damaged].glob("gen/000000000006-*/*.safetensors")), -5)
-    found = world(4, trained, nodes, memory, home, 7, False, True, 1, "2+2", on_disk)
+    found = world(4, trained, nodes, place, home, 7, False, True, 1, "2+2", on_disk)
     assert [one["step"] for one in found] == [step] * 4
     assert [one["losses"] for one in found] == [losses[step:] for losses in expected]
     assert found[0]["survives"][2], "rank 0 knows that the last save survives the loss of a node"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -93,7 +95,8 @@ def test_a_copy_that_was_interrupted_goes_on(tmp_path, call_json):
     assert files(tmp_path / "b") == files(tmp_path / "a")
 
 
-def test_two_copies_of_one_file_at_the_same_time_leave_it_whole(tmp_path):
+@pytest.mark.parametrize("gives_up", [True, False])
+def test_two_copies_of_one_file_at_the_same_time_leave_it_whole(tmp_path, gives_up):
     """The coordinator of a job was killed while another rank copied a file. An agent took the lock, and copied the
     generation. The rank then gave up, and removed the file, which was committed."""
     saved(tmp_path / "a", 1)
@@ -106,23 +109,28 @@ def test_two_copies_of_one_file_at_the_same_time_leave_it_whole(tmp_path):
     def overtaken() -> bool:
         with ThreadPoolExecutor(1) as other:
             other.submit(complete, tmp_path / "b", tmp_path / "a", 1).result()
-        return True
+        return gives_up
 
     with access.for_sharing(tmp_path / "b", "atomic_dirsync") as target, ThreadPoolExecutor(WORKERS) as workers:
         how = copying.Copying(Arena(4 * CHUNK_BYTES, CHUNK_BYTES), workers, stop=overtaken)
-        with pytest.raises(errors.Cancelled):
+        with pytest.raises(errors.Cancelled) if gives_up else contextlib.nullcontext():
             copying.copy_files(target, [source], generation, None, how)
     assert files(tmp_path / "b") == files(tmp_path / "a")
 
 
-@pytest.mark.parametrize("litter", ["r00000.safetensors.tmp", "r00000.safetensors.12-345.tmp"])
-def test_what_a_killed_copy_left_is_removed(tmp_path, litter):
+def test_what_a_killed_copy_left_is_removed_by_the_next_opening(tmp_path):
+    """Its successor is a process whose number and thread are the same."""
     saved(tmp_path / "a", 1)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
-    flip(folder_of(tmp_path / "b", 1) / "r00000.safetensors")
-    (folder_of(tmp_path / "b", 1) / litter).write_bytes(b"half of it")
+    blob = folder_of(tmp_path / "b", 1) / "r00000.safetensors"
+    flip(blob)
+    mine, others = (f"{blob}.{number}-{threading.get_ident()}.tmp" for number in (os.getpid(), 1))
+    for one in (mine, others):
+        Path(one).write_bytes(b"half of it")
     complete(tmp_path / "b", tmp_path / "a", 1)
-    assert files(tmp_path / "b") == files(tmp_path / "a")
+    assert not os.path.exists(mine) and os.path.exists(others)
+    lastgood.save(tmp_path / "b", {"n": 2}, step=2)
+    assert not os.path.exists(others)
 
 
 def test_a_place_of_another_run_is_refused_and_left_unchanged(tmp_path, call_json):

@@ -34,7 +34,8 @@ def opened(
 ) -> lastgood.Checkpointer:
     """A run on the node of this name, which saves every step to memory and every fourth at home.
 
-    `on_disk`: the folder of this name in `memory` stands for a disk of the node, to which it saves instead.
+    `on_disk`: `memory` is a folder on a disk, and the folder of this name in it stands for a disk of the node, to which
+    it saves instead.
     """
     os.environ |= {"LASTGOOD_NODE": node, memory_place.VARIABLE: str(memory)}
     url = memory / node if on_disk else "memory://"

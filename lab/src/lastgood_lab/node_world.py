@@ -264,6 +264,9 @@ class FileLock:
         world.scheduler.note("locks", path)
         self._mine = world.locks[path] = (world.me(), mark)
 
+    def is_at(self, path: str) -> bool:
+        return path.rpartition("/")[0] in self._world.at(path).folders
+
     def close(self) -> None:
         if self._world.locks.get(self._path) is self._mine:
             del self._world.locks[self._path]

@@ -27,6 +27,9 @@ from ..run import access, copying, paths
 from ..run.agent_link import AgentSpec, CopyTo
 from ..run.reader import read_all
 
+PARTS = 3
+"""Of so many generations an agent copies the parts of its node, at most, while others may lack the newest COMMIT."""
+
 
 def drained(memory: Tier, spec: AgentSpec, stop: Callable[[], bool]) -> list[str]:
     """Copy what the places lack. Returns what is still missing, each with the reason; empty if nothing is.
@@ -83,17 +86,17 @@ def _drained_to(place: CopyTo, memory: Tier, order: int, stop: Callable[[], bool
 def _wanted(memory: Tier, here: commit.Survey, there: commit.Survey, keep: Keep) -> list[Generation]:
     """What is to be copied, the newest first."""
     wanted = lacking(here, there, merged([here, there]), keep)
-    # Of several nodes one may lack the newest COMMIT, so that each copies its part of all generations.
+    # Of several nodes one may lack the newest COMMIT, so that each copies its part of some older generations too.
     newest = max(there.generations, default=None)
-    return wanted + [
+    parts = [
         one
         for at, one in sorted(here.generations.items(), reverse=True)
         if one.restorable
         and at not in there.generations
         and (newest is None or at > newest)
-        and one not in wanted
         and not _is_whole(memory, one)
     ]
+    return wanted + [one for one in parts[:PARTS] if one not in wanted]
 
 
 def _waits_for(memory: Tier, there: Tier, one: Generation) -> str:

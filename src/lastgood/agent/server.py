@@ -79,13 +79,14 @@ class Client:
 class Server:
     """The agent of a run at `place`: in memory, or in a directory on a disk of this node.
 
-    `listener`: its socket. `linger_seconds`: as LINGER_SECONDS. `first_seconds`: as FIRST_SECONDS.
+    `lock`: of the agent, in that folder. `listener`: its socket. `linger_seconds`: as LINGER_SECONDS. `first_seconds`:
+    as FIRST_SECONDS.
     """
 
     def __init__(
-        self, place: paths.Place, listener: socket.socket, linger_seconds: float, first_seconds: float
+        self, place: paths.Place, lock: Lock, listener: socket.socket, linger_seconds: float, first_seconds: float
     ) -> None:
-        self._place, self._folder = place, place.root
+        self._place, self._folder, self._lock = place, place.root, lock
         self._listener, self._linger_seconds = listener, linger_seconds
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
@@ -104,6 +105,8 @@ class Server:
         """when to copy next, by the monotonic clock; None: everything is copied"""
         self._kept_until = 0.0
         """when the agent is to end, once everything is copied"""
+        self._left_at = time.monotonic() + first_seconds
+        """when the last training process left, or may have come at the latest"""
         self._signalled = self._ended = False
         self._nodes = Nodes(self._tier, self._wake)
         self._works = Works(self._tier, self._wake, lambda: self._nodes.peers)
@@ -116,6 +119,8 @@ class Server:
                 self._note_copies()
                 self._answer_senders()
                 self._answer_workers()
+                if not self._holds_its_folder():
+                    break
                 now = time.monotonic()
                 if self._attached() or self._copies is not None or self._works.running():
                     continue
@@ -125,8 +130,10 @@ class Server:
                     self._copies.add_done_callback(lambda _: self._wake())
                 elif self._next_at is None and (now >= self._kept_until or self._asked_to_end()):
                     self._end()
+                elif self._place.kind != "memory" and now >= self._left_at + self._linger_seconds:
+                    self._ended = True  # what is missing below outlives the machine, and the next opening copies it
             self._stop.set()
-        self._refuse_to_end("" if self._ended else "it was ended by a signal")
+        self._refuse_to_end("" if self._ended else "it was ended")
         for one in [*self._clients]:
             self._leave(one)
         self._selector.close()
@@ -266,7 +273,11 @@ class Server:
         if client.work is not None:
             self._works.abandon(client.work)
         if client.attached and not self._attached():
-            self._next_at, self._failures = 0.0, 0
+            self._next_at, self._failures, self._left_at = 0.0, 0, time.monotonic()
+
+    def _holds_its_folder(self) -> bool:
+        """False once the folder was removed or moved: another agent may serve a new run there."""
+        return self._lock.is_at(os.path.join(self._folder, LOCK))  # guard: agent-of-removed-folder-ends
 
     def _attached(self) -> int:
         return sum(one.attached for one in self._clients.values())
@@ -290,7 +301,7 @@ class Server:
     def _tier(self) -> Disk:
         """The folder as a tier, which other processes change too."""
         if self._place.kind != "memory":
-            return access.directory_tier(self._place, "atomic_dirsync", shared=True)
+            return Disk(PosixFiles(), self._folder, shared=True)  # what other nodes send lies at no page's boundary
         spec = read_spec(self._folder)
         files = MemoryFiles(self._folder, spec.spill if spec else None)
         return Disk(files, self._folder, shared=True, place=f"{paths.MEMORY}{self._folder}")
@@ -392,7 +403,7 @@ def serve(
     try:
         listener = listening(place.root)
         ready()
-        Server(place, listener, linger_seconds, first_seconds).run()
+        Server(place, lock, listener, linger_seconds, first_seconds).run()
     finally:
         lock.close()
     return True

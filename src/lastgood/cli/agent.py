@@ -25,9 +25,15 @@ agent = typer.Typer(
 
 
 @agent.command("status")
-def status(as_json: Json = False) -> Answer:
-    """The memory of all runs of this user on this machine, and its agents. Exit code 5 if an agent does not answer."""
-    rows = [state_of(folder) for folder in _folders()]
+def status(
+    run: Annotated[str, typer.Argument(metavar="[RUN]", help="One run; by default all that are in memory.")] = "",
+    as_json: Json = False,
+) -> Answer:
+    """The memory of the runs of this user on this machine, and its agents. Exit code 5 if an agent does not answer.
+
+    RUN may also be a directory that each node has for itself.
+    """
+    rows = [state_of(folder) for folder in ([_place_of(run).root] if run else _folders())]
     silent = [row for row in rows if row["agent"] == "silent"]
     return Answer({"runs": rows}, _view(rows), TierDown.exit_code if silent else 0)
 
@@ -101,6 +107,8 @@ def state_of(folder: str) -> dict[str, Any]:
 def _place_of(run: str) -> paths.Place:
     """The memory of a run; or the directory itself, if that is one of which this node has an agent."""
     place = paths.parsed(run)
+    if place.kind == "directory" and os.path.dirname(place.root) == memory_place.folder_of_user():
+        return paths.Place(place.root, "memory")
     if place.kind == "memory" or (place.kind == "directory" and agent_link.read_spec(place.root) is not None):
         return place
     return paths.parsed(memory_place.url_of(run))

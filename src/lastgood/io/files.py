@@ -224,6 +224,13 @@ class Lock:
         self._fd: int | None = fd
         os.register_at_fork(after_in_child=self._leave)  # guard: lock-not-inherited-by-fork
 
+    def is_at(self, path: str) -> bool:
+        """Whether the file of the lock is still that at `path`."""
+        try:
+            return self._fd is not None and os.path.samestat(os.fstat(self._fd), os.lstat(path))
+        except OSError:
+            return False
+
     def close(self) -> None:
         fd, self._fd = self._fd, None
         if fd is not None:

@@ -6,6 +6,7 @@ For bytes that nobody reads soon: a store through the caches would first read ea
 from __future__ import annotations
 
 import ctypes
+import platform
 from collections.abc import Callable
 
 from ..errors import Refused
@@ -17,7 +18,9 @@ before anything that this thread writes later."""
 
 
 def uncached_copy() -> Copy:
-    """A copy past the caches; where libpmem is not installed, an ordinary one."""
+    """A copy past the caches; where libpmem is not installed, or has no such stores, an ordinary one."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return ctypes.memmove
     try:
         pmem = Pmem()
     except Refused:

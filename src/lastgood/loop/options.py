@@ -49,7 +49,7 @@ class Tuning:
     `memory`: bound of all buffers, in bytes, at least 1 MiB; default None: as large as the state. With less, the next
     update waits until enough of the state is written.
     `in_flight`: the number of saves that are written side by side, 1 to 64; default 2. `writers`: the number of threads
-    that write each of them, 1 to 64; default 3.
+    that write each of them, 1 to 64; default 3. In memory one thread writes each of them.
     `chunk`: bytes of one buffer, a multiple of 4096 up to 256 MiB; default 8 MiB.
     `staging`: "overlap" copies the state during the next forward and backward, "blocking" before the call returns;
     default None: overlap, if the optimizers can be made to wait until the copy is complete.

@@ -101,11 +101,11 @@ Task = Literal["read", "copy", "parity", "rebuild"]
 
 
 class Work(Record, frozen=True, kw_only=True):
-    """Files of a generation that an agent is to read and verify, or to copy from memory to a place.
+    """Files of a generation that an agent is to read and verify, or to copy from its folder to a place.
 
-    `root`: of the generation, as the training process knows it. `place`: where it is done; "": in memory. `of`: the
+    `root`: of the generation, as the training process knows it. `place`: where it is done; "": in its folder. `of`: the
     ranks that wrote the files; None: all. "parity": write the files of `stripes`. "rebuild": make the files of `of`
-    whole in memory, from what the other `nodes` have.
+    whole here, from what the other `nodes` have.
     """
 
     at: GenerationId
@@ -140,7 +140,7 @@ class Answer(Record, frozen=True, kw_only=True):
     attached: int
     """connections of training processes"""
     missing: list[str]
-    """what is in memory and not in a place below, after the last attempt to copy it"""
+    """what is here and not in a place below, after the last attempt to copy it"""
     copying: bool = False
     """whether it copies, or is about to"""
     port: int = 0
@@ -352,7 +352,7 @@ def _answer(connection: socket.socket) -> Answer:
 def connected(folder: str) -> socket.socket:
     """A connection to the agent of a folder. Raises OSError where none listens."""
     with _short_path(folder) as path:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connection.settimeout(ATTACH_SECONDS)
             connection.connect(path)
@@ -367,7 +367,7 @@ def listening(folder: str) -> socket.socket:
     with _short_path(folder) as path:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(path)
         os.chmod(path, 0o600)
         listener.listen()

@@ -1,4 +1,4 @@
-"""Bytes that the agent of a node reads and copies for the training process, whose processor the loop needs.
+"""Bytes that the agent of a run in memory reads and copies for the training process, whose processor the loop needs.
 
 Only the work is the agent's. The training process decides what is done, waits for it, and writes every record; it holds
 the locks of the places meanwhile. What the agent cannot do, the training process does itself.
@@ -15,14 +15,14 @@ from ..format import layout
 from ..ports import Tier
 from ..records import Finding, Generation
 from ..storage.directory import Disk
-from . import agent_link, reader
+from . import agent_link, paths, reader
 from .agent_link import PROTOCOL, Answer, Request, Work
 
 Stop = Callable[[], bool]
 
 
 class AgentWork:
-    """`own`: the memory or disk of this node; None: there is no agent of it."""
+    """`own`: the memory of this node; None: the run is not in memory, and nothing is done by an agent."""
 
     def __init__(self, own: Disk | None) -> None:
         self._own = own
@@ -42,7 +42,7 @@ class AgentWork:
         return reader.read_all(tier, generation, arena, workers, stop, of=of) if answer is None else answer.findings
 
     def copy(self, target: Tier, generation: Generation, of: Collection[int] | None, stop: Stop) -> bool:
-        """As `copying.copy_files` from the memory or disk of this node. Returns False if this process has to copy.
+        """As `copying.copy_files` from the memory of this node. Returns False if this process has to copy.
 
         `of`: the ranks that wrote the files; None: all ranks. Raises Cancelled once `stop()` is true.
         """
@@ -75,9 +75,12 @@ class AgentWork:
 
 
 def of(tier: Tier) -> AgentWork:
-    """The agent of a place that this process writes first, if each node has that for itself."""
+    """The agent of a place that this process writes first, if that is memory.
+
+    A disk is read by this process, past the cache of the system, which an agent does not do.
+    """
     own = getattr(tier, "own", None)  # of NodeDisks and NodeView, whose module needs this one
-    return AgentWork(own if isinstance(own, Disk) else None)
+    return AgentWork(own if isinstance(own, Disk) and paths.in_memory(tier.place) else None)
 
 
 def _lies_in(own: Disk, generation: Generation, of: Collection[int] | None) -> bool:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from typing import Literal, Protocol
@@ -33,9 +32,6 @@ from .file_copies import Copying as Copying
 from .file_copies import reads_back, write
 from .packed import PackedTier
 from .reader import disagreeing
-
-_STAGED = re.compile(r"(\.\d+-\d+)?\.tmp")
-"""What follows the name of a file that is being copied, or was when the process that copied it ended."""
 
 
 def adopt_run(source: Tier, target: Tier, survey: commit.Survey) -> None:
@@ -224,11 +220,10 @@ def _complete_blob(
         return False
     # Of a job whose coordinator has died, another rank may still copy this file while an agent does: neither may write
     # into what the other has finished, or remove it.
-    staged = there or not commit.visible_is_durable(target)  # guard: copy-has-a-name-of-its-own
+    staged = there or not commit.visible_is_durable(target)  # guard: copy-has-own-name
     by = f"{name}.{os.getpid()}-{threading.get_ident()}.tmp" if staged else name
-    for one in listing:
-        if one.startswith(blob.name) and _STAGED.fullmatch(one, len(blob.name)):
-            target.delete(f"{folder}/{one}")  # guard: stale-copy-removed
+    if by.rpartition("/")[2] in listing:  # of a process that has ended, whose number this one has
+        target.delete(by)  # guard: stale-copy-removed
     places = [RankFiles(tier, folder, manifest) for tier in ([target, *sources] if there else sources)]
     upload = target.create(by, blob.length)
     try:

@@ -24,7 +24,7 @@ from ..records import Finding, Generation, RunHeader, Seal, judged
 from ..storage.directory import Disk
 from ..wire import nixl
 from . import access, copying, paths, peer_opening
-from .agent_link import AgentLink, AgentSpec, CopyTo, NodeLinks
+from .agent_link import AgentLink, AgentSpec, CopyTo, NodeLinks, read_spec
 from .known import KnownRun
 from .node_disks import FETCHED, SUBJECT, NodeDisks, NodeFiles, Nodes, NodeTier, NodeView, Own
 from .outcomes import Outcomes
@@ -45,7 +45,9 @@ def opened(path: str | os.PathLike[str], options: RunOptions, ranks: AnyRanks) -
         topic = ranks.topic("nodes")
         with topic.failing():
             place = paths.parsed(path)
-            has_agent = place.kind == "memory" or (options.copies_among_nodes > 1 and not in_slots)
+            # A directory that had an agent keeps one: it must know that a training process is here.
+            among_nodes = options.copies_among_nodes > 1 or read_spec(place.root) is not None
+            has_agent = place.kind == "memory" or (place.kind == "directory" and among_nodes)
             agent = AgentLink(place.url) if has_agent else None
             if agent is not None:
                 storage.callback(agent.close)

@@ -39,8 +39,10 @@ TRIALS_OF_A_RUN = 10
 SILENCE_SECONDS, SILENCE_BYTES = 0.5, 10_000
 """Nodes that send each other no more than this are silent."""
 OVERHEAD, OVERHEAD_BYTES = 1.05, 400_000
-"""What nodes may send each other beyond the bytes of files: headers of packets, and for each generation that a restore
-tries, calls and the manifests of all ranks."""
+"""What nodes may send each other beyond the bytes of files: headers of packets, calls, manifests of all ranks."""
+RECORDS_BYTES = 600_000
+"""The same for each newer generation that a restore tries: each node reads the manifests of the others, some twice. A
+file of a rank is larger."""
 
 
 class Mode(NamedTuple):
@@ -208,7 +210,7 @@ class Run:
         code = self._mode.code
         outcome.due = due_with_parity(held, code) if code else due(held, self._mode.copies)
         tried = 1 + len({name for one in before for name in one if name > folder})
-        if outcome.measured and outcome.sent > OVERHEAD * outcome.due + OVERHEAD_BYTES * tried:
+        if outcome.measured and outcome.sent > OVERHEAD * outcome.due + OVERHEAD_BYTES + RECORDS_BYTES * (tried - 1):
             outcome.problems.append(f"{outcome.sent:,} bytes between nodes, {outcome.due:,} had to be sent")
 
     def _held(self) -> list[dict[str, dict[int, int]]]:
@@ -243,8 +245,10 @@ class Run:
 
     def _await_silence(self) -> None:
         """Wait until the agents have ended what the job that was killed had asked of them."""
-        before = -1
+        before, until = -1, time.monotonic() + ANSWER_SECONDS
         while (sent := self._network.sent_between_nodes()) - before > SILENCE_BYTES:
+            if time.monotonic() > until:
+                raise Failed("agents of a job that was killed do not come to rest")
             before = sent
             select.select([], [], [], SILENCE_SECONDS)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .change import Always, Never, Remove, Swap
+from .change import Always, Instead, Never, Remove, Swap
 from .record import Mutant, table
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -27,6 +27,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("COMMIT is copied before the files of other nodes", "commit-copied-after-all-nodes", Never()),
         ("another user is served", "agent-serves-own-user", Never()),
         ("the memory of an open run is removed", "open-memory-not-removed", Swap("access.LOCK", '"other"')),
+        ("an agent goes on in a folder that is not its own", "agent-of-removed-folder-ends", Instead("return True")),
         ("what is on a disk is removed after the copies", "only-memory-removed", Never()),
         ("memory is removed although a save came since the copies", "new-saves-not-removed", Never()),
         ("a folder has two agents", "one-agent-for-a-folder", Swap("LOCK", "str(os.getpid())")),

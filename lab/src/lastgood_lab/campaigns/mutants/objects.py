@@ -148,7 +148,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a damaged chunk is copied", "damaged-chunk-not-copied", Never()),
         (
             "a copy that is given up removes what another process has copied",
-            "copy-has-a-name-of-its-own",
+            "copy-has-own-name",
             Swap("there or not commit.visible_is_durable(target)", "there"),
         ),
         ("what a killed copy left stays for ever", "stale-copy-removed", Remove()),
