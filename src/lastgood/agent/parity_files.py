@@ -75,7 +75,12 @@ def rebuild(
     Raises BeyondRepair if too much was lost, and the errors of writing. A good file is not changed.
     """
     others = [cast(Tier, PeerDisk(peers, node)) for node in nodes]
-    lost = cast(Tier, Rebuilt([memory, *others], generation))
+    rebuilt, here = Rebuilt([memory, *others], generation), memory.list(layout.folder(generation.id))
+    lost = cast(Tier, rebuilt)
+    for seal in generation.commit.seals:
+        if seal.rank in ranks and layout.blob_name(seal.rank) not in here:
+            # Before chunks cross the network for a generation that cannot be made whole.
+            rebuilt.require(sealed.first_sealed([memory, lost], generation, seal))  # guard: feasible-before-reading
     with ThreadPoolExecutor(WORKERS, "lastgood-rebuild") as workers:
         how = copying.Copying(Arena(EXAMINATION_CHUNKS * CHUNK_BYTES, CHUNK_BYTES), workers, stop=stop)
         copying.copy_files(memory, [lost], generation, ranks, how)

@@ -22,7 +22,7 @@ from ..io.checksum import digest
 from ..io.files import round_up
 from ..io.reed_solomon import Code
 from ..ports import Tier
-from ..records import Blob, Cell, Extent, Generation, Stripe, StripeFile
+from ..records import Blob, Cell, Extent, Generation, Manifest, Stripe, StripeFile
 from . import read_file
 from .arena import Arena
 
@@ -164,6 +164,23 @@ class Rebuilt:
                 if not others or _shape(others[0].record) == _shape(record):
                     others.append(_Found(tier, name.removesuffix(".json"), record))
 
+    def require(self, manifest: Manifest) -> None:
+        """Raise BeyondRepair unless cells enough are left for each chunk of a rank's files. Reads no chunk."""
+        for blob in manifest.blobs:
+            for offset in range(0, blob.length, blob.chunk_bytes):
+                stripes = self._stripes.get((blob.name, offset), [])
+                if not any(self._has_enough(*one, blob.name, offset) for one in stripes):
+                    raise _too_few(blob.name, offset)
+
+    def _has_enough(self, stripes: str, number: int, name: str, offset: int) -> bool:
+        found = self._sets[stripes]
+        others = [
+            one
+            for one in found[0].record.stripes[number].cells
+            if one is None or ((one.blob, one.offset) != (name, offset) and one.blob in self._holders)
+        ]
+        return len(others) + len({one.record.index for one in found}) >= found[0].record.data
+
     def list(self, folder: str) -> Mapping[str, int | None]:
         return {}
 
@@ -177,9 +194,7 @@ class Rebuilt:
             with contextlib.suppress(BeyondRepair):
                 mv[: extent.length] = self._computed(self._sets[stripes], number, name, extent)
                 return
-        raise BeyondRepair(
-            f"too few cells are left to compute {name} at {extent.offset:,}", safe="Nothing was changed."
-        )
+        raise _too_few(name, extent.offset)
 
     def _manifest(self, name: str) -> bytes:
         """A manifest as it was sealed: from a node that has it, else a copy in a file of parity."""
@@ -222,6 +237,10 @@ class Rebuilt:
         one.tier.read_into(Extent(blob=f"{self._folder}/{one.name}", offset=offset, length=stripe.length), data)
         _require(one.record.digest, data, stripe.sum, one.name)
         return data
+
+
+def _too_few(name: str, offset: int) -> BeyondRepair:
+    return BeyondRepair(f"too few cells are left to compute {name} at {offset:,}", safe="Nothing was changed.")
 
 
 def _shape(record: StripeFile) -> object:

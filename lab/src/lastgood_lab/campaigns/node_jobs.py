@@ -111,7 +111,11 @@ def run(job: RankJob, pipe: Connection) -> None:
                 pipe.send("")
             elif command == "placed":
                 assert save is not None
-                pipe.send("" if placed(save) else f"step {save.step} has no copies after {PLACED_SECONDS:.0f} s")
+                late = "" if placed(save) else f"step {save.step} has no copies after {PLACED_SECONDS:.0f} s"
+                if late:
+                    ckpt.wait()  # reports why
+                    late += f", and after one more attempt {'some' if save.durable('node') else 'none'}"
+                pipe.send(late)
             else:
                 ckpt.wait()
                 pipe.send("")
