@@ -10,8 +10,8 @@ BIN := .venv/bin
 
 .PHONY: check demo demo-bucket demo-nodes test coverage prove bench gpu clean
 
-# Without the restart of a worker that died: after it pytest-xdist may wait for ever.
-WORKERS := -n 2 --dist loadfile --max-worker-restart=0
+# Without the restart of a worker that died: after it pytest-xdist may wait for ever. The order is that of conftest.py.
+WORKERS := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 FAST := tests $(WORKERS) -m "not slow" --hypothesis-profile=check
 
 check: .venv/.ready
