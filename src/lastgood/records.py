@@ -330,3 +330,16 @@ class Verdict(Record, frozen=True, kw_only=True):
     def good(self) -> bool:
         """Whether nothing was found."""
         return not self.findings
+
+
+def prepare() -> None:
+    """Make the decoders of all records, before threads use them.
+
+    msgspec makes one at the first use of a type. Two threads that do that at the same time end the process by SIGSEGV
+    (msgspec 0.22, in an agent whose first two requests came together).
+    """
+    todo = [Record]
+    while todo:
+        todo += (found := todo.pop().__subclasses__())
+        for one in found:
+            msgspec.json.Decoder(one)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import subprocess
+import sys
 from collections import OrderedDict
 from pathlib import Path
 
@@ -596,3 +598,19 @@ def test_a_part_lies_within_its_tensor_and_is_smaller(case):
         validation.validate_manifest(sealed([1, 0], [2, 3], [4, 3]), at, 1)
     with pytest.raises(ManifestInvalid, match="is no part"):
         validation.validate_manifest(sealed(offsets, shape, of), at, 1, ranks=2)
+
+
+def test_decoders_of_all_records_are_made_before_threads_use_them():
+    """Two threads of a new agent read their first manifests at the same time: msgspec ended the process by SIGSEGV."""
+    many = (
+        "import threading; from lastgood import records; from lastgood.run import access; import msgspec\n"
+        "records.prepare()\n"
+        "def read():\n"
+        "    start.wait()\n"
+        "    for kind in records.Record.__subclasses__():\n"
+        "        try: msgspec.json.decode(b'{}', type=kind)\n"
+        "        except msgspec.ValidationError: pass\n"
+        "start = threading.Barrier(8); all = [threading.Thread(target=read) for _ in range(8)]\n"
+        "[one.start() for one in all]; [one.join() for one in all]\n"
+    )
+    subprocess.run([sys.executable, "-c", many], check=True)

@@ -32,7 +32,7 @@ from .. import reporting
 from ..errors import Cancelled
 from ..io.files import Lock, PosixFiles
 from ..io.memory_files import MemoryFiles
-from ..records import Finding
+from ..records import Finding, prepare
 from ..run import access, memory_place, paths
 from ..run.agent_link import (
     LINGER_SECONDS,
@@ -395,6 +395,7 @@ def serve(
     before it begins. `ready`: called once it listens, or is not needed.
     """
     place = paths.parsed(url)
+    prepare()
     try:
         lock = Lock(os.path.join(place.root, LOCK))  # guard: one-agent-for-a-folder
     except BlockingIOError:

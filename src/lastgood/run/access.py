@@ -23,6 +23,7 @@ from ..io.machine import machine
 from ..io.mapped import MappedFiles
 from ..io.memory_files import MemoryFiles
 from ..ports import Files, Tier
+from ..records import prepare
 from ..storage import object_store
 from ..storage.directory import Disk, WriteMode
 from ..storage.slots import FOLDER, Slots
@@ -70,6 +71,7 @@ def for_reading(path: str | os.PathLike[str]) -> Tier:
 
     Raises NotARun, TierDown, and NotWritable if this user may not read the run.
     """
+    prepare()
     place = paths.parsed(path)
     root, in_slots = place.root, place.kind == "slots"
     objects = _objects(root) if place.kind == "objects" else None
@@ -126,6 +128,7 @@ def for_writing(
     gives way to any other process, and replaces claims up to this number.
     Raises NotARun, NotWritable, RunLocked, NoSpace, TierDown; Refused for a `mode` or `persist` that does not fit.
     """
+    prepare()
     place = paths.parsed(path)
     root, in_slots = place.root, place.kind == "slots"
     if mode != "atomic_dirsync" and place.kind not in ("directory", "memory"):
@@ -171,6 +174,7 @@ def for_sharing(path: str | os.PathLike[str], mode: WriteMode, spill: str | None
 
     `mode`, `spill`: as for `for_writing`.
     """
+    prepare()
     root, kind = place = paths.parsed(path)
     if kind == "objects":
         yield PackedTier(_objects(root))
