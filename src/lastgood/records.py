@@ -333,13 +333,14 @@ class Verdict(Record, frozen=True, kw_only=True):
 
 
 def prepare() -> None:
-    """Make the decoders of all records, before threads use them.
+    """Make the decoders of all types of this package that msgspec decodes, before threads use them.
 
     msgspec makes one at the first use of a type. Two threads that do that at the same time end the process by SIGSEGV
     (msgspec 0.22, in an agent whose first two requests came together).
     """
-    todo = [Record]
+    todo: list[type[msgspec.Struct]] = [msgspec.Struct]
     while todo:
-        todo += (found := todo.pop().__subclasses__())
+        found = [one for one in todo.pop().__subclasses__() if one.__module__.startswith(f"{__package__}.")]
+        todo += found
         for one in found:
             msgspec.json.Decoder(one)

@@ -600,14 +600,15 @@ def test_a_part_lies_within_its_tensor_and_is_smaller(case):
         validation.validate_manifest(sealed(offsets, shape, of), at, 1, ranks=2)
 
 
-def test_decoders_of_all_records_are_made_before_threads_use_them():
+def test_decoders_of_all_types_are_made_before_threads_use_them():
     """Two threads of a new agent read their first manifests at the same time: msgspec ended the process by SIGSEGV."""
     many = (
         "import threading; from lastgood import records; from lastgood.run import access; import msgspec\n"
+        "from lastgood.format import layout\n"
         "records.prepare()\n"
         "def read():\n"
         "    start.wait()\n"
-        "    for kind in records.Record.__subclasses__():\n"
+        "    for kind in [*records.Record.__subclasses__(), layout._Version, layout.Entry]:\n"
         "        try: msgspec.json.decode(b'{}', type=kind)\n"
         "        except msgspec.ValidationError: pass\n"
         "start = threading.Barrier(8); all = [threading.Thread(target=read) for _ in range(8)]\n"
