@@ -63,7 +63,7 @@ def _drained_to(place: CopyTo, memory: Tier, order: int, stop: Callable[[], bool
     if run is None:
         return []
     if there.run not in (None, run):
-        raise Refused(f"{place.url} holds another run ({there.run}) than memory ({run}) now", safe="", todo="")
+        raise Refused(f"{place.url} holds another run ({there.run}) than {memory.place} ({run}) now", safe="", todo="")
     order, missing = max(order, here.order), list[str]()
     while wanted := _wanted(memory, here, there, place.keep):
         one = wanted[0]

@@ -86,7 +86,7 @@ class Server:
     def __init__(
         self, place: paths.Place, lock: Lock, listener: socket.socket, linger_seconds: float, first_seconds: float
     ) -> None:
-        self._place, self._folder, self._lock = place, place.root, lock
+        self._folder, self._in_memory, self._lock = place.root, place.kind == "memory", lock
         self._listener, self._linger_seconds = listener, linger_seconds
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
@@ -128,10 +128,8 @@ class Server:
                     self._stop.clear()
                     self._copies = worker.submit(self._copy)
                     self._copies.add_done_callback(lambda _: self._wake())
-                elif self._next_at is None and (now >= self._kept_until or self._asked_to_end()):
+                elif self._is_over(now):
                     self._end()
-                elif self._place.kind != "memory" and now >= self._left_at + self._linger_seconds:
-                    self._ended = True  # what is missing below outlives the machine, and the next opening copies it
             self._stop.set()
         self._refuse_to_end("" if self._ended else "it was ended")
         for one in [*self._clients]:
@@ -275,6 +273,13 @@ class Server:
         if client.attached and not self._attached():
             self._next_at, self._failures, self._left_at = 0.0, 0, time.monotonic()
 
+    def _is_over(self, now: float) -> bool:
+        """Whether the agent is to end: nobody has come since all was copied, or, on a disk, since the last process."""
+        if self._next_at is None:
+            return now >= self._kept_until or self._asked_to_end()
+        # What is missing below stays on the disk, and the next opening copies it.
+        return not self._in_memory and now >= self._left_at + self._linger_seconds
+
     def _holds_its_folder(self) -> bool:
         """False once the folder was removed or moved: another agent may serve a new run there."""
         return self._lock.is_at(os.path.join(self._folder, LOCK))  # guard: agent-of-removed-folder-ends
@@ -300,7 +305,7 @@ class Server:
 
     def _tier(self) -> Disk:
         """The folder as a tier, which other processes change too."""
-        if self._place.kind != "memory":
+        if not self._in_memory:
             return Disk(PosixFiles(), self._folder, shared=True)  # what other nodes send lies at no page's boundary
         spec = read_spec(self._folder)
         files = MemoryFiles(self._folder, spec.spill if spec else None)
@@ -332,7 +337,7 @@ class Server:
 
     def _end(self) -> None:
         """Remove the memory, unless a process has the run open, or has saved to it since everything was copied."""
-        if self._place.kind != "memory":  # guard: only-memory-removed
+        if not self._in_memory:  # guard: only-memory-removed
             self._ended = True
             return
         try:

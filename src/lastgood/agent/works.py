@@ -84,7 +84,7 @@ class Works:
         memory = self._memory()
         generation = commit.read_generation(memory, work.at, None)
         if generation.root != work.root:
-            raise Refused(f"{work.at} in memory has another COMMIT than the training process knows", safe="", todo="")
+            raise Refused(f"{work.at} has another COMMIT here than the training process knows", safe="", todo="")
         if work.task in ("parity", "rebuild"):
             self._with_parity(work, memory, generation, stopped)
             return []

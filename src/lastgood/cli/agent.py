@@ -58,7 +58,7 @@ def run(
     kept = os.path.isdir(folder)
     if not served:
         raise TierDown(f"{folder} has an agent already", safe="It goes on.", todo="lastgood agent status shows it.")
-    text = "what is there stays; the next opening of the run goes on from it" if kept else "all is copied and removed"
+    text = "nothing was removed; the next opening of the run continues from it" if kept else "all is copied and removed"
     return Answer({"folder": folder, "removed": not kept}, Text(f"{folder}: {text}"))
 
 
@@ -84,9 +84,9 @@ def stop(run: Run, as_json: Json = False) -> Answer:
         except (OSError, ValueError) as error:
             raise TierDown(f"the agent of {folder} ended without an answer: {error}", safe="", todo="") from error
     if answer.error:
-        raise TierDown(f"{folder}: {answer.error}", safe="What is there is untouched.", todo="Try again later.")
+        raise TierDown(f"{folder}: {answer.error}", safe="Nothing was removed.", todo="Try again later.")
     removed = not os.path.isdir(folder)
-    text = "all is copied and removed" if removed else "all is copied, and stays here too"
+    text = "all is copied and removed" if removed else "all is copied, and nothing was removed"
     return Answer({"folder": folder, "removed": removed}, Text(f"{folder}: {text}"))
 
 

@@ -22,6 +22,7 @@ from ..engine.arena import Arena
 from ..format.layout import Image, Segment
 from ..format.layout import images as lay_out
 from ..io.files import round_up
+from ..io.uncached import uncached_copy
 from ..limits import PAGE_BYTES, STAGING_CHUNKS
 from ..policy.arguments import require
 from ..ranks.partition import Partition
@@ -100,6 +101,7 @@ class SavePlanner:
         tuning = options.tuning
         self._staging, self._torn_check = tuning.staging, tuning.torn_check
         self._memory, self._chunk_bytes, self._algorithm = tuning.memory, tuning.chunk, tuning.digest
+        self._copy = uncached_copy()
         self._finite = options.finite_also, options.finite_except
         self._exempt: frozenset[str] | None = None
         """parameters that held infinity and no NaN before training (`exempt.masks`); None: not searched for yet"""
@@ -145,6 +147,7 @@ class SavePlanner:
             samples=plan.samples if watch else (),
             replicas=witness or {},
             algorithm=self._algorithm,
+            copy=self._copy,
         )
         snapshot = staging.Snapshot(copy_plan, arena)
         replicas = None

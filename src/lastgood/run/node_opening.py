@@ -45,10 +45,7 @@ def opened(path: str | os.PathLike[str], options: RunOptions, ranks: AnyRanks) -
         topic = ranks.topic("nodes")
         with topic.failing():
             place = paths.parsed(path)
-            # A directory that had an agent keeps one: it must know that a training process is here.
-            among_nodes = options.copies_among_nodes > 1 or read_spec(place.root) is not None
-            has_agent = place.kind == "memory" or (place.kind == "directory" and among_nodes)
-            agent = AgentLink(place.url) if has_agent else None
+            agent = AgentLink(place.url) if _has_agent(place, options) else None
             if agent is not None:
                 storage.callback(agent.close)
                 agent.attach()  # guard: agent-attached-before-opening
@@ -88,6 +85,13 @@ def opened(path: str | os.PathLike[str], options: RunOptions, ranks: AnyRanks) -
                 view.server = RequestServer(ranks, SUBJECT, NodeFiles(disk))
                 storage.callback(view.server.close)
             yield view
+
+
+def _has_agent(place: paths.Place, options: RunOptions) -> bool:
+    """Whether the front has an agent on each node. A directory that had one keeps it: it must know of this process."""
+    if place.kind != "directory":
+        return place.kind == "memory"
+    return options.copies_among_nodes > 1 or read_spec(place.root) is not None
 
 
 def _opened_own(

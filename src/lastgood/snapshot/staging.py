@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from ..engine.arena import Arena, Lease
 from ..errors import Cancelled, Refused, TornSnapshot
 from ..format.layout import Image, Segment, Tensor, content_hasher, images, segments
-from ..io.uncached import uncached_copy
+from ..io.uncached import Copy
 from ..state.tensors import as_bytes, dtype_name
 from .torn_check import ChunkSamples, Observation, Watch
 
@@ -82,6 +82,8 @@ class CopyPlan:
     replica check compares with that of the rank that writes"""
     algorithm: str = ""
     """digest algorithm for `replicas`"""
+    copy: Copy = ctypes.memmove
+    """copies what is large in host memory (io/uncached.py)"""
 
 
 def copy_all(files: Sequence[Image], tensors: Mapping[str, torch.Tensor], arena: Arena) -> Snapshot:
@@ -97,7 +99,7 @@ class Snapshot:
         self._clones = {name: plan.tensors[name].clone() for name in plan.cloned}
         self._tensors, self._addresses = plan.tensors, plan.addresses
         self._replicas, self._algorithm = plan.replicas, plan.algorithm
-        self._copy_bytes = uncached_copy()
+        self._copy_bytes = plan.copy
         self.replica_digests: dict[str, str] = {}
         """key -> content digest of each tensor of `CopyPlan.replicas`, once all is copied"""
         self._watch = plan.watch
