@@ -14,6 +14,7 @@ import os
 import shutil
 import signal
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -86,8 +87,21 @@ class Network:
 
     def sent_between_nodes(self) -> int:
         """The bytes that all nodes have sent to each other, by the counters of the interfaces."""
-        to_the_hub = _counter(self._end(self.hub), "tx_bytes")  # a counter of the end at the bridge
-        return sum(_counter(self._end(node), "rx_bytes") for node in range(self.hub)) - to_the_hub
+        return sum(map(self._sent, range(self.hub))) - self._received(self.hub)
+
+    def received_among(self, nodes: Sequence[int]) -> int:
+        """The bytes that these nodes have received from each other; what others send to the hub counts as sent to them.
+
+        What they send to others does not count.
+        """
+        others = [one for one in range(self.hub + 1) if one not in nodes]
+        return sum(map(self._received, nodes)) - sum(map(self._sent, others))
+
+    def _sent(self, node: int) -> int:
+        return _counter(self._end(node), "rx_bytes")  # a counter of the end at the bridge
+
+    def _received(self, node: int) -> int:
+        return _counter(self._end(node), "tx_bytes")
 
     def _end(self, node: int) -> str:
         return f"lg{self._mark}n{node}"

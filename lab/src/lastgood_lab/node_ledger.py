@@ -4,7 +4,8 @@ a COMMIT              has the bytes of every other COMMIT of its generation; eve
 a COMMIT in the home  has every file beside it, with the bytes that its rank has sealed
 a file of a rank      never changes while COMMIT and its manifest are beside it, and goes after all COMMITs
 an agent              removes no COMMIT, and accepts no file of a generation without one
-a removal             leaves the newest generation that can be restored, or a newer one
+a removal             leaves the newest generation that can be restored, or a newer one. A machine may die while requests
+                      to remove are on their way; then only what had copies counts
 a death               leaves it too, if its copies were reported, and no more nodes died than these survive
 """
 
@@ -43,6 +44,8 @@ class Ledger:
     """those that a save has returned"""
     copied: dict[GenerationId, int] = field(default_factory=dict)
     """those whose copies were reported as made -> the number of nodes that had died before"""
+    replaced: dict[GenerationId, set[Process]] = field(default_factory=dict)
+    """those without copies that a newer one had replaced when a machine died -> the processes that lived then"""
     died: int = 0
     all_sealed: bool = False
     """whether a generation counts too that all ranks have sealed and that no save has returned"""
@@ -59,6 +62,7 @@ class Ledger:
             commits=dict(self.commits),
             reported=set(self.reported),
             copied=dict(self.copied),
+            replaced={},
             agents=[],
         )
 
@@ -149,8 +153,9 @@ class Ledger:
         if file.endswith(".manifest.json"):
             blob = layout.blob_name(int(file[1 : file.index(".")]))
             if (at, file) not in self.sealed:
-                self.sealed[at, file] = data
-                self.sealed[at, blob] = bytes(beside[blob].data)
+                if blob in beside:  # otherwise the coordinator has given this save up, and it is never committed
+                    self.sealed[at, file] = data
+                    self.sealed[at, blob] = bytes(beside[blob].data)
             elif not self._whole(at, blob, beside) or self.sealed[at, file] != data:
                 self._wrong(f"{root}/{at}: {file} is there, and its file is not what the rank has sealed")
         return None
@@ -172,7 +177,9 @@ class Ledger:
 
         def rule() -> None:
             after = self.best(every)
-            if before is not None and (after is None or self.rank_of(after) < self.rank_of(before)):
+            if before is None or self.world.me() in self.replaced.get(before, ()):
+                return
+            if after is None or self.rank_of(after) < self.rank_of(before):
                 self._wrong(f"{what}: {before} could be restored, and now {after}")
 
         return rule
@@ -235,10 +242,14 @@ class Ledger:
                 return manifest
         return ""
 
-    def lose(self, node: int) -> None:
-        """The memory of a node is gone, with the machine."""
+    def lose(self, node: int, before: GenerationId | None) -> None:
+        """The memory of a node is gone, with the machine. `before`: the newest that could be restored until then."""
         self.died += 1
+        alive = {one.process for one in self.world.scheduler.actors}
+        for at in self.commits.keys() - self.copied.keys():
+            if before is not None and self.rank_of(at) < self.rank_of(before):
+                self.replaced[at] = self.replaced.get(at, set()) | alive
         best = self.best()
-        for at, before in self.copied.items():
-            if self.died - before <= 1 and (best is None or self.rank_of(best) < self.rank_of(at)):
+        for at, died_before in self.copied.items():
+            if self.died - died_before <= 1 and (best is None or self.rank_of(best) < self.rank_of(at)):
                 self._wrong(f"node {node} died, and with it {at}, whose copies were reported")

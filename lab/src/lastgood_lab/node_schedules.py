@@ -200,8 +200,9 @@ class Explorer:
         for actor in world.scheduler.actors:
             if actor.process.node == node:
                 world.kill(actor.process)
+        before = world.ledger.best(every=True)
         world.files[f"m{node}"].folders = _empty(f"/m{node}")
-        world.ledger.lose(node)
+        world.ledger.lose(node, before)
 
     # ---- the second act ------------------------------------------------------------------------------------
 

@@ -117,13 +117,14 @@ class Job:
 @dataclass
 class Outcome:
     """What one trial found. `lost`: bytes that the lost nodes had of the restored save. `due`: the most that had to be
-    sent, by what lay in memory before the start. `sent`: by the interfaces."""
+    sent, by what lay in memory before. `sent`: by the interfaces of the job's nodes; `sent_to_all`: of all nodes."""
 
     fault: str
     problems: list[str]
     lost: int = 0
     due: int = 0
     sent: int = 0
+    sent_to_all: int = 0
     restored: str = ""
     fetched: int = 0
     measured: bool = False
@@ -157,7 +158,7 @@ class Run:
         members, network = self.job.members, self._network
         if outcome.measured:
             self._await_silence()
-        before, sent = self._held(), network.sent_between_nodes()
+        before, received, sent = self._held(), network.received_among(members), network.sent_between_nodes()
         self._stores.send("new")
         store_port, address = int(self._stores.recv()), network.address(network.hub)
         self.job = job = Job(members)
@@ -186,7 +187,8 @@ class Run:
             job.processes.append(process)
         found = [job.answer(rank) for rank in range(RANKS)]
         job.require(job.ask([0], "settled"))
-        outcome.sent = network.sent_between_nodes() - sent
+        outcome.sent = network.received_among(members) - received
+        outcome.sent_to_all = network.sent_between_nodes() - sent
         self._judge(found, before, outcome)
 
     def _judge(self, found: list[dict[str, Any]], before: list[dict[str, dict[int, int]]], outcome: Outcome) -> None:
@@ -211,7 +213,8 @@ class Run:
         outcome.due = due_with_parity(held, code) if code else due(held, self._mode.copies)
         tried = 1 + len({name for one in before for name in one if name > folder})
         if outcome.measured and outcome.sent > OVERHEAD * outcome.due + OVERHEAD_BYTES + RECORDS_BYTES * (tried - 1):
-            outcome.problems.append(f"{outcome.sent:,} bytes between nodes, {outcome.due:,} had to be sent")
+            sent = f"{outcome.sent:,} bytes between nodes, {outcome.sent_to_all:,} with the node in reserve"
+            outcome.problems.append(f"{sent}; {outcome.due:,} had to be sent")
 
     def _held(self) -> list[dict[str, dict[int, int]]]:
         """For each slot, what its node has in memory."""
@@ -396,7 +399,7 @@ NOTES = """- Restored: the newest save with copies, or a newer one that needed n
 - KB lost: what the lost nodes had of the restored save in memory, their own part and copies of others.
 - KB due: that, the copies that had not been made, and once more what ranks on new nodes read before its copy has come.
   With parity, each byte that is computed again counts as many times as a stripe has data cells.
-- KB sent: what the nodes have sent each other from the start of the job until all copies were there again, by the
+- KB sent: what the nodes of the job have sent each other from its start until all copies were there again, by the
   counters of their interfaces."""
 
 
