@@ -50,6 +50,7 @@ prove: .venv/.ready
 	$(BIN)/python -m lastgood_lab.campaigns.kills --tier slots
 	$(BIN)/python -m lastgood_lab.campaigns.kills --tier memory
 	$(BIN)/python -m lastgood_lab.campaigns.memory_kills
+	$(BIN)/python -m lastgood_lab.campaigns.memory_soak
 	$(BIN)/python -m lastgood_lab.campaigns.node_commit
 	$(BIN)/python -m lastgood_lab.campaigns.nodes
 	$(BIN)/python -m lastgood_lab.campaigns.ranks

@@ -19,7 +19,7 @@ from agents import agent, answers, ended, state, until
 from harness import flip, reported, steps
 from lastgood.format import layout
 from lastgood.io.files import Lock
-from lastgood.run import access, agent_link, lower_place, memory_place
+from lastgood.run import access, agent_link, agent_messages, lower_place, memory_place
 from lastgood_lab.worlds import CONTEXT
 from training import Training
 
@@ -225,7 +225,7 @@ def test_a_run_that_is_open_keeps_its_memory_though_nobody_is_attached(run: Run)
     with agent(run.memory, linger_seconds=0.0):
         until(lambda: steps(run.home) == [3])
         with contextlib.closing(agent_link.connected(str(run.memory))) as connection:
-            asked = agent_link.asked(connection, agent_link.Request(protocol=agent_link.PROTOCOL, call="end"))
+            asked = agent_link.asked(connection, agent_messages.Request(protocol=agent_link.PROTOCOL, call="end"))
             assert asked.error == "a process has the run open"
         assert steps(run.memory)[-1] == 3
     lock.close()
@@ -272,6 +272,18 @@ def test_an_agent_that_is_killed_is_replaced_and_the_run_goes_on(run: Run) -> No
         after = state(run.memory)
         assert after.attached == 1 and after.process != first
     assert steps(run.home)[-1] == 2
+
+
+def test_an_agent_that_lived_is_replaced_at_once_each_time_it_dies(run: Run, monkeypatch) -> None:
+    """A run of weeks whose agent was killed once a day was without an agent for a thousand saves after the twelfth."""
+    monkeypatch.setattr(agent_link, "LIVED_SECONDS", -1.0)
+    with run.opened() as ckpt:
+        ckpt.restore()
+        for step in range(1, 5):
+            run.step(ckpt, step)
+            ckpt.wait()
+            assert state(run.memory).attached == 1, f"step {step}"
+            ended(str(run.memory))
 
 
 def test_an_agent_that_cannot_be_started_is_reported_and_harms_nothing(run: Run, monkeypatch) -> None:
@@ -424,8 +436,8 @@ def test_an_agent_of_a_disk_copies_and_removes_nothing(tmp_path: Path, call_json
         ckpt.save(1)
     shutil.copytree(disk, home)
     shutil.rmtree(home / "gen")
-    place = agent_link.CopyTo(url=str(home), keep=lastgood.Keep(last=3))
-    spec = agent_link.AgentSpec(format=layout.FORMAT, places=[place], order=0, spill=None)
+    place = agent_messages.CopyTo(url=str(home), keep=lastgood.Keep(last=3))
+    spec = agent_messages.AgentSpec(format=layout.FORMAT, places=[place], order=0, spill=None)
     (disk / agent_link.SPEC).write_bytes(layout.encode(spec))
     code, data = call_json("agent", "run", str(disk), "--linger", "0")
     assert code == 0 and not data["removed"]
@@ -436,8 +448,8 @@ def test_an_agent_of_a_disk_ends_although_a_place_below_is_lost(tmp_path: Path, 
     """It tried again every minute for ever, and nothing showed it."""
     with lastgood.Checkpointer(tmp_path / "disk", Training().state) as ckpt:
         ckpt.save(1)
-    place = agent_link.CopyTo(url=str(tmp_path / "gone"), keep=lastgood.Keep(last=3))
-    spec = agent_link.AgentSpec(format=layout.FORMAT, places=[place], order=0, spill=None)
+    place = agent_messages.CopyTo(url=str(tmp_path / "gone"), keep=lastgood.Keep(last=3))
+    spec = agent_messages.AgentSpec(format=layout.FORMAT, places=[place], order=0, spill=None)
     (tmp_path / "disk" / agent_link.SPEC).write_bytes(layout.encode(spec))
     assert call_json("agent", "run", str(tmp_path / "disk"), "--linger", "0.1")[0] == 0
     assert call_json("agent", "status", str(tmp_path / "disk"))[1]["runs"][0]["agent"] == "none"

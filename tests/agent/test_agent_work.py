@@ -17,7 +17,8 @@ from lastgood.agent import works
 from lastgood.errors import Cancelled
 from lastgood.format import commit
 from lastgood.run import agent_link, memory_place, reader, verify
-from lastgood.run.agent_link import PROTOCOL, Request, Work
+from lastgood.run.agent_link import PROTOCOL
+from lastgood.run.agent_messages import Request, Work
 from training import Training
 
 pytestmark = pytest.mark.slow

@@ -17,7 +17,7 @@ from agents import agent, answers, until
 from cli_runs import writing
 from lastgood.format import layout
 from lastgood.policy.retention import KEEP
-from lastgood.run import agent_link, memory_place
+from lastgood.run import agent_link, agent_messages, memory_place
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 SIDECAR, UNIT = DOCS / "manifests/agent-sidecar.yaml", DOCS / "manifests/lastgood-agent.service"
@@ -81,8 +81,8 @@ def test_the_commands_of_the_sidecar_copy_memory_when_the_pod_ends(tmp_path: Pat
     shutil.copytree(home, folder, dirs_exist_ok=True)
     for one in home.glob("gen/*"):
         shutil.rmtree(one)
-    place = agent_link.CopyTo(url=str(home), keep=KEEP)
-    spec = agent_link.AgentSpec(format=layout.FORMAT, places=[place], order=0, spill=None)
+    place = agent_messages.CopyTo(url=str(home), keep=KEEP)
+    spec = agent_messages.AgentSpec(format=layout.FORMAT, places=[place], order=0, spill=None)
     (folder / agent_link.SPEC).write_bytes(layout.encode(spec))
     (tmp_path / "lastgood").write_text(f'#!/bin/sh\nexec {sys.executable} -m lastgood "$@"\n')
     (tmp_path / "lastgood").chmod(0o755)

@@ -39,9 +39,12 @@ from lastgood.records import (
 from lastgood.run.peers import FileCall, PeerNode, Peers, StripeMember, StripeOrder
 from lastgood.run.planned_save import RunOptions
 from lastgood.storage.directory import Disk
+from lastgood.wire import nixl as nixl_wire
+from lastgood.wire.nixl import Nixl
 from lastgood.wire.port import Peer
 from lastgood.wire.security import SharedKey
 from lastgood.wire.serving import Server
+from lastgood.wire.window import Window
 
 NODES, PAGE = 4, 4096
 LENGTHS = (5 * PAGE + 17, 8 * PAGE, 3 * PAGE, PAGE - 5)
@@ -53,15 +56,16 @@ OUTSIDE = Cell(blob="../../r00000.safetensors", offset=0, length=1, digest="0" *
 class Cluster:
     """The memories of four nodes, each served to the others: node r has the files of rank r."""
 
-    def __init__(self, root: Path, stack: contextlib.ExitStack) -> None:
+    def __init__(self, root: Path, stack: contextlib.ExitStack, wire: str = "sockets") -> None:
         self.root, self.nodes = root, list[PeerNode]()
-        self.peers = Peers(JOB, KEY, "a")
+        self.peers = Peers(JOB, KEY, "a", nixl_wire.chosen(wire))
         stack.callback(self.peers.close)
         for rank in range(NODES):
             files = PeerFiles(lambda rank=rank: self.disk(rank))
             stack.callback(files.close)
             security = SharedKey(bytes.fromhex(KEY))
-            server = stack.enter_context(Server(("127.0.0.1", 0), Peer(JOB, str(rank)), security, files))
+            me, windows = Peer(JOB, str(rank)), nixl_wire.chosen(wire)
+            server = stack.enter_context(Server(("127.0.0.1", 0), me, security, files, windows=windows))
             self.nodes.append(
                 PeerNode(leader=rank, name=str(rank), domain="", host="127.0.0.1", port=server.address[1])
             )
@@ -158,6 +162,19 @@ def test_the_files_of_lost_nodes_are_rebuilt_bit_for_bit(cluster: Cluster, lost)
     for rank in lost:
         cluster.rebuild(rank)
         assert cluster.files(rank) == before[rank] and len(before[rank]) == 2
+
+
+@pytest.mark.slow
+def test_parity_is_written_and_files_are_rebuilt_over_nixl(tmp_path: Path, nixl: Nixl) -> None:
+    with contextlib.ExitStack() as stack:
+        cluster = Cluster(tmp_path, stack, "nixl")
+        cluster.protect()
+        before = cluster.files(1)
+        cluster.lose(1)
+        cluster.rebuild(1)
+        assert cluster.files(1) == before and len(before) == 2
+        idle = [session for channel in cluster.peers._channels.values() for session, _ in channel._idle]
+        assert idle and all(isinstance(session._bulk, Window) for session in idle)
 
 
 def test_more_losses_than_parity_cells_are_beyond_repair(cluster: Cluster, monkeypatch) -> None:

@@ -19,7 +19,7 @@ from lastgood.format import commit, layout
 from lastgood.io.memory_files import MemoryFiles
 from lastgood.policy.placement import Node, copies, missing_copies
 from lastgood.records import Extent, Generation, GenerationId
-from lastgood.run.agent_link import Send, Serve
+from lastgood.run.agent_messages import Send, Serve
 from lastgood.run.known import Environment, Holds, KnownRun
 from lastgood.run.node_copies import NodeCopies
 from lastgood.run.node_disks import NodeDisks, Nodes

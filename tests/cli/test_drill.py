@@ -18,8 +18,18 @@ from cli_runs import DATA, at, contents, writing
 from harness import flip
 from lastgood.format import layout
 from lastgood.records import GenerationId
-from lastgood.run import access, agent_link, drill, drill_acts, drill_peers, drill_scratch, memory_place, paths
-from lastgood.run.agent_link import Request, Send, Serve
+from lastgood.run import (
+    access,
+    agent_link,
+    agent_messages,
+    drill,
+    drill_acts,
+    drill_peers,
+    drill_scratch,
+    memory_place,
+    paths,
+)
+from lastgood.run.agent_messages import Request, Send, Serve
 from lastgood.run.peers import PeerNode, PeerOrder
 
 pytestmark = pytest.mark.slow
@@ -192,7 +202,7 @@ def test_a_running_drill_is_not_removed_by_another(home):
 # ---- peers ---------------------------------------------------------------------------------------------------------
 
 
-def asked(folder: Path, **request: object) -> agent_link.Answer:
+def asked(folder: Path, **request: object) -> agent_messages.Answer:
     with contextlib.closing(agent_link.connected(str(folder))) as connection:
         answer = agent_link.asked(connection, Request(protocol=agent_link.PROTOCOL, **request))
     assert not answer.error

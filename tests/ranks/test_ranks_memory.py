@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 import lastgood
-from agents import until
+from agents import ended, until
 from harness import flip, steps
+from lastgood.cli import app
+from lastgood.io.machine import NODE
 from lastgood_lab.campaigns.rank_jobs import PATIENCE
 from lastgood_lab.worlds import world
 from ranked_memory import folder, trained, uninterrupted
@@ -75,6 +77,20 @@ def test_a_lost_node_takes_the_run_back_to_what_the_home_has(tmp_path: Path, mem
     shutil.rmtree(folder(home, "b", memory))
     found = world(2, trained, ["a", "b"], memory, home, 8)
     assert {one["step"] for one in found} == {4} and steps(home)[-1] == 8
+
+
+def test_a_node_in_reserve_that_was_staged_takes_the_place_of_a_lost_one(
+    tmp_path: Path, memory: Path, monkeypatch
+) -> None:
+    home, options = tmp_path / "home", ["agent", "stage", str(tmp_path / "home"), "--ranks", "1"]
+    world(2, trained, ["a", "b"], memory, home, 8)
+    ended(str(folder(home, "b", memory)))
+    shutil.rmtree(folder(home, "b", memory))
+    monkeypatch.setenv(NODE, "c")
+    assert steps(home)[-1] == 8 and app.main(options) == 0
+    found = world(2, trained, ["a", "c"], memory, home, 9)
+    assert {one["step"] for one in found} == {8}
+    assert f"memory://{folder(home, 'c', memory)}" in found[1]["sources"]
 
 
 # ---- copies on other nodes -------------------------------------------------------------------------------------

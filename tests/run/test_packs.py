@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import shutil
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,18 +25,21 @@ from lastgood.format.pack_layout import PackFiles, PackIndex
 from lastgood.limits import CHUNK_BYTES, WORKERS
 from lastgood.ports import Tier
 from lastgood.records import Finding, Generation, GenerationId
-from lastgood.run import access, copying, pack_copies, packed
+from lastgood.run import access, copying, packed
 from lastgood.run.content import Content
 from lastgood.run.packed import PackedTier
 from lastgood.run.reader import read_all
 from lastgood.run.writer import RunWriter
 from lastgood.storage import object_store
+from lastgood.storage.directory import Disk
 from lastgood.storage.objects import Objects
 from lastgood_lab.plain import share
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "ranks"
 """a run of two ranks, with the steps 2 and 4"""
-PACK = "pack-00000"
+PACK, MANIFESTS = "pack-00000", "pack-00001"
+"""of a copy by one process"""
+RECORDS = {"COMMIT.json", "VERIFIED.json"}
 
 
 @pytest.fixture
@@ -106,8 +110,8 @@ def copied_by_two_nodes(front: Path, store: MemoryStore) -> Generation:
 
     def other_node() -> None:
         source, one = access.for_reading(front), generation_of(front)
-        with how() as by, copying.pack_files(opened(store), [source], one, [1], by, with_manifests=False):
-            pass
+        with how() as by:
+            copying.pack_files(opened(store), [source], one, [1], by)
 
     return copy(front, opened(store), Nodes([0], other_node))
 
@@ -140,6 +144,13 @@ def change(store: MemoryStore, one: Generation, name: str, act: Callable[[bytear
     obstore.put(store, key, bytes(act(data)))
 
 
+def flip_in(store: MemoryStore, one: Generation, name: str, byte: int = 0) -> None:
+    """Flip a bit of a file in whichever pack of a copy by one process it is."""
+    pack = MANIFESTS if pack_layout.is_manifest(name) else PACK
+    at = index_of(store, one, pack)[1].files[name][0] + byte
+    change(store, one, pack, lambda data: data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+
+
 def index_of(store: MemoryStore, one: Generation, pack: str = PACK) -> tuple[pack_layout.Footer, PackIndex]:
     data = bytes(obstore.get(store, f"{layout.folder(one.id)}/{pack}").bytes())
     at = pack_layout.decode_footer(data, len(data), pack)
@@ -149,9 +160,9 @@ def index_of(store: MemoryStore, one: Generation, pack: str = PACK) -> tuple[pac
 # ---- copies ----------------------------------------------------------------------------------------------------
 
 
-def test_a_copy_of_two_ranks_is_one_pack_commit_and_mark(front, store, bucketlike):
+def test_a_copy_of_two_ranks_is_two_packs_commit_and_mark(front, store, bucketlike):
     one = copy(front, bucketlike)
-    assert objects(store, one).keys() == {PACK, "COMMIT.json", "VERIFIED.json"}
+    assert objects(store, one).keys() == {PACK, MANIFESTS, *RECORDS}
     assert contents(opened(store), one) == contents(access.for_reading(front), one)
     assert not found_in(opened(store), one)
 
@@ -163,25 +174,21 @@ def test_a_listing_names_the_files_in_packs_and_their_bytes_once(front, store, b
     assert {name: length for name, length in listing.items() if name[0] == "r"} == {
         name: length for name, length in on_disk.items() if name[0] == "r"
     }
-    assert listing[PACK] == -1
+    assert listing[PACK] == listing[MANIFESTS] == -1
     assert commit.read_generation(opened(store), one.id, None).bytes == sum(
-        length for name, length in listing.items() if length is not None and name != PACK
+        length for name, length in listing.items() if length is not None and name[0] != "p"
     )
 
 
 def test_every_file_of_a_pack_begins_at_a_page_and_equals_the_source(front, store, bucketlike):
     one = copy(front, bucketlike)
-    data = bytes(obstore.get(store, f"{layout.folder(one.id)}/{PACK}").bytes())
-    _, index = index_of(store, one)
-    assert sorted(index.files, key=index.files.__getitem__) == [
-        "r00000.safetensors",
-        "r00001.safetensors",
-        "r00000.manifest.json",
-        "r00001.manifest.json",
-    ]
-    for name, (offset, length) in index.files.items():
-        assert offset % 4096 == 0
-        assert data[offset : offset + length] == (front / layout.folder(one.id) / name).read_bytes()
+    for pack, kind in ((PACK, "safetensors"), (MANIFESTS, "manifest.json")):
+        data = bytes(obstore.get(store, f"{layout.folder(one.id)}/{pack}").bytes())
+        _, index = index_of(store, one, pack)
+        assert sorted(index.files, key=index.files.__getitem__) == [f"r00000.{kind}", f"r00001.{kind}"]
+        for name, (offset, length) in index.files.items():
+            assert offset % 4096 == 0
+            assert data[offset : offset + length] == (front / layout.folder(one.id) / name).read_bytes()
 
 
 def test_a_generation_with_one_tensor_file_stays_two_plain_objects(store, bucketlike):
@@ -190,76 +197,77 @@ def test_a_generation_with_one_tensor_file_stays_two_plain_objects(store, bucket
     assert objects(store, one).keys() == {"r00000.safetensors", "r00000.manifest.json", "COMMIT.json", "VERIFIED.json"}
 
 
-def test_sixty_four_ranks_are_three_objects(tmp_path, store, bucketlike):
+def test_sixty_four_ranks_are_four_objects(tmp_path, store, bucketlike):
     states = [{f"w{rank}": np.random.default_rng(rank).integers(0, 255, 9000, np.uint8)} for rank in range(64)]
     with access.for_writing(str(tmp_path / "many"), "atomic_dirsync") as tier:
         run = RunWriter(tier, Inline())
         parts = [share(tier, run.admit(4), rank, state) for rank, state in enumerate(states)]
         run.publish(run.admit(4), parts, False, False, {})
     one = copy(tmp_path / "many", bucketlike)
-    assert objects(store, one).keys() == {PACK, "COMMIT.json", "VERIFIED.json"}
+    assert objects(store, one).keys() == {PACK, MANIFESTS, *RECORDS}
     assert contents(opened(store), one) == {name: bytes(data) for state in states for name, data in state.items()}
 
 
 def test_two_nodes_write_one_pack_each_and_one_index_names_both(front, store):
     one = copied_by_two_nodes(front, store)
-    assert objects(store, one).keys() == {PACK, "pack-00001", "COMMIT.json", "VERIFIED.json"}
-    _, index = index_of(store, one)
-    assert index.files.keys() == {"r00000.safetensors", "r00000.manifest.json", "r00001.manifest.json"}
+    assert objects(store, one).keys() == {PACK, "pack-00001", "pack-00002", *RECORDS}
+    _, index = index_of(store, one, "pack-00002")
+    assert index.files.keys() == {"r00000.manifest.json", "r00001.manifest.json"}
+    assert index.others[PACK].files.keys() == {"r00000.safetensors"}
     assert index.others["pack-00001"].files.keys() == {"r00001.safetensors"}
     assert contents(opened(store), one) == contents(access.for_reading(front), one)
 
 
-def test_a_pack_of_which_the_others_fail_is_not_visible(front, store):
+def test_nothing_is_committed_if_the_others_fail(front, store):
     def fail() -> None:
         raise errors.TierDown("the other node is down")
 
     with pytest.raises(errors.TierDown):
         copy(front, opened(store), Nodes([0], fail))
-    assert not objects(store, generation_of(front))
+    assert objects(store, generation_of(front)).keys() == {PACK}
     one = copied_by_two_nodes(front, store)
     assert not found_in(opened(store), one)
 
 
 def copy_without_commit(front, store, monkeypatch) -> None:
-    """A copy that ends once its pack is written, before the records."""
+    """A copy that ends once its packs are written, before the records."""
     with monkeypatch.context() as patched:
         patched.setattr(commit, "copy_records", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             copy(front, opened(store))
 
 
-def test_a_copy_that_ended_between_pack_and_commit_is_completed(front, store, monkeypatch):
-    """The pack exists, the generation does not. The next copy reads the pack back and writes the records."""
+def test_a_copy_that_ended_between_packs_and_commit_is_completed(front, store, monkeypatch):
+    """The packs exist, the generation does not. The next copy reads them back and writes the records."""
     one = generation_of(front)
     copy_without_commit(front, store, monkeypatch)
-    assert objects(store, one).keys() == {PACK} and not commit.survey(opened(store)).generations
+    assert objects(store, one).keys() == {PACK, MANIFESTS} and not commit.survey(opened(store)).generations
     before = obstore.head(store, f"{layout.folder(one.id)}/{PACK}")["e_tag"]
     copy(front, opened(store))
     assert obstore.head(store, f"{layout.folder(one.id)}/{PACK}")["e_tag"] == before, "it was not written again"
-    assert objects(store, one).keys() == {PACK, "COMMIT.json", "VERIFIED.json"}
+    assert objects(store, one).keys() == {PACK, MANIFESTS, *RECORDS}
 
 
 def test_a_pack_that_was_damaged_before_the_commit_is_never_committed_so(front, store, monkeypatch):
     one = generation_of(front)
     copy_without_commit(front, store, monkeypatch)
-    at = index_of(store, one)[1].files["r00001.safetensors"][0]
-    change(store, one, PACK, lambda data: data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    flip_in(store, one, "r00001.safetensors")
     copy(front, opened(store))
-    assert objects(store, one).keys() == {PACK, "r00001.safetensors", "COMMIT.json", "VERIFIED.json"}
+    assert objects(store, one).keys() == {PACK, MANIFESTS, "r00001.safetensors", *RECORDS}
     assert contents(opened(store), one) == contents(access.for_reading(front), one)
 
 
 # ---- damage ----------------------------------------------------------------------------------------------------
 
 
-def test_a_bit_flipped_anywhere_in_a_pack_is_found_or_changes_nothing(front, store, bucketlike):
+@pytest.mark.parametrize("pack", [PACK, MANIFESTS])
+def test_a_bit_flipped_anywhere_in_a_pack_is_found_or_changes_nothing(front, store, bucketlike, pack):
     one = copy(front, bucketlike)
-    whole, good = objects(store, one)[PACK], contents(bucketlike, one)
-    index = index_of(store, one)[1]
+    whole, good = objects(store, one)[pack], contents(bucketlike, one)
+    index = index_of(store, one, pack)[1]
     held = [range(offset, offset + length) for offset, length in index.files.values()]
     for at in sorted({*range(0, whole, 613), *range(whole - 32, whole)}):
-        change(store, one, PACK, lambda data, at=at: data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        change(store, one, pack, lambda data, at=at: data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
         tier = opened(store)
         if any(at in one for one in held):
             assert found_in(tier, one), f"byte {at:,}"
@@ -267,7 +275,7 @@ def test_a_bit_flipped_anywhere_in_a_pack_is_found_or_changes_nothing(front, sto
             assert contents(tier, one) == good, f"byte {at:,}"
         except errors.Damaged:
             assert found_in(tier, one)
-        change(store, one, PACK, lambda data, at=at: data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        change(store, one, pack, lambda data, at=at: data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
     assert contents(opened(store), one) == good
 
 
@@ -292,16 +300,14 @@ DAMAGE: dict[str, Callable[[pack_layout.Footer, PackIndex, bytearray], bytes]] =
     "an index of another record": lambda at, index, data: bytes(
         data[: at.start] + bytearray(layout.encode(PackFiles(length=1, files={}))).ljust(len(data) - at.start, b"\0")
     ),
-    "a file outside": lambda at, index, data: forged(moved(index.files, "r00001.safetensors", 1 << 40), at, data),
+    "a file outside": lambda at, index, data: forged(moved(index.files, max(index.files), 1 << 40), at, data),
     "a file at a negative offset": lambda at, index, data: forged(
-        moved(index.files, "r00001.safetensors", -4096), at, data
+        moved(index.files, max(index.files), -4096), at, data
     ),
     "a file longer than the pack": lambda at, index, data: forged(
-        moved(index.files, "r00001.safetensors", 0, len(data)), at, data
+        moved(index.files, max(index.files), 0, len(data)), at, data
     ),
-    "a file where another one is": lambda at, index, data: forged(
-        moved(index.files, "r00001.safetensors", 0), at, data
-    ),
+    "a file where another one is": lambda at, index, data: forged(moved(index.files, max(index.files), 0), at, data),
     "a commit in the index": lambda at, index, data: forged(
         PackIndex(format=1, files={**index.files, "COMMIT.json": (0, 10)}, others={}), at, data
     ),
@@ -312,10 +318,10 @@ DAMAGE: dict[str, Callable[[pack_layout.Footer, PackIndex, bytearray], bytes]] =
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_pack_loads_nothing_and_is_repaired_from_the_front(front, store, bucketlike, damage):
+def test_a_damaged_pack_of_manifests_loads_nothing_and_is_repaired(front, store, bucketlike, damage):
     one = copy(front, bucketlike)
-    good, (at, index) = contents(bucketlike, one), index_of(store, one)
-    change(store, one, PACK, lambda data: DAMAGE[damage](at, index, data))
+    good, (at, index) = contents(bucketlike, one), index_of(store, one, MANIFESTS)
+    change(store, one, MANIFESTS, lambda data: DAMAGE[damage](at, index, data))
     assert found_in(opened(store), one)
     with pytest.raises(errors.Damaged):
         contents(opened(store), one)
@@ -324,41 +330,73 @@ def test_a_damaged_pack_loads_nothing_and_is_repaired_from_the_front(front, stor
     assert commit.read_generation(opened(store), one.id, None).verified
 
 
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_pack_of_tensors_loads_nothing_wrong_and_is_repaired(front, store, bucketlike, damage):
+    """The index of the manifests names its files too, so that its own index is of no use while its length is right."""
+    one = copy(front, bucketlike)
+    good, (at, index) = contents(bucketlike, one), index_of(store, one)
+    change(store, one, PACK, lambda data: DAMAGE[damage](at, index, data))
+    with contextlib.suppress(errors.Damaged):
+        assert contents(opened(store), one) == good
+    copy(front, opened(store))
+    assert not found_in(opened(store), one) and contents(opened(store), one) == good
+
+
 def test_a_damaged_index_is_named_where_its_files_are_missing(front, store, bucketlike):
     one = copy(front, bucketlike)
-    change(store, one, PACK, lambda data: data[:-9])
-    with pytest.raises(errors.ManifestInvalid, match=f"{PACK} does not end as a pack does"):
+    change(store, one, MANIFESTS, lambda data: data[:-9])
+    with pytest.raises(errors.ManifestInvalid, match=f"{MANIFESTS} does not end as a pack does"):
         Content(opened(store), one)
 
 
 def test_a_lost_pack_is_written_again_under_its_name(front, store):
     one = copied_by_two_nodes(front, store)
-    good = contents(opened(store), one)
-    for pack in (PACK, "pack-00001"):
+    good, names = contents(opened(store), one), objects(store, one).keys()
+    for pack in (PACK, "pack-00001", "pack-00002"):
         obstore.delete(store, f"{layout.folder(one.id)}/{pack}")
         assert {each.kind for each in found_in(opened(store), one)} == {"MissingBlob"}
         copy(front, opened(store))
-        assert objects(store, one).keys() == {PACK, "pack-00001", "COMMIT.json", "VERIFIED.json"}
+        assert objects(store, one).keys() == names
         assert contents(opened(store), one) == good
 
 
 def test_files_of_other_packs_are_found_without_the_index_that_names_all(front, store):
     one = copied_by_two_nodes(front, store)
-    change(store, one, PACK, lambda data: data[:-9])
+    change(store, one, "pack-00002", lambda data: data[:-9])
     listing = opened(store).list(layout.folder(one.id))
-    assert "r00001.safetensors" in listing and "r00000.safetensors" not in listing
+    assert {name for name in listing if name[0] == "r"} == {"r00000.safetensors", "r00001.safetensors"}
     copy(front, opened(store))
     assert not found_in(opened(store), one)
 
 
+def test_an_earlier_layout_with_all_manifests_in_the_first_pack_is_read(front, store):
+    """Until 2026-11 the pack of rank 0 held the manifests of all ranks, and its index named the files of the others."""
+    one = generation_of(front)
+    folder = front / layout.folder(one.id)
+
+    def pack(names: list[str], others: dict[str, PackFiles]) -> tuple[bytes, pack_layout.Places]:
+        places, end = pack_layout.placed([(name, (folder / name).stat().st_size) for name in names])
+        data = b"".join((folder / name).read_bytes().ljust(-(-places[name][1] // 4096) * 4096, b"\0") for name in names)
+        return data + pack_layout.encode_end(places, others, end), places
+
+    second, files = pack(["r00001.safetensors"], {})
+    named = {"pack-00001": PackFiles(length=len(second), files=files)}
+    first, _ = pack(["r00000.safetensors", "r00000.manifest.json", "r00001.manifest.json"], named)
+    records = ((name, (folder / name).read_bytes()) for name in sorted(RECORDS))
+    for name, data in ((PACK, first), ("pack-00001", second), *records):
+        obstore.put(store, f"{layout.folder(one.id)}/{name}", data)
+    assert not found_in(opened(store), one)
+    assert contents(opened(store), one) == contents(access.for_reading(front), one)
+
+
 def test_one_damaged_file_is_mended_as_an_object_of_its_own(front, store, bucketlike):
     one = copy(front, bucketlike)
-    pack, offset = objects(store, one)[PACK], index_of(store, one)[1].files["r00001.safetensors"][0]
-    change(store, one, PACK, lambda data: data[:offset] + bytes([data[offset] ^ 1]) + data[offset + 1 :])
+    pack = objects(store, one)[PACK]
+    flip_in(store, one, "r00001.safetensors")
     with how() as by:
         names = copying.complete(opened(store), [access.for_reading(front)], one, by)
     assert names == ["r00001.safetensors"] and not found_in(opened(store), one)
-    assert objects(store, one).keys() == {PACK, "r00001.safetensors", "COMMIT.json", "VERIFIED.json"}
+    assert objects(store, one).keys() == {PACK, MANIFESTS, "r00001.safetensors", *RECORDS}
     assert objects(store, one)[PACK] == pack
     assert opened(store).list(layout.folder(one.id))["r00001.safetensors"] == objects(store, one)["r00001.safetensors"]
 
@@ -370,6 +408,7 @@ def test_a_missing_file_beside_a_usable_pack_leaves_that_pack(front, store, buck
     for name in ("r00000.safetensors", "r00001.safetensors"):
         obstore.put(store, f"{folder}/{name}", (front / folder / name).read_bytes())
     copy(front, bucketlike)
+    assert objects(store, one).keys() == {PACK, "r00000.safetensors", "r00001.safetensors", *RECORDS}
     manifests = objects(store, one)[PACK]
     obstore.delete(store, f"{folder}/r00000.safetensors")
     copy(front, opened(store))
@@ -384,7 +423,7 @@ def test_a_pack_that_was_written_again_is_read_by_its_own_index(front, store):
     data = (front / folder / "r00001.safetensors").read_bytes()
     lengths = [("r00001.7.safetensors", 5), ("r00001.safetensors", len(data))]
     places, end = pack_layout.placed(lengths)
-    tail = pack_layout.encode_end(places, {}, end, pack_layout.end_bytes(places, ()))
+    tail = pack_layout.encode_end(places, {}, end)
     obstore.put(store, f"{folder}/pack-00001", bytes(4096) + data.ljust(end - 4096, b"\0") + tail)
     assert contents(opened(store), one) == good
 
@@ -392,7 +431,7 @@ def test_a_pack_that_was_written_again_is_read_by_its_own_index(front, store):
 def test_a_reader_sees_what_another_process_has_mended_since(front, store, bucketlike):
     one = copy(front, bucketlike)
     reader, good = opened(store), contents(bucketlike, one)
-    change(store, one, PACK, lambda data: data[:-9])
+    change(store, one, MANIFESTS, lambda data: data[:-9])
     with pytest.raises(errors.Damaged):
         contents(reader, one)
     copy(front, opened(store))
@@ -404,8 +443,7 @@ def test_a_manifest_is_read_from_the_store_in_each_reading(front, store, bucketl
     one = copy(front, bucketlike)
     reader = opened(store)
     assert not found_in(reader, one) and not found_in(reader, one)
-    offset = index_of(store, one)[1].files["r00001.manifest.json"][0] + 40
-    change(store, one, PACK, lambda data: data[:offset] + bytes([data[offset] ^ 1]) + data[offset + 1 :])
+    flip_in(store, one, "r00001.manifest.json", 40)
     assert found_in(reader, one)
 
 
@@ -417,8 +455,7 @@ def test_manifests_of_an_earlier_listing_are_not_used_again(front, store, bucket
     inner.versions = lambda folder: versions  # type: ignore[method-assign]
     reader = PackedTier(inner)
     reader.list(layout.folder(one.id))
-    offset = index_of(store, one)[1].files["r00001.manifest.json"][0] + 40
-    change(store, one, PACK, lambda data: data[:offset] + bytes([data[offset] ^ 1]) + data[offset + 1 :])
+    flip_in(store, one, "r00001.manifest.json", 40)
     assert found_in(reader, one)
 
 
@@ -430,8 +467,7 @@ def test_no_footer_makes_a_reader_fetch_terabytes():
 
 def test_a_scrub_repairs_a_pack_from_another_place(front, store, bucketlike):
     one = copy(front, bucketlike)
-    offset = index_of(store, one)[1].files["r00000.safetensors"][0]
-    change(store, one, PACK, lambda data: data[:offset] + bytes([data[offset] ^ 1]) + data[offset + 1 :])
+    flip_in(store, one, "r00000.safetensors")
     writer = RunWriter(opened(store), Inline())
     writer.mender.sources = [access.for_reading(front)]
     names = writer.mend(one.id, Arena(4 * CHUNK_BYTES, CHUNK_BYTES))
@@ -445,8 +481,7 @@ def test_a_packed_file_is_rebuilt_from_parity(front, store, bucketlike):
     writer.verifier.protect(one, writer.verifier.code, Arena(4 * CHUNK_BYTES, CHUNK_BYTES), lambda: False)  # type: ignore[arg-type]
     assert len([name for name in objects(store, one) if "parity" in name]) == 8
     for name in ("r00001.safetensors", "r00000.manifest.json"):
-        offset = index_of(store, one)[1].files[name][0] + 9
-        change(store, one, PACK, lambda data, at=offset: data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        flip_in(store, one, name, 9)
         assert found_in(opened(store), one)
         mending = RunWriter(opened(store), Inline(), parity="2+2")
         assert mending.mend(one.id, Arena(4 * CHUNK_BYTES, CHUNK_BYTES)) == [name]
@@ -472,7 +507,7 @@ def test_a_packed_generation_is_deleted_with_a_request_for_each_object(front, st
     counted = Counted(store)
     commit.retire(counted.tier, one.id)
     assert not objects(store, one)
-    assert sorted(counted.deleted) == sorted(["COMMIT.json", "GOING.json", "VERIFIED.json", PACK, "pack-00001"])
+    assert sorted(counted.deleted) == sorted([*RECORDS, "GOING.json", PACK, "pack-00001", "pack-00002"])
 
 
 def test_names_in_packs_are_taken(front, store, bucketlike):
@@ -499,17 +534,21 @@ def test_a_pack_is_read_whatever_its_first_read_has_fetched(front, store, monkey
     assert contents(opened(store), one) == good, "the manifests are read one by one"
 
 
-def test_the_reserved_end_has_room_for_every_index():
-    names = [f"r{rank:05d}.safetensors" for rank in range(300)]
-    own, end = pack_layout.placed([(name, 10**12) for name in names[:9]])
+def test_other_packs_are_left_out_of_an_index_that_became_too_long(monkeypatch):
     packs = {
-        pack_layout.pack_name(rank): PackFiles(length=10**18, files={name: (0, 10**18)})
-        for rank, name in enumerate(names[9:], 9)
+        pack_layout.pack_name(rank): PackFiles(length=10**18, files={f"r{rank:05d}.safetensors": (0, 10**18 - 4096)})
+        for rank in range(300)
     }
-    length = pack_layout.end_bytes(own, names[9:])
-    data = pack_layout.encode_end(own, packs, end, length)
-    at = pack_layout.decode_footer(data, end + length, "pack")
-    assert len(data) == length and pack_layout.decode_index(data[: at.length], at, "pack").others == packs
+    own, end = pack_layout.placed([("r00000.manifest.json", 100)])
+    found = list[int]()
+    for limit in (1 << 20, 1 << 12):
+        monkeypatch.setattr(pack_layout, "PACK_END_LIMIT_BYTES", limit)
+        data = pack_layout.encode_end(own, packs, end)
+        at = pack_layout.decode_footer(data, end + len(data), "pack")
+        index = pack_layout.decode_index(data[: at.length], at, "pack")
+        assert len(data) % 4096 == 0 and index.files == own
+        found.append(len(index.others))
+    assert found == [300, 0]
 
 
 @pytest.mark.slow
@@ -521,7 +560,7 @@ def test_all_manifests_are_read_by_one_listing_and_one_range(front, bucket, prox
     assert len(commit.read_manifests(tier, one)) == 2
     sent = proxy.requests
     assert [each.method for each in sent] == ["GET", "GET"]
-    assert "list-type" in sent[0].target and sent[1].target.partition("?")[0].endswith(PACK)
+    assert "list-type" in sent[0].target and sent[1].target.partition("?")[0].endswith(MANIFESTS)
     proxy.clear()
     assert len(commit.read_manifests(tier, one)) == 2 and len(proxy.requests) == 2, "and again"
 
@@ -531,7 +570,7 @@ def test_a_run_of_ranks_is_copied_into_a_bucket_and_back_byte_for_byte(front, bu
     assert call_json("copy", str(front), bucket)[0] == 0
     store = object_store.opened(bucket, object_store.DEADLINES)
     for step in (2, 4):
-        assert objects(store, generation_of(front, step)).keys() == {PACK, "COMMIT.json", "VERIFIED.json"}
+        assert objects(store, generation_of(front, step)).keys() == {PACK, MANIFESTS, *RECORDS}
     assert digests(bucket) == digests(str(front))
     assert call_json("verify", bucket)[0] == 0
     assert call_json("copy", bucket, str(tmp_path / "back"))[0] == 0
@@ -545,8 +584,7 @@ def test_a_run_of_ranks_is_copied_into_a_bucket_and_back_byte_for_byte(front, bu
 def test_commands_repair_and_delete_packs_in_a_bucket(front, bucket, call_json):
     assert call_json("copy", str(front), bucket)[0] == 0
     one, store = generation_of(front), object_store.opened(bucket, object_store.DEADLINES)
-    offset = index_of(store, one)[1].files["r00001.safetensors"][0]  # type: ignore[arg-type]
-    change(store, one, PACK, lambda data: data[:offset] + bytes([data[offset] ^ 1]) + data[offset + 1 :])  # type: ignore[arg-type]
+    flip_in(store, one, "r00001.safetensors")
     assert call_json("verify", bucket, "4")[0] == 4
     assert call_json("repair", bucket, "--from", str(front))[0] == 0
     assert call_json("verify", bucket, "4")[0] == 0 and digests(bucket) == digests(str(front))
@@ -562,9 +600,107 @@ def test_a_flipped_bit_in_the_front_is_not_packed(front, store, bucketlike):
     assert not objects(store, one)
 
 
-def test_no_pack_is_wanted_on_a_disk(front, tmp_path):
-    with access.for_writing(str(tmp_path / "other"), "atomic_dirsync") as tier:
-        assert not pack_copies.wanted(tier, [access.for_reading(front)], generation_of(front))
+# ---- directories -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def in_memory(memory: Path) -> Tier:
+    """The run in memory."""
+    shutil.copytree(GOLDEN, memory / "run")
+    return access.for_reading(f"memory://{memory}/run")
+
+
+@contextlib.contextmanager
+def home(tmp_path: Path) -> Iterator[Tier]:
+    with access.for_writing(str(tmp_path / "home"), "atomic_dirsync") as tier:
+        yield tier
+
+
+def copy_to(target: Tier, source: Tier) -> Generation:
+    one = next(one for at, one in commit.survey(source).generations.items() if at.step == 4)
+    with how() as by:
+        copying.complete(target, [source], one, by)  # type: ignore[arg-type]
+    return one
+
+
+def names_in(tmp_path: Path, one: Generation) -> set[str]:
+    return {path.name for path in (tmp_path / "home" / layout.folder(one.id)).iterdir()}
+
+
+def test_what_memory_holds_of_several_ranks_is_two_files_in_a_directory(tmp_path, in_memory):
+    with home(tmp_path) as target:
+        one = copy_to(target, in_memory)
+    assert names_in(tmp_path, one) == {PACK, MANIFESTS, *RECORDS}
+    tier = access.for_reading(tmp_path / "home")
+    assert contents(tier, one) == contents(in_memory, one) and not found_in(tier, one)
+    assert app.main(["verify", str(tmp_path / "home")]) == 0
+
+
+def test_a_copy_from_another_directory_keeps_its_files(front, tmp_path):
+    with home(tmp_path) as target:
+        one = copy_to(target, access.for_reading(front))
+    assert {name for name in names_in(tmp_path, one) if name[0] == "r"} == {
+        path.name for path in (front / layout.folder(one.id)).iterdir() if path.name[0] == "r"
+    }
+
+
+@pytest.mark.parametrize("pack", [PACK, MANIFESTS])
+@pytest.mark.parametrize("damage", ["cut", "flipped", "lost", "of zeros"])
+def test_a_damaged_pack_in_a_directory_is_mended_from_memory(tmp_path, in_memory, pack, damage):
+    with home(tmp_path) as target:
+        one = copy_to(target, in_memory)
+    file = tmp_path / "home" / layout.folder(one.id) / pack
+    data = file.read_bytes()
+    if damage == "lost":
+        file.unlink()
+    else:
+        file.write_bytes({"cut": data[:-9], "flipped": b"?" + data[1:], "of zeros": bytes(len(data))}[damage])
+    assert found_in(access.for_reading(tmp_path / "home"), one)
+    with home(tmp_path) as target:
+        copy_to(target, in_memory)
+    tier = access.for_reading(tmp_path / "home")
+    assert not found_in(tier, one) and contents(tier, one) == contents(in_memory, one)
+    assert not any(name.endswith(".tmp") for name in names_in(tmp_path, one))
+
+
+def test_a_reader_of_a_directory_sees_a_pack_that_changed(tmp_path, in_memory):
+    """No version tells that a file of a directory was written again."""
+    with home(tmp_path) as target:
+        one = copy_to(target, in_memory)
+    reader = access.for_reading(tmp_path / "home")
+    assert not found_in(reader, one)
+    file = tmp_path / "home" / layout.folder(one.id) / MANIFESTS
+    file.write_bytes(bytes(file.stat().st_size))
+    assert found_in(reader, one)
+
+
+def test_two_processes_never_replace_the_pack_of_each_other(tmp_path, in_memory, monkeypatch):
+    """A rank of a job whose coordinator has died may still pack the files of its node while an agent packs all."""
+    real = Disk.name_finished
+
+    def late(disk: Disk, name: str, by: str) -> None:
+        monkeypatch.setattr(Disk, "name_finished", real)
+        with home(tmp_path / "first") as other, ThreadPoolExecutor(1) as process:
+            process.submit(copy_to, other, in_memory).result()  # another writer of the same directory comes first
+        real(disk, name, by)
+
+    monkeypatch.setattr(access, "Lock", lambda path, mark=b"": io.BytesIO())
+    (tmp_path / "home").mkdir()
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "home").symlink_to(tmp_path / "home")
+    monkeypatch.setattr(Disk, "name_finished", late)
+    with home(tmp_path) as target, pytest.raises(errors.NameTaken):
+        copy_to(target, in_memory)
+    one = next(one for at, one in commit.survey(in_memory).generations.items() if at.step == 4)
+    assert names_in(tmp_path, one) == {PACK, MANIFESTS, *RECORDS}
+    assert not found_in(access.for_reading(tmp_path / "home"), one)
+
+
+def test_retention_removes_packs_from_a_directory(tmp_path, in_memory):
+    with home(tmp_path) as target:
+        one = copy_to(target, in_memory)
+        commit.retire(target, one.id)
+    assert not (tmp_path / "home" / layout.folder(one.id)).exists()
 
 
 class Failing(Objects):

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from lastgood.run import agent_link
+from lastgood.run import agent_link, agent_messages
 
 LIMIT_SECONDS = 60.0
 
@@ -40,7 +40,7 @@ def answers(folder: Path) -> bool:
     return state(folder) is not None
 
 
-def state(folder: Path) -> agent_link.Answer | None:
+def state(folder: Path) -> agent_messages.Answer | None:
     """The state of the agent of a folder; None if there is none that answers."""
     with contextlib.suppress(OSError, ValueError):
         return agent_link.status(str(folder))

@@ -208,6 +208,14 @@ def memory(out: Out, place: Place = None, scale: Scale = 1.0, rounds: Rounds = 5
 
 
 @app.command()
+def peer(out: Out, place: Place = None, scale: Scale = 1.0, rounds: Rounds = 5, as_json: Json = False) -> Answer:
+    """Time a restore from the memory of another node, beside one TCP stream of the same bytes."""
+    from . import peer_restore as bench
+
+    return _measured(bench, bench.Options(out, place, scale, rounds), out)
+
+
+@app.command()
 def tensors(
     out: Out,
     place: Place = None,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import lastgood
-from lastgood.run import agent_link, memory_place
+from lastgood.run import agent_link, agent_messages, memory_place
 
 from .durable import of_contender, ratios
 from .journal import Journal, rotated
@@ -64,7 +64,7 @@ def _agents_ended(place: Path) -> Iterator[None]:
         folder = memory_place.folder_of(place / MEMORY)
         with contextlib.suppress(OSError, ValueError), contextlib.closing(agent_link.connected(folder)) as connection:
             connection.settimeout(600)
-            agent_link.asked(connection, agent_link.Request(protocol=agent_link.PROTOCOL, call="end"))
+            agent_link.asked(connection, agent_messages.Request(protocol=agent_link.PROTOCOL, call="end"))
 
 
 def _opened(trained: Workload, place: Path, name: str) -> lastgood.Checkpointer:

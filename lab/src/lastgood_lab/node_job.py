@@ -19,7 +19,8 @@ from lastgood.policy.retention import Keep
 from lastgood.records import Generation, GenerationId
 from lastgood.run import node_copies, node_opening
 from lastgood.run.access import LOCK
-from lastgood.run.agent_link import AgentLink, NodeLinks, Serve
+from lastgood.run.agent_link import AgentLink, NodeLinks
+from lastgood.run.agent_messages import Serve
 from lastgood.run.candidates import Candidates
 from lastgood.run.copying import Copying, complete
 from lastgood.run.follower import Follower

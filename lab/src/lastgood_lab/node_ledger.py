@@ -4,8 +4,8 @@ a COMMIT              has the bytes of every other COMMIT of its generation; eve
 a COMMIT in the home  has every file beside it, with the bytes that its rank has sealed
 a file of a rank      never changes while COMMIT and its manifest are beside it, and goes after all COMMITs
 an agent              removes no COMMIT, and accepts no file of a generation without one
-a removal             leaves the newest generation that can be restored, or a newer one. A machine may die while requests
-                      to remove are on their way; then only what had copies counts
+a removal             leaves the newest generation that can be restored, or a newer one. If a machine dies while
+                      requests to remove are on their way, only what had copies counts
 a death               leaves it too, if its copies were reported, and no more nodes died than these survive
 """
 

@@ -16,7 +16,7 @@ from lastgood.errors import LastgoodError, NothingGood
 from lastgood.format import layout
 from lastgood.records import GenerationId
 from lastgood.run import node_opening
-from lastgood.run.agent_link import AgentSpec, CopyTo
+from lastgood.run.agent_messages import AgentSpec, CopyTo
 from lastgood.run.known import Environment, KnownRun
 from lastgood.run.node_disks import FileRequest, NodeDisks, NodeFiles, Nodes
 

@@ -23,8 +23,8 @@ from ..policy.places import lacking, merged
 from ..policy.retention import Keep
 from ..ports import Mendable, Tier
 from ..records import Generation, intact
-from ..run import access, copying, paths
-from ..run.agent_link import AgentSpec, CopyTo
+from ..run import access, copying, pack_copies, paths
+from ..run.agent_messages import AgentSpec, CopyTo
 from ..run.reader import read_all
 
 PARTS = 3
@@ -129,9 +129,13 @@ def _copied_with(memory: Tier, target: Mendable, one: Generation, how: copying.C
     here = memory.list(folder)
     mine = [seal for seal in one.commit.seals if seal.manifest in here]
     ranks = [seal.rank for seal in mine]
-    copying.copy_files(target, [memory], one, ranks, how)
-    for seal in mine:
-        target.put_new(f"{folder}/{seal.manifest}", sealed.record_bytes([memory], one, seal))
+    if pack_copies.wanted(target, [memory], one):
+        copying.pack_files(target, [memory], one, ranks, how)
+        copying.pack_manifests(target, [memory], one, mine, how)
+    else:
+        copying.copy_files(target, [memory], one, ranks, how)
+        for seal in mine:
+            target.put_new(f"{folder}/{seal.manifest}", sealed.record_bytes([memory], one, seal))
     there = target.list(folder)
     lacks = [seal.manifest for seal in one.commit.seals if seal.manifest not in there]
     if lacks:  # guard: commit-copied-after-all-nodes

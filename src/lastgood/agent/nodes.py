@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from ..errors import LastgoodError
 from ..format import commit
-from ..run.agent_link import Send, Serve
+from ..run.agent_messages import Send, Serve
 from ..run.peers import PeerNode, Peers, PeerTable
 from ..storage.directory import Disk
 from ..wire import nixl

@@ -34,18 +34,8 @@ from ..io.files import Lock, PosixFiles
 from ..io.memory_files import MemoryFiles
 from ..records import Finding, prepare
 from ..run import access, memory_place, paths
-from ..run.agent_link import (
-    LINGER_SECONDS,
-    LOCK,
-    MESSAGE_LIMIT_BYTES,
-    PROTOCOL,
-    SPEC,
-    Answer,
-    Request,
-    listening,
-    read_spec,
-    user_of,
-)
+from ..run.agent_link import LINGER_SECONDS, LOCK, MESSAGE_LIMIT_BYTES, PROTOCOL, SPEC, listening, read_spec, user_of
+from ..run.agent_messages import Answer, Request
 from ..run.lower_place import PAUSES_SECONDS, pause_seconds
 from ..run.peers import PeerTable
 from ..storage.directory import Disk

@@ -21,7 +21,7 @@ from ..limits import CHUNK_BYTES, EXAMINATION_CHUNKS, WORKERS
 from ..ports import Mendable, Tier
 from ..records import Finding, Generation
 from ..run import access, copying
-from ..run.agent_link import Work
+from ..run.agent_messages import Work
 from ..run.peers import Peers
 from ..run.reader import read_all
 from ..storage.directory import Disk
@@ -108,5 +108,6 @@ def _on(target: Tier, memory: Disk, generation: Generation, work: Work, stopped:
         how = copying.Copying(Arena(EXAMINATION_CHUNKS * CHUNK_BYTES, CHUNK_BYTES), workers, stop=stopped.is_set)
         if work.task == "read":
             return read_all(target, generation, how.arena, workers, how.stop, of=work.of)
-        copying.copy_files(cast(Mendable, target), [memory], generation, work.of, how)
+        act = copying.pack_files if work.task == "pack" else copying.copy_files
+        act(cast(Mendable, target), [memory], generation, work.of, how)
         return []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
 
 import typer
@@ -11,13 +12,19 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ..agent.server import serve
+from ..engine.arena import Arena
 from ..errors import NotARun, TierDown
-from ..run import agent_link, memory_place, paths
+from ..format import commit
+from ..limits import CHUNK_BYTES, WORKERS
+from ..policy.retention import Keep
+from ..run import access, agent_link, agent_messages, memory_place, node_staging, paths
+from ..run.file_copies import Copying
 from ..units import size
 from .answer import Answer
-from .arguments import Json, Run
-from .terminal import clean
-from .texts import new_table, plural
+from .arguments import AnyStep, Json, Run, ranks_of
+from .selection import pick
+from .terminal import clean, progress
+from .texts import named, new_table, plural
 
 agent = typer.Typer(
     help="Agents keep saves in memory when the training process ends, and copy them.", no_args_is_help=True
@@ -62,6 +69,39 @@ def run(
     return Answer({"folder": folder, "removed": not kept}, Text(f"{folder}: {text}"))
 
 
+@agent.command("stage")
+def stage(
+    run: Run,
+    step: AnyStep = None,
+    ranks: Annotated[
+        str,
+        typer.Option("--ranks", metavar="A-B", help="Only what these ranks wrote, such as 8-15. Default: all."),
+    ] = "",
+    from_place: Annotated[
+        str, typer.Option("--from", metavar="PLACE", help="Another place of the run, which is read instead of RUN.")
+    ] = "",
+    as_json: Json = False,
+) -> Answer:
+    """Put a generation of RUN into the memory of this node, for a start that may come: a node in reserve, for example.
+
+    RUN is the last place of a run that is saved to memory. The next start on this node reads from memory what is there.
+    Run it again to bring in a newer generation. The memory is kept until a start, or until it is freed with
+    `lastgood agent run RUN --linger 0`.
+    """
+    tier = access.for_reading(from_place or run)
+    generation = pick(commit.survey(tier), step)
+    of = ranks_of(ranks) if ranks else None
+    keep = agent_messages.CopyTo(url=paths.parsed(run).url, keep=Keep())
+    with (
+        ThreadPoolExecutor(WORKERS, "lastgood-stage") as workers,
+        progress("staging", generation.bytes) as count_bytes,
+    ):
+        how = Copying(Arena(WORKERS * CHUNK_BYTES, CHUNK_BYTES), workers, count_bytes)
+        folder = node_staging.stage(tier, run, generation, of, keep, how)
+    data = {"folder": folder, **named(generation.id), "bytes": _bytes_of(folder)}
+    return Answer(data, Text(f"{folder} has step {generation.id.step}, {size(data['bytes'])} in memory"))
+
+
 @agent.command("stop")
 def stop(run: Run, as_json: Json = False) -> Answer:
     """Copy what only this node has of RUN to the places below, and end the agent. Memory is removed then.
@@ -80,7 +120,7 @@ def stop(run: Run, as_json: Json = False) -> Answer:
     with contextlib.closing(connection):
         connection.settimeout(None)  # copies take as long as they take
         try:
-            answer = agent_link.asked(connection, agent_link.Request(protocol=agent_link.PROTOCOL, call="end"))
+            answer = agent_link.asked(connection, agent_messages.Request(protocol=agent_link.PROTOCOL, call="end"))
         except (OSError, ValueError) as error:
             raise TierDown(f"the agent of {folder} ended without an answer: {error}", safe="", todo="") from error
     if answer.error:

@@ -73,6 +73,17 @@ def fraction(text: str) -> float:
     return number
 
 
+def ranks_of(text: str) -> list[int]:
+    """Ranks such as 3, 0-7 or 0-3,8."""
+    found = list[int]()
+    for part in text.split(","):
+        numbers = re.fullmatch(r"\s*(\d{1,8})\s*(?:-\s*(\d{1,8})\s*)?", part)
+        if not numbers or int(numbers[2] or numbers[1]) < int(numbers[1]):
+            raise typer.BadParameter(f"{text!r} names no ranks: give 3, 0-7 or 0-3,8.")
+        found += range(int(numbers[1]), int(numbers[2] or numbers[1]) + 1)
+    return sorted(set(found))
+
+
 def require_suffix(path: str, suffixes: tuple[str, ...]) -> None:
     """Raise BadParameter for a path that ends in none of `suffixes`."""
     if not path.endswith(suffixes):

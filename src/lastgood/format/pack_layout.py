@@ -1,4 +1,4 @@
-"""A pack: one object that holds several files of a generation. Names and offsets, bytes <-> its index (pure).
+"""A pack: one object or file that holds several files of a generation. Names and offsets, bytes <-> its index (pure).
 
     offset 0       the files, each from a multiple of 4096 on, zeros between them: tensor files, then manifests
     `index`        the index, a record in its envelope (layout.py), then zeros
@@ -27,7 +27,6 @@ FOOTER_BYTES = _FOOTER.size
 _PACK = re.compile(r"pack-[0-9]{5,8}")
 _MANIFEST = re.compile(r"r[0-9]{5,8}\.manifest\.json")
 _TENSORS = re.compile(r"r[0-9]{5,8}(\.[0-9]+)?\.safetensors")
-_WIDEST_RANK, _WIDEST_NUMBER = 10**7, 2**63 - 1
 
 Places = dict[str, tuple[int, int]]
 """file -> offset in the pack and length, in bytes"""
@@ -47,7 +46,7 @@ class PackIndex(Record, frozen=True, kw_only=True):
     format: int
     files: Places
     others: dict[str, PackFiles]
-    """the other packs of the generation, in the index of the pack that is written last"""
+    """the other packs of the generation, in the index of a pack of manifests, which is written last"""
 
 
 class Footer(NamedTuple):
@@ -88,32 +87,20 @@ def placed(files: Iterable[tuple[str, int]]) -> tuple[Places, int]:
     return places, end
 
 
-def end_bytes(own: Iterable[str], others: Iterable[str]) -> int:
-    """The bytes to reserve for index and footer, before the offsets of the files in other packs are known.
+def encode_end(files: Places, others: Mapping[str, PackFiles], start: int) -> bytes:
+    """The end of a pack, which begins at `start`: the index, zeros up to a whole page, and the footer.
 
-    `own`: the files of this pack. `others`: those that other packs may hold.
-    """
-    widest = _WIDEST_NUMBER, _WIDEST_NUMBER
-    packs = {
-        pack_name(_WIDEST_RANK + number): PackFiles(length=_WIDEST_NUMBER, files={name: widest})
-        for number, name in enumerate(others)
-    }
-    index = PackIndex(format=layout.FORMAT, files=dict.fromkeys(own, widest), others=packs)
-    return round_up(len(layout.encode(index)) + FOOTER_BYTES)
-
-
-def encode_end(files: Places, others: Mapping[str, PackFiles], start: int, length: int) -> bytes:
-    """The last `length` bytes of a pack, which begin at `start`: the index, zeros, and the footer.
-
-    Other packs that do not fit are left out: readers then read their own indices.
+    `others`: packs that are complete. They are left out if the end were longer than readers accept: then these read the
+    index of each pack.
     """
     data = b""
     for named in (dict(others), {}):
         data = layout.encode(PackIndex(format=layout.FORMAT, files=files, others=named))
-        if len(data) + FOOTER_BYTES <= length:
+        if len(data) + FOOTER_BYTES <= PACK_END_LIMIT_BYTES:
             break
     records = min((offset for name, (offset, _) in files.items() if is_manifest(name)), default=start)
-    return data + bytes(length - len(data) - FOOTER_BYTES) + _FOOTER.pack(MAGIC, records, start, len(data))
+    filled = data.ljust(round_up(len(data) + FOOTER_BYTES) - FOOTER_BYTES, b"\0")
+    return filled + _FOOTER.pack(MAGIC, records, start, len(data))
 
 
 def decode_footer(data: bytes | bytearray | memoryview, length: int, where: str) -> Footer:

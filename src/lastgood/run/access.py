@@ -89,7 +89,7 @@ def for_reading(path: str | os.PathLike[str]) -> Tier:
     if place.kind == "memory":
         return directory_tier(place, "atomic_dirsync")
     files = PosixFiles()  # reads without direct I/O: only a write could find out whether it is supported
-    return slots(files, root) if in_slots else Disk(files, root)
+    return slots(files, root) if in_slots else PackedTier(Disk(files, root))
 
 
 def slots(files: Files, root: str, *, in_flight: int = 1, direct: bool = False, several: bool = False) -> Slots:
@@ -153,7 +153,8 @@ def for_writing(
     lock = _locked_place(place, of_agent=agent_order is not None)
     try:
         if not in_slots:
-            yield directory_tier(place, mode, spill)
+            disk = directory_tier(place, mode, spill)
+            yield disk if place.kind == "memory" else PackedTier(disk)
             return
         files = MappedFiles(root) if persist == "mmap" else PosixFiles()
         tier = slots(files, root, in_flight=in_flight, direct=_supports_direct_io(root), several=several)
@@ -185,7 +186,8 @@ def for_sharing(path: str | os.PathLike[str], mode: WriteMode, spill: str | None
             safe="Nothing was touched.",
             todo="All ranks must see the same directory: mount it on every node.",
         )
-    yield directory_tier(place, mode, spill, shared=True)
+    disk = directory_tier(place, mode, spill, shared=True)
+    yield disk if kind == "memory" else PackedTier(disk)
 
 
 def directory_tier(place: paths.Place, mode: WriteMode, spill: str | None = None, shared: bool = False) -> Disk:

@@ -30,126 +30,31 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import msgspec
 
 from .. import reporting
 from ..errors import Cancelled, LastgoodError, PeerDown
 from ..format import layout
-from ..policy.retention import Keep
-from ..records import Finding, GenerationId, Record
-from ..storage.directory import Disk
+from ..ports import Mendable
 from . import paths
-from .peers import PeerNode, PeerOrder, Peers, PeerTable, StripeOrder
+from .agent_messages import AgentSpec, Answer, Request, Send, Serve, Work
+from .peers import Peers, PeerTable
 
-PROTOCOL = 2
+PROTOCOL = 3
 """The version of the messages. An agent of another version is ended, and a new one is started."""
 SOCKET, LOCK, LOG, SPEC = "agent.sock", "agent.lock", "agent.log", "AGENT.json"
 MESSAGE_LIMIT_BYTES = 1 << 20
 ATTACH_SECONDS = 10.0
 """How long an agent may take to stop a copy. After that it is killed."""
 START_SECONDS = 60.0
+LIVED_SECONDS = 5.0
+"""An agent that has lived longer is replaced at once. The sooner one ends after another, the less often it is tried."""
 POLL_SECONDS = 0.2
 SEND_SECONDS = 600.0
 """How long an agent may take to send the files of one generation."""
 LINGER_SECONDS = 600.0
 """How long an agent keeps memory in which everything is copied, for the next training process."""
-
-
-class CopyTo(Record, frozen=True, kw_only=True):
-    """A place to which generations are copied. `keep`: which it keeps beside the newest."""
-
-    url: str
-    keep: Keep
-
-
-class AgentSpec(Record, frozen=True, kw_only=True):
-    """What an agent needs to know of a run. `order`: the highest claim that its trainers have made in object stores.
-
-    `spill`: the folder of files that did not fit into memory; None: there is none.
-    """
-
-    format: int
-    places: list[CopyTo]
-    order: int
-    spill: str | None
-
-
-class Serve(Record, frozen=True, kw_only=True):
-    """How an agent is to serve the other nodes of a job. `job`, `key`: as in `PeerTable`. `node`: name of this node.
-
-    `host`: the address at which it listens. `port`: as before, or 0: a free one. `wire`: what carries the bytes.
-    """
-
-    job: str
-    key: str
-    node: str
-    host: str
-    port: int
-    wire: str = "sockets"
-
-
-class Send(Record, frozen=True, kw_only=True):
-    """Files of a generation that an agent is to send to other nodes."""
-
-    at: GenerationId
-    orders: list[PeerOrder]
-
-
-Task = Literal["read", "copy", "parity", "rebuild"]
-
-
-class Work(Record, frozen=True, kw_only=True):
-    """Files of a generation that an agent is to read and verify, or to copy from its folder to a place.
-
-    `root`: of the generation, as the training process knows it. `place`: where it is done; "": in its folder. `of`: the
-    ranks that wrote the files; None: all. "parity": write the files of `stripes`. "rebuild": make the files of `of`
-    whole here, from what the other `nodes` have.
-    """
-
-    at: GenerationId
-    root: str
-    task: Task
-    place: str
-    of: list[int] | None
-    stripes: list[StripeOrder] = msgspec.field(default_factory=list)
-    nodes: list[PeerNode] = msgspec.field(default_factory=list)
-
-
-class Request(Record, frozen=True, kw_only=True):
-    """What a process asks of an agent.
-
-    "attach": until the connection ends, a training process has the run open. "status": nothing. "serve": listen for the
-    agents of other nodes. "send": send files to them. "peers": to whom files were sent. "work": a `Work`. "end": copy
-    everything, remove the memory, and end.
-    """
-
-    protocol: int
-    call: Literal["attach", "status", "serve", "send", "peers", "work", "end"]
-    serve: Serve | None = None
-    send: Send | None = None
-    work: Work | None = None
-
-
-class Answer(Record, frozen=True, kw_only=True):
-    """The state of an agent; with `error`, why it does not do what was asked."""
-
-    protocol: int
-    process: int
-    attached: int
-    """connections of training processes"""
-    missing: list[str]
-    """what is here and not in a place below, after the last attempt to copy it"""
-    copying: bool = False
-    """whether it copies, or is about to"""
-    port: int = 0
-    """where it listens for other nodes; 0: it does not"""
-    peers: PeerTable | None = None
-    """after the call "peers": the nodes to which it was asked to send files, and the key of their agents; None: none"""
-    error: str = ""
-    findings: list[Finding] = msgspec.field(default_factory=list)
-    """of the files that it was asked to read"""
 
 
 @dataclass
@@ -174,8 +79,10 @@ class AgentLink:
         self._url, self._folder = url, paths.parsed(url).root
         self._connection: socket.socket | None = None
         self._serve: Serve | None = None
-        self._attempts = 0
-        """how often this process has found no agent"""
+        self._missed = 0
+        """how often this process has found no agent, since one has lived for LIVED_SECONDS"""
+        self._started = 0
+        self._attached_at = 0.0
         os.register_at_fork(after_in_child=self.close)  # guard: link-not-inherited-by-fork
 
     def attach(self) -> bool:
@@ -194,18 +101,16 @@ class AgentLink:
                 self._serve = None
                 reporting.warning(f"the agent of {self._folder} does not serve other nodes: {problem}")
             connection.setblocking(False)  # with a timeout Python would wait for it in each call
-            self._connection = connection
+            self._connection, self._attached_at = connection, time.monotonic()
             return True
         reporting.warning(f"the agent of {self._folder} is replaced: {error}")
         kill(connection)  # guard: silent-agent-killed
         connection.close()
         return False
 
-    def start(self, disk: Disk, spec: AgentSpec) -> None:
+    def start(self, disk: Mendable, spec: AgentSpec) -> None:
         """Write what the agent is to know, and start it unless it runs. Raises what writing raises."""
-        disk.delete(SPEC + ".new")
-        disk.put_new(SPEC + ".new", layout.encode(spec))
-        disk.replace(SPEC, SPEC + ".new")  # an agent never finds none, or half of one
+        write_spec(disk, spec)
         self.check()
 
     def check(self) -> None:
@@ -214,17 +119,19 @@ class AgentLink:
             if not _has_ended(self._connection):
                 return
             self.close()
+            if time.monotonic() - self._attached_at > LIVED_SECONDS:
+                self._missed = 0  # guard: lived-agent-replaced-at-once
         if self.attach():
             return
-        self._attempts += 1
-        if not reporting.is_reported(self._attempts):
+        self._missed += 1
+        if not reporting.is_reported(self._missed):
             return
-        problem = started(self._url)
-        if not problem and self.attach() and self._attempts == 1:
+        problem, self._started = started(self._url), self._started + 1
+        if not problem and self.attach() and self._started == 1:
             return
         what = f": {problem}" if problem else "" if self._connection else " and cannot be reached"
         reporting.warning(
-            f"the agent of {self._folder} was started {self._attempts} times{what}. The run goes on; the next "
+            f"the agent of {self._folder} was started {self._started} times{what}. The run goes on; the next "
             f"opening of the run copies what only this node has. {LOG} in that folder may say more."
         )
 
@@ -439,6 +346,13 @@ def started(url: str) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     return "" if ended.returncode == 0 else f"it ended with status {ended.returncode}"
+
+
+def write_spec(disk: Mendable, spec: AgentSpec) -> None:
+    """Write what the agent of a folder is to know. Raises what writing raises."""
+    disk.delete(SPEC + ".new")
+    disk.put_new(SPEC + ".new", layout.encode(spec))
+    disk.replace(SPEC, SPEC + ".new")  # an agent never finds none, or half of one
 
 
 def read_spec(folder: str) -> AgentSpec | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from concurrent.futures import Executor
+from typing import Literal
 
 from .. import reporting
 from ..engine.arena import Arena
@@ -15,8 +16,9 @@ from ..format import layout
 from ..ports import Tier
 from ..records import Finding, Generation
 from ..storage.directory import Disk
-from . import agent_link, paths, reader
-from .agent_link import PROTOCOL, Answer, Request, Work
+from . import agent_link, agent_messages, paths, reader
+from .agent_link import PROTOCOL
+from .agent_messages import Answer, Request, Work
 
 Stop = Callable[[], bool]
 
@@ -41,15 +43,23 @@ class AgentWork:
         answer = self._done("read", tier, generation, of, stop)
         return reader.read_all(tier, generation, arena, workers, stop, of=of) if answer is None else answer.findings
 
-    def copy(self, target: Tier, generation: Generation, of: Collection[int] | None, stop: Stop) -> bool:
-        """As `copying.copy_files` from the memory of this node. Returns False if this process has to copy.
+    def copy(
+        self,
+        target: Tier,
+        generation: Generation,
+        of: Collection[int] | None,
+        stop: Stop,
+        task: Literal["copy", "pack"] = "copy",
+    ) -> bool:
+        """As `copying.copy_files` or `copying.pack_files`, from the memory of this node. Returns False if this process
+        has to do it.
 
         `of`: the ranks that wrote the files; None: all ranks. Raises Cancelled once `stop()` is true.
         """
-        return self._done("copy", target, generation, of, stop) is not None
+        return self._done(task, target, generation, of, stop) is not None
 
     def _done(
-        self, task: agent_link.Task, tier: Tier, generation: Generation, of: Collection[int] | None, stop: Stop
+        self, task: agent_messages.Task, tier: Tier, generation: Generation, of: Collection[int] | None, stop: Stop
     ) -> Answer | None:
         own = self._own
         if own is None or (of is not None and not of) or not _lies_in(own, generation, of):

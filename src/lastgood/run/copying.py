@@ -4,7 +4,7 @@ A place that lacks the generation gets a copy. A place whose copy is damaged is 
 
     tensor files, chunk by chunk, verified -> manifests -> COMMIT -> labels -> read again -> VERIFIED
 
-In an object store many small files are put into packs (pack_copies.py).
+In an object store, and in a directory behind memory, the files of several ranks are put into packs (pack_copies.py).
 
 Invariants
   1. A generation exists at the target only after every file of it is durable there, as after a save (format/commit.py).
@@ -16,17 +16,16 @@ Invariants
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal, Protocol
 
 from ..engine.read_file import RankFiles
 from ..errors import Damaged, Refused
 from ..format import commit, layout, sealed
 from ..ports import Mendable, Tier
-from ..records import Blob, Finding, Generation, GenerationId, Manifest, RunHeader, intact
+from ..records import Blob, Finding, Generation, GenerationId, Manifest, RunHeader, Seal, intact
 from . import pack_copies
 from .file_copies import Copying as Copying
 from .file_copies import reads_back, write
@@ -125,13 +124,13 @@ def complete(
     others = others or Nobody()
     mine, packed = others.own_part(generation), pack_copies.wanted(target, sources, generation)
     others.ask(generation, "pack" if packed else "copy")
-    with contextlib.ExitStack() as pack:
-        if packed:
-            part = others.packed_part(generation)
-            written = pack.enter_context(pack_files(target, sources, generation, part, copying, with_manifests=True))
-        else:
-            written = copy_files(target, sources, generation, mine, copying)
-        others.answers()  # guard: commit-copied-after-all-parts
+    if packed:
+        written = pack_files(target, sources, generation, others.packed_part(generation), copying)
+    else:
+        written = copy_files(target, sources, generation, mine, copying)
+    others.answers()  # guard: commit-copied-after-all-parts
+    if packed:
+        written += pack_manifests(target, sources, generation, generation.commit.seals, copying)
     written += commit.copy_records(sources, target, generation)
     others.ask(generation, "read")
     findings = copying.agent.read_all(target, generation, copying.arena, copying.workers, copying.stop, mine)
@@ -161,33 +160,27 @@ def copy_files(
     return [blob.name for one, blob in files if _complete_blob(target, sources, generation.id, one, blob, copying)]
 
 
-@contextlib.contextmanager
 def pack_files(
-    target: Mendable,
-    sources: Sequence[Tier],
-    generation: Generation,
-    of: Collection[int] | None,
-    copying: Copying,
-    with_manifests: bool,
-) -> Iterator[list[str]]:
-    """As `copy_files`, with the files that are missing at the target in one pack. It is there once the block has ended.
-
-    `with_manifests`: whether the missing manifests of all ranks are in it too. Yields the names of what is written.
-    """
+    target: Mendable, sources: Sequence[Tier], generation: Generation, of: Collection[int] | None, copying: Copying
+) -> list[str]:
+    """As `copy_files`, with the files that are missing at the target in one pack."""
+    if copying.agent.copy(target, generation, of, copying.stop, "pack"):
+        return [layout.blob_name(one.rank) for one in generation.commit.seals if of is None or one.rank in of]
     assert isinstance(target, PackedTier)
-    if of is not None and not of and not with_manifests:
-        yield []
-        return
-    manifests = _manifests([*sources, target], generation, None if with_manifests else of)
     listing = target.list(layout.folder(generation.id))
-    mine = [(one, blob) for one in manifests if of is None or one.rank in of for blob in one.blobs]
-    found = [(one, blob) for one, blob in mine if blob.name in listing]
+    files = [(one, blob) for one in _manifests([*sources, target], generation, of) for blob in one.blobs]
+    found = [(one, blob) for one, blob in files if blob.name in listing]
     written = [blob.name for one, blob in found if _complete_blob(target, sources, generation.id, one, blob, copying)]
-    missing = [(one, blob) for one, blob in mine if blob.name not in listing]
-    seals = [one for one in generation.commit.seals if with_manifests and one.manifest not in listing]
-    elsewhere = {blob.name for one in manifests for blob in one.blobs} - {blob.name for _, blob in missing}
-    with pack_copies.packing(target, sources, generation, missing, seals, elsewhere, copying):
-        yield [*written, *(blob.name for _, blob in missing), *(one.manifest for one in seals)]
+    missing = [(one, blob) for one, blob in files if blob.name not in listing]
+    return written + pack_copies.pack_tensors(target, sources, generation, missing, copying)
+
+
+def pack_manifests(
+    target: Mendable, sources: Sequence[Tier], generation: Generation, seals: Sequence[Seal], copying: Copying
+) -> list[str]:
+    """Put the manifests of these seals that are missing at the target into one pack. Returns their names."""
+    assert isinstance(target, PackedTier)
+    return pack_copies.pack_manifests(target, sources, generation, seals, copying)
 
 
 def _manifests(places: Sequence[Tier], generation: Generation, of: Collection[int] | None) -> list[Manifest]:

@@ -33,8 +33,9 @@ from ..policy.retention import KEEP
 from ..ports import Mendable, Tier
 from ..records import Finding, Generation, GenerationId
 from ..storage.directory import Disk
-from . import access, agent_link, copying, drill_victim
-from .agent_link import AgentLink, AgentSpec, CopyTo
+from . import access, agent_link, agent_messages, copying, drill_victim
+from .agent_link import AgentLink
+from .agent_messages import AgentSpec, CopyTo
 from .candidates import Candidates, ReadOnlyRun
 from .drill_scratch import ScratchPlace, ScratchPlaces
 from .reader import RunReader, read_all
@@ -339,7 +340,7 @@ class Stage:
         with self._connected() as agent:
             agent.settimeout(AGENT_SECONDS)
             try:
-                error = agent_link.asked(agent, agent_link.Request(protocol=agent_link.PROTOCOL, call="end")).error
+                error = agent_link.asked(agent, agent_messages.Request(protocol=agent_link.PROTOCOL, call="end")).error
             except (OSError, ValueError) as failure:
                 error = f"{type(failure).__name__}: {failure}"
         _require(not error, f"another agent did not finish the copy: {error}")

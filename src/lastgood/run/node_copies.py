@@ -31,7 +31,8 @@ from ..errors import Cancelled, LastgoodError, Overtaken
 from ..policy.placement import Node, copies, missing_copies
 from ..records import Generation, GenerationId, Record
 from . import paths
-from .agent_link import SEND_SECONDS, AgentLink, Send
+from .agent_link import SEND_SECONDS, AgentLink
+from .agent_messages import Send
 from .known import KnownRun
 from .lower_place import pause_seconds
 from .node_disks import NodeDisks

@@ -30,6 +30,7 @@ from ..records import Commit, Extent, Generation, Record
 from ..storage.directory import Disk
 from ..storage.slots import Slots
 from .agent_link import NodeLinks
+from .packed import PackedTier
 from .rank_requests import Requests, RequestServer
 from .verify import Stop
 
@@ -43,7 +44,7 @@ FETCHED = "fetched/chunks"
 """chunks of other nodes' files, while a restore reads them; the next opening removes what a killed process has left"""
 
 Listing = dict[str, int | None]
-Own = Disk | Slots
+Own = Disk | PackedTier | Slots
 """the disk of a node, or the slots of a rank"""
 
 
@@ -320,7 +321,7 @@ class NodeView:
 
     def replace(self, name: str, by: str) -> None:
         """As `ports.Mendable.replace`, on this node. Nothing is mended in slots."""
-        assert isinstance(self.own, Disk)
+        assert not isinstance(self.own, Slots)
         self.own.replace(name, by)
 
     def forget(self, folder: str) -> None:
@@ -367,7 +368,7 @@ def _put(own: Own, name: str, data: bytes) -> None:
 
 def _replace(own: Own, name: str, by: str) -> None:
     """Rename `by` over `name` where it exists. Nothing is mended in slots."""
-    if isinstance(own, Disk) and by.rpartition("/")[2] in own.list(by.rpartition("/")[0]):
+    if not isinstance(own, Slots) and by.rpartition("/")[2] in own.list(by.rpartition("/")[0]):
         own.replace(name, by)
 
 

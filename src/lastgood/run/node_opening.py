@@ -21,10 +21,11 @@ from ..io.machine import machine
 from ..policy.parts import divided
 from ..ports import Tier
 from ..records import Finding, Generation, RunHeader, Seal, judged
-from ..storage.directory import Disk
+from ..storage.slots import Slots
 from ..wire import nixl
 from . import access, copying, paths, peer_opening
-from .agent_link import AgentLink, AgentSpec, CopyTo, NodeLinks, read_spec
+from .agent_link import AgentLink, NodeLinks, read_spec
+from .agent_messages import AgentSpec, CopyTo
 from .known import KnownRun
 from .node_disks import FETCHED, SUBJECT, NodeDisks, NodeFiles, Nodes, NodeTier, NodeView, Own
 from .outcomes import Outcomes
@@ -190,7 +191,7 @@ def start_agent(tier: Tier, options: RunOptions, claims: Sequence[Tier], outcome
     """
     if not isinstance(tier, NodeTier) or tier.links.agent is None:
         return
-    assert isinstance(tier.own, Disk)
+    assert not isinstance(tier.own, Slots)
     order = max((getattr(one, "order", 0) for one in claims), default=0)
     places = [CopyTo(url=paths.parsed(one.path).url, keep=one.keep) for one in options.below]
     spec = AgentSpec(format=layout.FORMAT, places=places, order=order, spill=options.spill(tier.place))

@@ -28,7 +28,8 @@ from ..policy.parts import divided
 from ..policy.placement import groups
 from ..policy.stripes import stripe_sets
 from ..records import Generation, GenerationId, Record
-from .agent_link import AgentLink, Work
+from .agent_link import AgentLink
+from .agent_messages import Work
 from .node_copies import ask_all, place_of, placed
 from .node_disks import NodeDisks
 from .peers import PeerTable, StripeMember, StripeOrder

@@ -1,31 +1,42 @@
-"""Writes packs (format/pack_layout.py): the files of a copied generation that are missing at a place, in one object.
+"""Writes packs (format/pack_layout.py): the files of a copied generation that are missing at a place, in one file.
+
+The tensor files of the ranks of a node come into one pack, the manifests of all ranks into another one after that.
 
 Invariants
-  1. A pack is one upload: readers find all of it or nothing of it.
-  2. The pack that holds the manifests is the last one, because its index names the files of the others too. It is
+  1. A pack gets its name once it is whole: readers find all of it or nothing of it.
+  2. The pack of manifests is written after those of tensor files, and its index names the files of these too. It is
      complete before COMMIT is written (copying.complete).
-  3. A pack whose index is damaged is replaced by a whole one, and not deleted before.
+  3. A pack that can be used is never replaced: another process may have written it for other files. One whose index is
+     damaged is replaced by a whole one, and not deleted before.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection, Iterator, Sequence
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
 
 from ..engine.read_file import RankFiles
 from ..errors import Cancelled
-from ..format import layout, pack_layout, sealed
-from ..io.files import round_up
+from ..format import commit, layout, pack_layout, sealed
+from ..format.pack_layout import PackFiles
 from ..policy.places import is_packed
-from ..ports import Tier
+from ..ports import Tier, Upload
 from ..records import Blob, Generation, Manifest, Seal
+from ..storage.slot_file import aligned
+from . import paths
 from .file_copies import Copying, write
 from .packed import PackedTier
 
 
 def wanted(target: Tier, sources: Sequence[Tier], generation: Generation) -> bool:
-    """Whether the files of a generation that are missing at the target are put into packs. Raises Damaged."""
+    """Whether the files of a generation that are missing at the target are put into packs. Raises Damaged.
+
+    In an object store they are; in a directory if they come from memory, where the copies are the work of an agent.
+    """
     if not isinstance(target, PackedTier):
+        return False
+    if not (target.in_object_store or paths.in_memory(sources[0].place)):
         return False
     seals, listing = generation.commit.seals, target.list(layout.folder(generation.id))
     files = len(seals)
@@ -34,52 +45,85 @@ def wanted(target: Tier, sources: Sequence[Tier], generation: Generation) -> boo
     return is_packed(files, layout.COMMIT in listing, any(map(pack_layout.is_pack, listing)))
 
 
-@contextlib.contextmanager
-def packing(
+def pack_tensors(
     target: PackedTier,
     sources: Sequence[Tier],
     generation: Generation,
     files: Sequence[tuple[Manifest, Blob]],
-    seals: Sequence[Seal],
-    elsewhere: Collection[str],
     copying: Copying,
-) -> Iterator[None]:
-    """Upload these files and manifests in one pack. It exists at the target once the block has ended.
+) -> list[str]:
+    """Put these tensor files, each with the manifest that names it, into one pack. Returns their names.
 
-    `files`: the tensor files, each with the manifest that names it. `seals`: of the manifests. `elsewhere`: the tensor
-    files that other packs may hold by the end of the block. Nothing is written if there is nothing to write, or if the
-    block raises. Raises as `file_copies.write`.
+    Raises as `file_copies.write`; NameTaken if another process has written this pack meanwhile.
     """
-    if not files and not seals:
-        yield
-        return
+    if not files:
+        return []
+    folder, lengths = layout.folder(generation.id), [(blob.name, blob.length) for _, blob in files]
+
+    def fill(upload: Upload, places: pack_layout.Places) -> None:
+        for manifest, blob in files:
+            write(upload, places[blob.name][0], [RankFiles(one, folder, manifest) for one in sources], blob, copying)
+
+    _written(target, folder, min(one.rank for one, _ in files), lengths, fill, {})
+    return [name for name, _ in lengths]
+
+
+def pack_manifests(
+    target: PackedTier, sources: Sequence[Tier], generation: Generation, seals: Sequence[Seal], copying: Copying
+) -> list[str]:
+    """Put the manifests of these seals that are missing at the target into one pack. Returns their names.
+
+    Called once the packs of tensor files are complete. Raises as `pack_tensors`.
+    """
     folder = layout.folder(generation.id)
-    number = min([one.rank for one, _ in files] + [one.rank for one in seals])
+    listing = target.list(folder)
+    missing = [one for one in seals if one.manifest not in listing]
+    if not missing:
+        return []
+    lengths = [(one.manifest, one.length) for one in missing]
+
+    def fill(upload: Upload, places: pack_layout.Places) -> None:
+        for seal in missing:
+            if copying.stop():
+                raise Cancelled(f"the copy of {seal.manifest} was interrupted")
+            upload.write_at(aligned(sealed.record_bytes(sources, generation, seal)), places[seal.manifest][0])
+
+    _written(target, folder, min(one.rank for one in missing), lengths, fill, target.packs(folder))
+    return [name for name, _ in lengths]
+
+
+def _written(
+    target: PackedTier,
+    folder: str,
+    number: int,
+    lengths: Sequence[tuple[str, int]],
+    fill: Callable[[Upload, pack_layout.Places], None],
+    others: Mapping[str, PackFiles],
+) -> None:
+    """Write a pack under the first number, from `number` on, of no pack that can be used.
+
+    `lengths`: of its files. `fill`: writes them to their places. `others`: packs that its index names too.
+    """
     usable = target.packs(folder)
     while (pack := pack_layout.pack_name(number)) in usable:  # guard: usable-pack-kept
         number += 1
-    lengths = [(blob.name, blob.length) for _, blob in files] + [(one.manifest, one.length) for one in seals]
+    name, listing = f"{folder}/{pack}", target.list(folder)
+    damaged = pack in listing
+    staged = damaged or not commit.visible_is_durable(target)
+    by = f"{name}.{os.getpid()}-{threading.get_ident()}.tmp" if staged else name
+    if by.rpartition("/")[2] in listing:  # of a process that has ended, whose number this one has
+        target.delete(by)
     places, end = pack_layout.placed(lengths)
-    there = pack in target.list(folder)
-    name = f"{folder}/{pack}.tmp" if there else f"{folder}/{pack}"
-    if there:
-        target.delete(name)
-    reserved = pack_layout.end_bytes(places, elsewhere)
-    upload = target.create(name, end + reserved)
+    last = pack_layout.encode_end(places, others, end)
+    upload = target.create(by, end + len(last))
     try:
-        for manifest, blob in files:
-            write(upload, places[blob.name][0], [RankFiles(one, folder, manifest) for one in sources], blob, copying)
-        for seal in seals:
-            if copying.stop():
-                raise Cancelled(f"the copy of {seal.manifest} was interrupted")
-            data = sealed.record_bytes(sources, generation, seal)
-            upload.write_at(memoryview(data.ljust(round_up(len(data)), b"\0")), places[seal.manifest][0])
-        yield
-        others = {other: found for other, found in target.packs(folder).items() if other != pack} if seals else {}
-        upload.write_at(memoryview(pack_layout.encode_end(places, others, end, reserved)), end)
+        fill(upload, places)
+        upload.write_at(aligned(last), end)
         upload.finish()
+        if damaged:
+            target.replace(name, by)  # guard: damaged-pack-replaced-whole
+        elif staged:
+            target.name_finished(name, by)
     except BaseException:
         upload.abort()
         raise
-    if there:
-        target.replace(f"{folder}/{pack}", name)  # guard: damaged-pack-replaced-whole

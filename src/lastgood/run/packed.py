@@ -1,14 +1,15 @@
-"""A tier in an object store in which files of a generation may rest in packs (format/pack_layout.py).
+"""A tier in an object store or a directory in which files of a generation may rest in packs (format/pack_layout.py).
 
 Readers find such files under their own names. Only this module knows in which object they are; pack_copies.py writes
-packs.
+packs. In a directory an object is a file.
 
 Invariants
   1. A file that is an object of its own counts before one of the same name in a pack, so that one file can be mended
      without writing the pack again.
   2. A pack whose index cannot be used names no file. Its files are missing, and a reading of one raises the cause.
-  3. What is known of a folder comes from its newest listing. An index is read again when its pack was written again.
-     A manifest that was fetched with an index is handed out once, and not after a later listing.
+  3. What is known of a folder comes from its newest listing. An index is read again when its pack was written again; in
+     a directory, where nothing tells that, at each listing. A manifest that was fetched with an index is handed out
+     once, and not after a later listing.
 Nothing here is trusted: manifests and chunks are compared with their digests by those who read them.
 """
 
@@ -18,16 +19,17 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from ..errors import Damaged, ManifestInvalid, MissingBlob, NameTaken, Truncated
 from ..format import pack_layout
-from ..format.pack_layout import PackFiles, PackIndex, is_manifest, is_pack, may_be_packed
+from ..format.pack_layout import PackFiles, PackIndex, Places, is_manifest, is_pack, may_be_packed
 from ..limits import PACK_END_LIMIT_BYTES, PACK_TAIL_BYTES
 from ..ports import Upload
 from ..records import Extent
 
 if TYPE_CHECKING:
+    from ..storage.directory import Disk
     from ..storage.objects import Objects
     from .claims import ClaimedTier
 
@@ -84,17 +86,19 @@ class _Tail:
 
 
 class PackedTier:
-    """`ports.Tier` over another one in an object store, with the files in packs under their own names.
+    """`ports.Tier` over another one, with the files in packs under their own names.
 
-    `inner`: the tier that holds the objects. Raises as it does. A listing has -1 as the length of a pack.
+    `inner`: the tier that holds the objects or files. Raises as it does. A listing has -1 as the length of a pack.
     """
 
     newest_only: bool = False
 
-    def __init__(self, inner: Objects | ClaimedTier) -> None:
+    def __init__(self, inner: Objects | ClaimedTier | Disk) -> None:
         self._inner = inner
-        self.place, self.reads_at_once = inner.place, inner.reads_at_once
-        self.tree, self.point = inner.tree, inner.point
+        self.place, self.reads_at_once, self.point = inner.place, inner.reads_at_once, inner.point
+        self.in_object_store = hasattr(inner, "tree")
+        if tree := getattr(inner, "tree", None):  # only places that list all files at once have it
+            self.tree = tree
         self.order = getattr(inner, "order", 0)
         self.next_order = getattr(inner, "next_order", None)  # only a tier that is claimed has it
         self._lock = threading.Lock()
@@ -128,6 +132,10 @@ class PackedTier:
         self._inner.replace(name, by)
         self.forget(name.rpartition("/")[0])
 
+    def name_finished(self, name: str, by: str) -> None:
+        """As `Disk.name_finished`, in a directory."""
+        cast("Disk", self._inner).name_finished(name, by)
+
     def delete(self, name: str) -> None:
         """As `ports.Tier`, for objects. What is only in a pack goes with the pack."""
         folder, _, own = name.rpartition("/")
@@ -142,10 +150,12 @@ class PackedTier:
                 self._folders[folder] = replace(known, objects=left)
 
     def forget(self, folder: str) -> None:
-        """Drop what is known of a folder."""
+        """Drop what is known of a folder, because another process may have changed it."""
         with self._lock:
             self._folders.pop(folder, None)
             self._tails.pop(folder, None)
+        if forget := getattr(self._inner, "forget", None):  # only tiers that cache something have it
+            forget(folder)
 
     # ---- reading -------------------------------------------------------------------------------------------
 
@@ -198,12 +208,13 @@ class PackedTier:
             before = self._folders.get(folder)
             self._tails.pop(folder, None)  # guard: fetched-manifests-dropped-at-listing
         found = _Folder(dict(self._inner.versions(folder)))
-        described = set[str]()
-        for pack in sorted(filter(is_pack, found.objects)):
-            if pack in described:
+        packs = sorted(filter(is_pack, found.objects))
+        holds = dict[str, Places]()
+        for pack in packs[-1:] + packs[:-1]:  # the last one most often names the files of all
+            if pack in holds:
                 continue
             try:
-                if before and pack in before.indices and before.objects.get(pack) == found.objects[pack]:
+                if before and pack in before.indices and _is_same(before.objects.get(pack), found.objects[pack]):
                     index = before.indices[pack]
                 else:
                     index = self._read_index(folder, pack, found.length_of(pack))
@@ -211,16 +222,14 @@ class PackedTier:
                 found.unusable[pack] = error  # guard: unusable-pack-names-nothing
                 continue
             found.indices[pack] = index
-            others = {
-                other: of.files
-                for other, of in index.others.items()
+            holds[pack] = index.files
+            for other, of in index.others.items():
                 # guard: rewritten-pack-read-itself
-                if other in found.objects and found.length_of(other) == of.length
-            }
-            described |= others.keys()
-            for holder, files in {pack: index.files, **others}.items():
-                for name, (offset, length) in files.items():
-                    found.places.setdefault(name, _Place(holder, offset, length))
+                if other in found.objects and found.length_of(other) == of.length:
+                    holds.setdefault(other, of.files)
+        for pack in sorted(holds):
+            for name, (offset, length) in holds[pack].items():
+                found.places.setdefault(name, _Place(pack, offset, length))
         with self._lock:
             self._folders[folder] = found
             self._folders.move_to_end(folder)
@@ -298,6 +307,11 @@ class PackedTier:
         data = bytearray(end - start)
         self._inner.read_into(Extent(blob=name, offset=start, length=end - start), memoryview(data), fresh=True)
         return data
+
+
+def _is_same(before: tuple[int | None, str] | None, now: tuple[int | None, str]) -> bool:
+    """Whether a pack was not written again, by its length and version. Without a version nobody knows."""
+    return before == now and bool(now[1])
 
 
 def _is_generation(folder: str) -> bool:

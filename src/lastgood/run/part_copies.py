@@ -123,8 +123,8 @@ class PartServer:
             return self._agent.read_all(target, generation, how.arena, how.workers, how.stop, mine)
         self._tier.forget(layout.folder(asked.at))  # the coordinator may have deleted an earlier copy
         if asked.task == "pack":
-            with copying.pack_files(target, self._sources, generation, mine, how, with_manifests=False):
-                return []
+            copying.pack_files(target, self._sources, generation, mine, how)
+            return []
         if asked.task == "copy":
             copying.copy_files(target, self._sources, generation, mine, how)
             return []

@@ -23,7 +23,8 @@ from ..coordination.single_rank import AnyTopic
 from ..errors import Refused
 from ..format import parity_layout
 from ..io.machine import machine
-from .agent_link import AgentLink, Serve
+from .agent_link import AgentLink
+from .agent_messages import Serve
 from .peers import PeerNode, PeerTable
 from .planned_save import RunOptions
 

@@ -155,6 +155,24 @@ class Disk:
             self._files.rename(self._path(by), self._path(name))
             self._sync_folder(_folder(name))
 
+    def name_finished(self, name: str, by: str) -> None:
+        """Rename the finished blob `by` to `name` of the same folder, unless that name is taken.
+
+        The folder's next record makes the name durable. Raises NameTaken, NotWritable, TierDown.
+        """
+        path, staged = self._path(name), self._path(by)
+        with self._translated(name):
+            try:
+                self._files.link(staged, path)  # guard: finished-file-never-overwrites
+            except FileExistsError:
+                raise NameTaken(f"{path} exists already", safe="It is untouched.") from None
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                self._files.rename(staged, path)
+            else:
+                self._drop(staged)
+
     def forget(self, folder: str) -> None:
         """Drop what is cached about a folder that another process may have removed (ports.Shared)."""
         self._durable_folders.discard(folder)
@@ -191,6 +209,10 @@ class Disk:
                 return self._files.list(self._path(folder))
             except FileNotFoundError:
                 return {}
+
+    def versions(self, folder: str) -> Mapping[str, tuple[int | None, str]]:
+        """As `list`, with an empty text: nothing tells for certain that a file was written again (Objects.versions)."""
+        return {name: (length, "") for name, length in self.list(folder).items()}
 
     def read_into(self, extent: Extent, mv: memoryview, *, fresh: bool = False) -> None:
         """Fill mv[:extent.length]. Raises Truncated, MissingBlob, Unreadable, NotWritable, TierDown.

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 import lastgood
-from lastgood.run import agent_link, memory_place
+from lastgood.run import agent_link, agent_messages, memory_place
 from lastgood_lab.campaigns.reports import report
 from lastgood_lab.campaigns.trials import progress
 from lastgood_lab.worlds import CONTEXT
@@ -115,7 +115,7 @@ class Run:
         self.ends["copied by the agent"] += 1
 
 
-def state_of(folder: str) -> agent_link.Answer | None:
+def state_of(folder: str) -> agent_messages.Answer | None:
     """The state of the agent of a memory folder; None if there is none that answers."""
     with contextlib.suppress(OSError, ValueError):
         return agent_link.status(folder)

@@ -21,6 +21,7 @@ PROVED = {
     "dcp_torch_tests": ("convert", "ranks", "snapshot", "state", "run", "engine", "format"),
     "kills": ("",),
     "memory_kills": ("",),
+    "memory_soak": ("",),
     "mutation": ("",),
     "node_commit": (*TORCH_FREE, "agent"),
     "nodes": ("",),

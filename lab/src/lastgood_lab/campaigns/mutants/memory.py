@@ -40,6 +40,11 @@ MUTANTS: tuple[Mutant, ...] = (
             "attached-after-work-stopped",
             Swap(" and not self._works.running()", ""),
         ),
+        (
+            "an agent is replaced ever more seldom, the longer a run goes on",
+            "lived-agent-replaced-at-once",
+            Remove(),
+        ),
         ("an agent that hangs is waited for", "hung-agent-not-waited-for", Never()),
         ("an agent copies while the run is opened", "agent-attached-before-opening", Remove()),
     ),

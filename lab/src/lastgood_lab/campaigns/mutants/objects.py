@@ -13,7 +13,7 @@ TIERS = ("places",)
 COPYING = ("copying",)
 """generations that are made whole in one place from another one"""
 PACKS = ("packs",)
-"""copies in object stores whose files share an object"""
+"""copies whose files share an object, or a file of a directory"""
 
 MUTANTS: tuple[Mutant, ...] = (
     *table(
@@ -175,5 +175,10 @@ MUTANTS: tuple[Mutant, ...] = (
         ("manifests of an earlier listing are handed out", "fetched-manifests-dropped-at-listing", Remove()),
         ("a damaged pack stays beside the whole one", "damaged-pack-replaced-whole", Remove()),
         ("a usable pack is replaced", "usable-pack-kept", Swap("in usable", "in ()")),
+        (
+            "a pack replaces one that another process has written meanwhile",
+            "finished-file-never-overwrites",
+            Swap("self._files.link(", "self._files.rename("),
+        ),
     ),
 )

@@ -1,0 +1,109 @@
+"""What a training process and the agent of its node say to each other, and the record of what the agent is to know.
+
+Only records: no socket, no file. agent_link.py has the version of the messages and sends them.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from ..policy.retention import Keep
+from ..records import Finding, GenerationId, Record
+from .peers import PeerNode, PeerOrder, PeerTable, StripeOrder
+
+
+class CopyTo(Record, frozen=True, kw_only=True):
+    """A place to which generations are copied. `keep`: which it keeps beside the newest."""
+
+    url: str
+    keep: Keep
+
+
+class AgentSpec(Record, frozen=True, kw_only=True):
+    """What an agent needs to know of a run. `order`: the highest claim that its trainers have made in object stores.
+
+    `spill`: the folder of files that did not fit into memory; None: there is none.
+    """
+
+    format: int
+    places: list[CopyTo]
+    order: int
+    spill: str | None
+
+
+class Serve(Record, frozen=True, kw_only=True):
+    """How an agent is to serve the other nodes of a job. `job`, `key`: as in `PeerTable`. `node`: name of this node.
+
+    `host`: the address at which it listens. `port`: as before, or 0: a free one. `wire`: what carries the bytes.
+    """
+
+    job: str
+    key: str
+    node: str
+    host: str
+    port: int
+    wire: str = "sockets"
+
+
+class Send(Record, frozen=True, kw_only=True):
+    """Files of a generation that an agent is to send to other nodes."""
+
+    at: GenerationId
+    orders: list[PeerOrder]
+
+
+Task = Literal["read", "copy", "pack", "parity", "rebuild"]
+
+
+class Work(Record, frozen=True, kw_only=True):
+    """Files of a generation that an agent is to read and verify, or to copy or pack from its folder to a place.
+
+    `root`: of the generation, as the training process knows it. `place`: where it is done; "": in its folder. `of`: the
+    ranks that wrote the files; None: all. "parity": write the files of `stripes`. "rebuild": make the files of `of`
+    whole here, from what the other `nodes` have.
+    """
+
+    at: GenerationId
+    root: str
+    task: Task
+    place: str
+    of: list[int] | None
+    stripes: list[StripeOrder] = msgspec.field(default_factory=list)
+    nodes: list[PeerNode] = msgspec.field(default_factory=list)
+
+
+class Request(Record, frozen=True, kw_only=True):
+    """What a process asks of an agent.
+
+    "attach": until the connection ends, a training process has the run open. "status": nothing. "serve": listen for the
+    agents of other nodes. "send": send files to them. "peers": to whom files were sent. "work": a `Work`. "end": copy
+    everything, remove the memory, and end.
+    """
+
+    protocol: int
+    call: Literal["attach", "status", "serve", "send", "peers", "work", "end"]
+    serve: Serve | None = None
+    send: Send | None = None
+    work: Work | None = None
+
+
+class Answer(Record, frozen=True, kw_only=True):
+    """The state of an agent; with `error`, why it does not do what was asked."""
+
+    protocol: int
+    process: int
+    attached: int
+    """connections of training processes"""
+    missing: list[str]
+    """what is here and not in a place below, after the last attempt to copy it"""
+    copying: bool = False
+    """whether it copies, or is about to"""
+    port: int = 0
+    """where it listens for other nodes; 0: it does not"""
+    peers: PeerTable | None = None
+    """after the call "peers": the nodes to which it was asked to send files, and the key of their agents; None: none"""
+    error: str = ""
+    findings: list[Finding] = msgspec.field(default_factory=list)
+    """of the files that it was asked to read"""

@@ -1,0 +1,83 @@
+"""Puts a generation into the memory of a node before a training process needs it there, for a node in reserve.
+
+Invariants
+  1. What only this memory has is never deleted: a generation goes only if the place from which is copied has it too.
+  2. COMMIT comes after the files, which are read again before they count, as in every copy (copying.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import cast
+
+import msgspec
+
+from ..errors import Damaged, Refused
+from ..format import commit, layout
+from ..ports import Mendable, Tier
+from ..records import Generation, intact
+from . import access, agent_link, copying, memory_place, paths, reader
+from .agent_messages import AgentSpec, CopyTo
+from .file_copies import Copying
+
+
+def stage(
+    source: Tier, run: str, generation: Generation, of: Collection[int] | None, keep: CopyTo, copying_by: Copying
+) -> str:
+    """Copy a generation into this node's memory of a run. Returns the folder.
+
+    `source`: where it is read. `run`: the last place of the run, which names its memory. `of`: the ranks whose files
+    are copied; None: all. `keep`: the last place, to which an agent would copy what is only in memory. Raises Refused
+    if an agent has the memory already; RunLocked, NoSpace, NotWritable, Damaged, TierDown.
+    """
+    url = memory_place.url_of(run)
+    folder = paths.parsed(url).root
+    _require_ranks(generation, of)
+    _require_no_agent(folder, run)
+    survey = commit.survey(source)
+    with access.for_writing(url, "atomic_dirsync") as opened:
+        target = cast(Mendable, opened)
+        copying.adopt_run(source, target, survey)
+        copying.copy_incarnations(source, target)
+        agent_link.write_spec(target, AgentSpec(format=layout.FORMAT, places=[keep], order=survey.order, spill=None))
+        if of is None:
+            copying.complete(target, [source], generation, copying_by)
+        else:
+            _copy_part(source, target, generation, of, copying_by)
+        for at in commit.survey(target).generations.keys() - {generation.id}:
+            if at in survey.generations and survey.generations[at].restorable:  # guard: staging-keeps-what-is-only-here
+                commit.retire(target, at)
+    return folder
+
+
+def _require_ranks(generation: Generation, of: Collection[int] | None) -> None:
+    lacking = sorted(set(of or ()) - {one.rank for one in generation.commit.seals})
+    if lacking:
+        raise Refused(
+            f"{generation.id} has no files of rank {lacking[0]}: {len(generation.commit.seals)} ranks have written it",
+            safe="Nothing was copied.",
+            todo="Give ranks from 0 on, for example --ranks 0-7.",
+        )
+
+
+def _require_no_agent(folder: str, run: str) -> None:
+    try:
+        agent_link.connected(folder).close()
+    except OSError:
+        return
+    raise Refused(
+        f"{folder} is in use: an agent has it",
+        safe="Nothing was touched.",
+        todo=f"The next start reads from it what it has. To stage anew, first: lastgood agent stop {run}",
+    )
+
+
+def _copy_part(source: Tier, target: Mendable, generation: Generation, of: Collection[int], how: Copying) -> None:
+    seals = [one for one in generation.commit.seals if one.rank in of]
+    copying.copy_files(target, [source], generation, of, how)
+    part = msgspec.structs.replace(generation, commit=msgspec.structs.replace(generation.commit, seals=seals))
+    commit.copy_records([source], target, part)
+    findings = reader.read_all(target, generation, how.arena, how.workers, how.stop, of=of)
+    commit.mark(target, generation, findings)
+    if not intact(findings):
+        raise Damaged(f"{generation.id} does not read back in {target.place}: {findings[0].what}")

@@ -1,0 +1,84 @@
+"""`lastgood agent stage`: a generation in the memory of a node, before a training process needs it there."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import lastgood
+from harness import steps
+from lastgood.run import memory_place
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "ranks"
+"""a run of two ranks, with the steps 2 and 4"""
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(GOLDEN, tmp_path / "home"))
+
+
+def names(home: Path) -> dict[int, set[str]]:
+    """Step -> the names of its files in memory."""
+    folder = Path(memory_place.folder_of(home))
+    return {int(one.name[:12]): {file.name for file in one.iterdir()} for one in (folder / "gen").iterdir()}
+
+
+RECORDS = {"COMMIT.json", "VERIFIED.json"}
+
+
+def test_the_newest_generation_comes_into_memory_and_the_older_one_goes(home, memory, call_json):
+    assert call_json("agent", "stage", str(home), "2")[0] == 0
+    assert names(home).keys() == {2}
+    status, found = call_json("agent", "stage", str(home))
+    assert status == 0 and found["step"] == 4 and found["bytes"] > 0
+    assert names(home).keys() == {4}
+    assert lastgood.open(f"memory://{memory_place.folder_of(home)}").verify(4).good
+
+
+def test_only_the_files_of_some_ranks_come(home, memory, call_json):
+    assert call_json("agent", "stage", str(home), "--ranks", "1")[0] == 0
+    assert names(home) == {4: {"r00001.safetensors", "r00001.manifest.json", *RECORDS}}
+
+
+def test_the_next_start_reads_from_memory(tmp_path, memory, call_json):
+    home, state = tmp_path / "home", {"w": torch.arange(1000.0)}
+    tiers = [lastgood.Tier("memory://", cadence=lastgood.Every(steps=1))]
+    with lastgood.Checkpointer(home, state) as ckpt:
+        ckpt.save(3).result()
+    assert call_json("agent", "stage", str(home))[0] == 0
+    with lastgood.Checkpointer(home, state, tiers=tiers) as ckpt:
+        found = ckpt.restore()
+        assert found.step == 3 and list(found.sources) == [f"memory://{memory_place.folder_of(home)}"]
+        ckpt.wait()
+
+
+def test_what_is_only_in_memory_stays(home, memory, call_json):
+    """Another generation of the run, which no agent has copied yet."""
+    assert call_json("agent", "stage", str(home))[0] == 0
+    shutil.rmtree(next((home / "gen").glob("000000000004-*")))
+    assert call_json("agent", "stage", str(home))[0] == 0
+    assert names(home).keys() == {2, 4}
+
+
+@pytest.mark.parametrize("ranks", ["x", "3-1", "1-", "0,,1"])
+def test_a_text_that_names_no_ranks_is_refused(home, memory, call_json, ranks):
+    assert call_json("agent", "stage", str(home), "--ranks", ranks)[0] == 2
+    assert not Path(memory_place.folder_of(home)).exists()
+
+
+def test_a_rank_that_wrote_nothing_is_refused_before_anything_is_made(home, memory, call_json):
+    assert call_json("agent", "stage", str(home), "--ranks", "0-2")[0] != 0
+    assert not Path(memory_place.folder_of(home)).exists()
+
+
+def test_memory_that_an_agent_has_is_left_alone(tmp_path, memory, call_json):
+    home, tiers = tmp_path / "home", [lastgood.Tier("memory://", cadence=lastgood.Every(steps=1))]
+    with lastgood.Checkpointer(home, {"w": torch.zeros(10)}, tiers=tiers) as ckpt:
+        ckpt.restore()
+        ckpt.save(1).result()
+        assert call_json("agent", "stage", str(home))[0] != 0
+    assert steps(home) == [1]

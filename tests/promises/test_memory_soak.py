@@ -1,0 +1,25 @@
+"""A seeded slice of the soak of saves in memory (lab/src/lastgood_lab/campaigns/memory_soak.py)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lastgood_lab.campaigns import memory_soak
+from lastgood_lab.campaigns.memory_soak import Sample, Soak
+
+pytestmark = pytest.mark.slow
+
+
+def test_saves_whose_agents_are_killed_are_all_committed(tmp_path: Path, memory: Path) -> None:
+    found = memory_soak.soak(tmp_path, memory, 50, 1, seed=1)
+    assert not found.problems
+    assert found.saves >= 50 and found.killed == 1
+    assert all(found.samples.values())
+
+
+def test_what_grows_is_reported(tmp_path: Path, memory: Path) -> None:
+    soak = Soak(tmp_path / "run", memory, 1)
+    soak.samples["agent"] = [Sample(100_000 + 1000 * number, 10, 50, 5) for number in range(100)]
+    assert [(row.what, row.before, row.after) for row in soak.grown()] == [("memory_kb", 137_000, 187_000)]
