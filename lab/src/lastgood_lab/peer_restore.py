@@ -161,7 +161,5 @@ def report(rows: Sequence[Row], options: Options) -> Report:
         about=f"Medians of {options.rounds} interleaved rounds, (least-most). Two nodes on one machine, by loopback.",
         tables=[Table("speed", ["from", "GB/s"], lines)],
         rows=rows,
-        notes=[
-            f"restore / one stream, round by round: {spread(ratios(speeds, STREAM, PEER, 'seconds_per_gb'), '.2f')}"
-        ],
+        notes=[f"restore / one stream, round by round: {ratio}"],
     )

@@ -96,9 +96,33 @@ def box_of(tensor: Any, path: str) -> Box:
         raise refusal(
             path, f"has a sum over ranks that is still pending: {tensor.placements}", "Call full_tensor() first"
         )
+    from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+    own = tensor.device_mesh.get_coordinate()
+    if own is not None and {type(one) for one in tensor.placements} <= {Shard, Replicate}:
+        return _box_in_chunks(tensor, own)
     shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return Box(tuple(offsets), tuple(shape))
+
+
+def _box_in_chunks(tensor: Any, own: Sequence[int]) -> Box:
+    """The box of a DTensor that is divided as by torch.chunk. `own`: the coordinate of this process in the mesh.
+
+    As torch computes it, without a list of all indices along the dimension: of a flat tensor of 745 MB that list took
+    another 745 MB and seconds at each capture (torch 2.13).
+    """
+    shape, offsets = list(tensor.shape), [0] * tensor.ndim
+    for at, (placement, coordinate) in enumerate(zip(tensor.placements, own, strict=True)):
+        if placement.is_replicate():
+            continue
+        size, parts = shape[placement.dim], tensor.device_mesh.size(at)
+        chunk = -(-size // parts)
+        start = min(size, chunk * coordinate)
+        shape[placement.dim] = min(size, start + chunk) - start
+        offsets[placement.dim] += start
+        if not shape[placement.dim]:
+            offsets[placement.dim] = tensor.shape[placement.dim]
     return Box(tuple(offsets), tuple(shape))
 
 
