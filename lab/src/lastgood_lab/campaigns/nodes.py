@@ -208,9 +208,9 @@ class Run:
         self._committed = self._attempted = step
         folder = found[0]["folder"]  # a node that came back may hold another save of this step
         outcome.lost = self._lost.get(folder, 0)
-        held = [held.get(folder, {}) for held in before]
+        held, later = ([one.get(folder, {}) for one in every] for every in (before, self._held()))
         code = self._mode.code
-        outcome.due = due_with_parity(held, code) if code else due(held, self._mode.copies)
+        outcome.due = due_with_parity(held, code) if code else due(held, self._mode.copies, later)
         tried = 1 + len({name for one in before for name in one if name > folder})
         if outcome.measured and outcome.sent > OVERHEAD * outcome.due + OVERHEAD_BYTES + RECORDS_BYTES * (tried - 1):
             sent = f"{outcome.sent:,} bytes between nodes, {outcome.sent_to_all:,} with the node in reserve"
