@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import torch
 
 import lastgood
 from harness import steps
-from lastgood.run import memory_place
+from lastgood.run import access, agent_link, copying, memory_place
+from lastgood.run.agent_messages import AgentSpec, CopyTo
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "ranks"
 """a run of two ranks, with the steps 2 and 4"""
@@ -64,7 +66,7 @@ def test_what_is_only_in_memory_stays(home, memory, call_json):
     assert names(home).keys() == {2, 4}
 
 
-@pytest.mark.parametrize("ranks", ["x", "3-1", "1-", "0,,1"])
+@pytest.mark.parametrize("ranks", ["x", "3-1", "1-", "0,,1", "0-99999999"])
 def test_a_text_that_names_no_ranks_is_refused(home, memory, call_json, ranks):
     assert call_json("agent", "stage", str(home), "--ranks", ranks)[0] == 2
     assert not Path(memory_place.folder_of(home)).exists()
@@ -82,3 +84,48 @@ def test_memory_that_an_agent_has_is_left_alone(tmp_path, memory, call_json):
         ckpt.save(1).result()
         assert call_json("agent", "stage", str(home))[0] != 0
     assert steps(home) == [1]
+
+
+def test_a_start_that_comes_meanwhile_goes_first(home, memory, call_json, monkeypatch):
+    """It was refused, because the staging had the memory locked, and the whole job failed."""
+    real = copying.copy_incarnations
+
+    def started(source, target) -> None:
+        real(source, target)
+        with open(os.path.join(memory_place.folder_of(home), access.LOCK + access.WANTED), "w"):
+            """As a training process asks an agent to give way."""
+
+    monkeypatch.setattr(copying, "copy_incarnations", started)
+    assert call_json("agent", "stage", str(home))[0] != 0
+    assert not lastgood.open(f"memory://{memory_place.folder_of(home)}").generations()
+    with access.for_writing(memory_place.url_of(home), "atomic_dirsync"):
+        """The lock is free."""
+    monkeypatch.undo()
+
+
+def test_what_an_agent_is_to_copy_is_not_forgotten(home, memory, call_json):
+    assert call_json("agent", "stage", str(home), "2")[0] == 0
+    folder = memory_place.folder_of(home)
+    keep = CopyTo(url="file:///nfs/a", keep=lastgood.Keep(every=1000))
+    spec = AgentSpec(format=1, places=[keep], order=9, spill=None)
+    with access.for_writing(memory_place.url_of(home), "atomic_dirsync") as tier:
+        agent_link.write_spec(tier, spec)
+    assert call_json("agent", "stage", str(home))[0] == 0
+    assert agent_link.read_spec(folder) == spec
+
+
+def test_another_run_is_not_staged_for_this_one(home, tmp_path, memory, call_json):
+    with lastgood.Checkpointer(tmp_path / "other", {"w": torch.zeros(3)}) as ckpt:
+        ckpt.save(9).result()
+    assert call_json("agent", "stage", str(home), "--from", str(tmp_path / "other"))[0] != 0
+    assert not Path(memory_place.folder_of(home)).exists()
+
+
+def test_a_staging_that_was_interrupted_leaves_nothing_behind(home, memory, call_json, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(copying, "complete", lambda *_: copying.copy_files(*_[:3], None, _[3]) and 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            call_json("agent", "stage", str(home), "2")
+    assert names(home).keys() == {2}
+    assert call_json("agent", "stage", str(home))[0] == 0
+    assert names(home).keys() == {4}

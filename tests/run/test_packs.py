@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import shutil
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ from lastgood.engine.arena import Arena
 from lastgood.engine.inline_executor import Inline
 from lastgood.format import commit, layout, pack_layout
 from lastgood.format.pack_layout import PackFiles, PackIndex
+from lastgood.io.files import PosixFiles
 from lastgood.limits import CHUNK_BYTES, WORKERS
 from lastgood.ports import Tier
 from lastgood.records import Finding, Generation, GenerationId
@@ -37,7 +37,7 @@ from lastgood_lab.plain import share
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "ranks"
 """a run of two ranks, with the steps 2 and 4"""
-PACK, MANIFESTS = "pack-00000", "pack-00001"
+PACK, MANIFESTS = "pack-00000", "pack-00002"
 """of a copy by one process"""
 RECORDS = {"COMMIT.json", "VERIFIED.json"}
 
@@ -175,9 +175,7 @@ def test_a_listing_names_the_files_in_packs_and_their_bytes_once(front, store, b
         name: length for name, length in on_disk.items() if name[0] == "r"
     }
     assert listing[PACK] == listing[MANIFESTS] == -1
-    assert commit.read_generation(opened(store), one.id, None).bytes == sum(
-        length for name, length in listing.items() if length is not None and name[0] != "p"
-    )
+    assert commit.read_generation(opened(store), one.id, None).bytes == sum(objects(store, one).values())
 
 
 def test_every_file_of_a_pack_begins_at_a_page_and_equals_the_source(front, store, bucketlike):
@@ -204,7 +202,7 @@ def test_sixty_four_ranks_are_four_objects(tmp_path, store, bucketlike):
         parts = [share(tier, run.admit(4), rank, state) for rank, state in enumerate(states)]
         run.publish(run.admit(4), parts, False, False, {})
     one = copy(tmp_path / "many", bucketlike)
-    assert objects(store, one).keys() == {PACK, MANIFESTS, *RECORDS}
+    assert objects(store, one).keys() == {PACK, "pack-00064", *RECORDS}
     assert contents(opened(store), one) == {name: bytes(data) for state in states for name, data in state.items()}
 
 
@@ -402,17 +400,16 @@ def test_one_damaged_file_is_mended_as_an_object_of_its_own(front, store, bucket
 
 
 def test_a_missing_file_beside_a_usable_pack_leaves_that_pack(front, store, bucketlike):
-    """A pack that held manifests only had the name of the pack into which the file was to go."""
     one = generation_of(front)
     folder = layout.folder(one.id)
     for name in ("r00000.safetensors", "r00001.safetensors"):
         obstore.put(store, f"{folder}/{name}", (front / folder / name).read_bytes())
     copy(front, bucketlike)
-    assert objects(store, one).keys() == {PACK, "r00000.safetensors", "r00001.safetensors", *RECORDS}
-    manifests = objects(store, one)[PACK]
+    assert objects(store, one).keys() == {MANIFESTS, "r00000.safetensors", "r00001.safetensors", *RECORDS}
+    manifests = objects(store, one)[MANIFESTS]
     obstore.delete(store, f"{folder}/r00000.safetensors")
     copy(front, opened(store))
-    assert objects(store, one)[PACK] == manifests and "pack-00001" in objects(store, one)
+    assert objects(store, one)[MANIFESTS] == manifests and PACK in objects(store, one)
     assert not found_in(opened(store), one)
 
 
@@ -674,26 +671,70 @@ def test_a_reader_of_a_directory_sees_a_pack_that_changed(tmp_path, in_memory):
     assert found_in(reader, one)
 
 
-def test_two_processes_never_replace_the_pack_of_each_other(tmp_path, in_memory, monkeypatch):
-    """A rank of a job whose coordinator has died may still pack the files of its node while an agent packs all."""
-    real = Disk.name_finished
+def copied_beside(tmp_path, in_memory, monkeypatch, other: Callable[[Tier], object]) -> None:
+    """A copy to the directory, before whose first pack gets its name `other` is done there by another process.
+
+    A rank of a job whose coordinator has died may still pack the files of its node while an agent packs all.
+    """
+    real, home_folder = Disk.name_finished, tmp_path / "home"
 
     def late(disk: Disk, name: str, by: str) -> None:
         monkeypatch.setattr(Disk, "name_finished", real)
-        with home(tmp_path / "first") as other, ThreadPoolExecutor(1) as process:
-            process.submit(copy_to, other, in_memory).result()  # another writer of the same directory comes first
+        tier = PackedTier(Disk(PosixFiles(), str(home_folder), shared=True))
+        with ThreadPoolExecutor(1) as process:
+            process.submit(other, tier).result()
         real(disk, name, by)
 
-    monkeypatch.setattr(access, "Lock", lambda path, mark=b"": io.BytesIO())
-    (tmp_path / "home").mkdir()
-    (tmp_path / "first").mkdir()
-    (tmp_path / "first" / "home").symlink_to(tmp_path / "home")
     monkeypatch.setattr(Disk, "name_finished", late)
-    with home(tmp_path) as target, pytest.raises(errors.NameTaken):
+    with home(tmp_path) as target:
         copy_to(target, in_memory)
+
+
+def test_a_pack_never_replaces_that_of_another_process(tmp_path, in_memory, monkeypatch):
+    one = next(one for at, one in commit.survey(in_memory).generations.items() if at.step == 4)
+
+    def packs_a_part(target: Tier) -> None:
+        with how() as by:
+            copying.pack_files(target, [in_memory], one, [0], by)  # type: ignore[arg-type]
+
+    copied_beside(tmp_path, in_memory, monkeypatch, packs_a_part)
+    assert names_in(tmp_path, one) == {PACK, "pack-00001", MANIFESTS, *RECORDS}
+    assert not found_in(access.for_reading(tmp_path / "home"), one)
+
+
+def test_a_copy_that_another_process_has_made_meanwhile_is_left_whole(tmp_path, in_memory, monkeypatch):
+    with pytest.raises(errors.TierDown, match="was removed: another process has made"):
+        copied_beside(tmp_path, in_memory, monkeypatch, lambda target: copy_to(target, in_memory))
     one = next(one for at, one in commit.survey(in_memory).generations.items() if at.step == 4)
     assert names_in(tmp_path, one) == {PACK, MANIFESTS, *RECORDS}
     assert not found_in(access.for_reading(tmp_path / "home"), one)
+
+
+def test_packs_that_a_killed_process_left_unfinished_are_removed(tmp_path, in_memory):
+    one = next(one for at, one in commit.survey(in_memory).generations.items() if at.step == 4)
+    folder = tmp_path / "home" / layout.folder(one.id)
+    folder.mkdir(parents=True)
+    (folder / "pack-00000.77-88.tmp").write_bytes(bytes(5000))
+    with home(tmp_path) as target:
+        copy_to(target, in_memory)
+    assert names_in(tmp_path, one) == {PACK, MANIFESTS, *RECORDS}
+
+
+def test_no_commit_is_durable_before_the_names_of_its_packs(tmp_path, in_memory, monkeypatch):
+    """The record after the packs was COMMIT: after a power loss it could be there, and a pack not."""
+    calls = list[str]()
+
+    def noted(call: str, real: Callable[..., None]) -> Callable[..., None]:
+        return lambda self, *paths: (calls.append(f"{call} {paths[-1]}"), real(self, *paths))[1]
+
+    for call in ("link", "sync_dir"):
+        monkeypatch.setattr(PosixFiles, call, noted(call, getattr(PosixFiles, call)))
+    with home(tmp_path) as target:
+        one = copy_to(target, in_memory)
+    folder = f"{tmp_path / 'home'}/{layout.folder(one.id)}"
+    for before, after in ((PACK, MANIFESTS), (MANIFESTS, layout.COMMIT)):
+        between = calls[calls.index(f"link {folder}/{before}") : calls.index(f"link {folder}/{after}")]
+        assert f"sync_dir {folder}" in between
 
 
 def test_retention_removes_packs_from_a_directory(tmp_path, in_memory):

@@ -129,7 +129,7 @@ def _copied_with(memory: Tier, target: Mendable, one: Generation, how: copying.C
     here = memory.list(folder)
     mine = [seal for seal in one.commit.seals if seal.manifest in here]
     ranks = [seal.rank for seal in mine]
-    if pack_copies.wanted(target, [memory], one):
+    if pack_copies.wanted(target, [memory], one, how):
         copying.pack_files(target, [memory], one, ranks, how)
         copying.pack_manifests(target, [memory], one, mine, how)
     else:

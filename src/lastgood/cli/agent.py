@@ -13,11 +13,11 @@ from rich.text import Text
 
 from ..agent.server import serve
 from ..engine.arena import Arena
-from ..errors import NotARun, TierDown
+from ..errors import NotARun, Refused, TierDown
 from ..format import commit
 from ..limits import CHUNK_BYTES, WORKERS
 from ..policy.retention import Keep
-from ..run import access, agent_link, agent_messages, memory_place, node_staging, paths
+from ..run import access, agent_link, agent_messages, copying, memory_place, node_staging, paths
 from ..run.file_copies import Copying
 from ..units import size
 from .answer import Answer
@@ -85,11 +85,14 @@ def stage(
     """Put a generation of RUN into the memory of this node, for a start that may come: a node in reserve, for example.
 
     RUN is the last place of a run that is saved to memory. The next start on this node reads from memory what is there.
-    Run it again to bring in a newer generation. The memory is kept until a start, or until it is freed with
-    `lastgood agent run RUN --linger 0`.
+    Run it again to bring in a newer generation; memory has room for both then. It is kept until a start uses it, or
+    until its folder, which is printed, is removed.
     """
     tier = access.for_reading(from_place or run)
-    generation = pick(commit.survey(tier), step)
+    survey = commit.survey(tier)
+    if from_place:
+        _require_one_run(run, from_place, survey)
+    generation = pick(survey, step)
     of = ranks_of(ranks) if ranks else None
     keep = agent_messages.CopyTo(url=paths.parsed(run).url, keep=Keep())
     with (
@@ -128,6 +131,15 @@ def stop(run: Run, as_json: Json = False) -> Answer:
     removed = not os.path.isdir(folder)
     text = "all is copied and removed" if removed else "all is copied, and nothing was removed"
     return Answer({"folder": folder, "removed": removed}, Text(f"{folder}: {text}"))
+
+
+def _require_one_run(run: str, other: str, survey: commit.Survey) -> None:
+    """Raise Refused if two places hold different runs. One that cannot be reached now is not asked."""
+    with contextlib.suppress(TierDown):
+        if copying.run_of(commit.survey(access.for_reading(run))) not in (None, copying.run_of(survey)):
+            raise Refused(
+                f"{run} and {other} hold different runs", safe="Nothing was touched.", todo="Check the paths."
+            )
 
 
 def state_of(folder: str) -> dict[str, Any]:

@@ -33,6 +33,7 @@ From = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 
+MOST_RANKS = 10**6
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e\+?[0-9]+)?)\s*(?:([kmgt]?)b?|([kmgt])ib)\s*", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
@@ -78,7 +79,7 @@ def ranks_of(text: str) -> list[int]:
     found = list[int]()
     for part in text.split(","):
         numbers = re.fullmatch(r"\s*(\d{1,8})\s*(?:-\s*(\d{1,8})\s*)?", part)
-        if not numbers or int(numbers[2] or numbers[1]) < int(numbers[1]):
+        if not numbers or not int(numbers[1]) <= int(numbers[2] or numbers[1]) < MOST_RANKS:
             raise typer.BadParameter(f"{text!r} names no ranks: give 3, 0-7 or 0-3,8.")
         found += range(int(numbers[1]), int(numbers[2] or numbers[1]) + 1)
     return sorted(set(found))

@@ -60,14 +60,14 @@ def copied(source: str, target: str, steps: list[str], take_over: bool) -> dict[
         progress("copying", sum(one.bytes for one in chosen)) as count_bytes,
     ):
         copying.adopt_run(tier, to, survey)
-        arena = Arena(WORKERS * CHUNK_BYTES, CHUNK_BYTES)
+        how = copying.Copying(Arena(WORKERS * CHUNK_BYTES, CHUNK_BYTES), workers, count_bytes, plain=True)
         for one in chosen:  # the oldest first: what is there at any time is a beginning of the run
             if copying.holds(to, one):
                 present.append(one)
                 count_bytes(one.bytes)
                 continue
             try:
-                copying.complete(cast(Mendable, to), [tier], one, copying.Copying(arena, workers, count_bytes))
+                copying.complete(cast(Mendable, to), [tier], one, how)
             except Unreadable:
                 raise
             except Damaged as error:

@@ -154,7 +154,7 @@ def retire(tier: Tier, at: GenerationId) -> None:
     GOING is deleted last, so that remaining files are known to belong to a deletion, and a later call finishes it.
     """
     folder = layout.folder(at)
-    listing = tier.list(folder)
+    listing = _names(tier, folder)
     if layout.COMMIT in listing:
         if layout.GOING in listing:  # guard: torn-going-record-replaced
             tier.delete(f"{folder}/{layout.GOING}")  # from a crash; on a tier without hard links it may be torn
@@ -168,7 +168,7 @@ def retire(tier: Tier, at: GenerationId) -> None:
     # gap: before_uncommit
     tier.delete(f"{folder}/{layout.COMMIT}")  # <- the generation does not exist after this line
     getattr(tier, "clear", partial(clear, tier))(folder)  # a place on several nodes clears all of them at once
-    left = set(tier.list(folder))
+    left = set(_names(tier, folder))
     if layout.COMMIT in left:  # guard: late-commit-removed
         # In an object store: of a process that was replaced while its creation was on the way.
         tier.delete(f"{folder}/{layout.COMMIT}")
@@ -181,7 +181,7 @@ def retire(tier: Tier, at: GenerationId) -> None:
 def clear(tier: Tier, folder: str) -> None:
     """Delete all files of a folder without COMMIT but GOING. The first error is raised at the end."""
     first: LastgoodError | None = None
-    for name, length in sorted(tier.list(folder).items()):  # gap: before_blobs_go
+    for name, length in sorted(_names(tier, folder).items()):  # gap: before_blobs_go
         # guard: going-record-deleted-last
         if name != layout.GOING and length is not None:  # this package makes no folders here, so they stay
             try:
@@ -199,7 +199,7 @@ def read_generation(tier: Tier, at: GenerationId, run: str | None, listing: List
     """The generation with its marks and labels. `run`: the id of the run; None if it is not known. `listing` (default:
     read here): of its folder. Raises Damaged, Unavailable or UnknownFormat."""
     folder = layout.folder(at)
-    listing = tier.list(folder) if listing is None else listing
+    listing = _names(tier, folder) if listing is None else listing
     data = read(tier, f"{folder}/{layout.COMMIT}", listing.get(layout.COMMIT))
     commit = layout.decode(data, Commit, f"{folder}/{layout.COMMIT}")
     validation.validate_commit(commit, at, run)  # guard: commit-record-validated
@@ -340,7 +340,13 @@ def _folders(tier: Tier) -> Mapping[str, Listing]:
         return listings
     # guard: generation-folder-is-no-link
     names = [name for name, length in tier.list("gen").items() if length is None]  # a link would lead out of the run
-    return {name: tier.list(f"gen/{name}") for name in names if layout.parse_folder(name) is not None}
+    return {name: _names(tier, f"gen/{name}") for name in names if layout.parse_folder(name) is not None}
+
+
+def _names(tier: Tier, folder: str) -> Listing:
+    """What lies in the folder of a generation. No pack is opened for it (run/packed.py): records are never in one."""
+    listing: Listing = getattr(tier, "list_files", tier.list)(folder)
+    return listing
 
 
 def _read_generations(tier: Tier, found: Survey, committed: Mapping[GenerationId, Listing]) -> None:
@@ -373,10 +379,10 @@ def mark(tier: Tier, generation: Generation, findings: list[Finding]) -> None:
     name = layout.VERIFIED if not findings else layout.UNFIT if intact(findings) else layout.DAMAGED
     folder = layout.folder(generation.id)
     record = Mark(format=layout.FORMAT, root=generation.root, findings=findings[:FINDINGS_LIMIT])
-    if name in tier.list(folder):
+    if name in _names(tier, folder):
         tier.delete(f"{folder}/{name}")
     tier.put_new(f"{folder}/{name}", layout.encode(record))  # gap: before_mark
-    for old in catalog.MARKS & set(tier.list(folder)) - {name}:  # last, so that a full disk leaves the old mark
+    for old in catalog.MARKS & set(_names(tier, folder)) - {name}:  # last, so that a full disk leaves the old mark
         tier.delete(f"{folder}/{old}")  # guard: old-mark-deleted
 
 
@@ -386,7 +392,7 @@ def label(tier: Tier, generation: Generation, milestone: bool, metrics: Mapping[
     Returns the generation with the label's effect. Raises as `Tier.put_new`.
     """
     folder = layout.folder(generation.id)
-    number = 1 + max((layout.label_number(name) or 0 for name in tier.list(folder)), default=0)
+    number = 1 + max((layout.label_number(name) or 0 for name in _names(tier, folder)), default=0)
     record = Label(format=layout.FORMAT, root=generation.root, milestone=milestone, metrics=dict(metrics))
     tier.put_new(f"{folder}/{layout.label_name(number)}", layout.encode(record))
     return msgspec.structs.replace(generation, commit=_with(generation.commit, record))

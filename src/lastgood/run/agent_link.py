@@ -127,7 +127,7 @@ class AgentLink:
         if not reporting.is_reported(self._missed):
             return
         problem, self._started = started(self._url), self._started + 1
-        if not problem and self.attach() and self._started == 1:
+        if (not problem and self.attach() and self._started == 1) or not reporting.is_reported(self._started):
             return
         what = f": {problem}" if problem else "" if self._connection else " and cannot be reached"
         reporting.warning(

@@ -122,7 +122,7 @@ def complete(
     NameTaken if the target holds another generation of this id; the errors of writing.
     """
     others = others or Nobody()
-    mine, packed = others.own_part(generation), pack_copies.wanted(target, sources, generation)
+    mine, packed = others.own_part(generation), pack_copies.wanted(target, sources, generation, copying)
     others.ask(generation, "pack" if packed else "copy")
     if packed:
         written = pack_files(target, sources, generation, others.packed_part(generation), copying)
@@ -132,6 +132,8 @@ def complete(
     if packed:
         written += pack_manifests(target, sources, generation, generation.commit.seals, copying)
     written += commit.copy_records(sources, target, generation)
+    if isinstance(target, PackedTier):
+        pack_copies.remove_unfinished(target, generation)
     others.ask(generation, "read")
     findings = copying.agent.read_all(target, generation, copying.arena, copying.workers, copying.stop, mine)
     findings += others.answers()

@@ -247,7 +247,7 @@ class Stage:
     def _copy(self, source: Tier, place: ScratchPlace) -> None:
         """Copy the original into a scratch place, with parity on the disk, and read it there again."""
         generation, code = self._original.generation, self._original.code
-        how = copying.Copying(self._reading.arena, self._reading.workers)
+        how = copying.Copying(self._reading.arena, self._reading.workers, plain=True)
         with access.for_writing(place.url, "atomic_dirsync") as tier:
             copying.adopt_run(source, tier, commit.survey(source))
             copying.complete(cast(Mendable, tier), [source], generation, how)

@@ -28,7 +28,8 @@ class Copying:
     """How copies are made. `arena`: buffers for one chunk after another. `workers`: the threads that read and digest.
 
     `count_bytes`: called with the bytes of each chunk that is done. `stop`: polled before each chunk; once it is true,
-    Cancelled is raised. `agent`: reads and copies what lies in memory for this process, where it can.
+    Cancelled is raised. `agent`: reads and copies what lies in memory for this process, where it can. `plain`: what
+    comes into a directory is not put into packs.
     """
 
     arena: Arena
@@ -36,6 +37,7 @@ class Copying:
     count_bytes: CountBytes = lambda count: None
     stop: Stop = lambda: False
     agent: AgentWork = field(default_factory=lambda: AgentWork(None))
+    plain: bool = False
 
 
 class _FirstGood:

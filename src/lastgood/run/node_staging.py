@@ -8,6 +8,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import cast
 
 import msgspec
@@ -15,7 +16,7 @@ import msgspec
 from ..errors import Damaged, Refused
 from ..format import commit, layout
 from ..ports import Mendable, Tier
-from ..records import Generation, intact
+from ..records import Generation, GenerationId, intact
 from . import access, agent_link, copying, memory_place, paths, reader
 from .agent_messages import AgentSpec, CopyTo
 from .file_copies import Copying
@@ -27,27 +28,38 @@ def stage(
     """Copy a generation into this node's memory of a run. Returns the folder.
 
     `source`: where it is read. `run`: the last place of the run, which names its memory. `of`: the ranks whose files
-    are copied; None: all. `keep`: the last place, to which an agent would copy what is only in memory. Raises Refused
-    if an agent has the memory already; RunLocked, NoSpace, NotWritable, Damaged, TierDown.
+    are copied; None: all. `keep`: the last place, to which an agent would copy what is only in memory. A training
+    process that opens the memory meanwhile goes first. Raises Refused if an agent has the memory already, and Cancelled
+    if a training process has come; RunLocked, NoSpace, NotWritable, Damaged, TierDown.
     """
     url = memory_place.url_of(run)
     folder = paths.parsed(url).root
     _require_ranks(generation, of)
     _require_no_agent(folder, run)
     survey = commit.survey(source)
-    with access.for_writing(url, "atomic_dirsync") as opened:
-        target = cast(Mendable, opened)
+    # As an agent does, so that a start asks this process to give way.
+    with access.for_writing(url, "atomic_dirsync", agent_order=survey.order) as opened:
+        target, how = cast(Mendable, opened), replace(copying_by, stop=lambda: access.is_wanted(folder))
         copying.adopt_run(source, target, survey)
         copying.copy_incarnations(source, target)
-        agent_link.write_spec(target, AgentSpec(format=layout.FORMAT, places=[keep], order=survey.order, spill=None))
+        if agent_link.read_spec(folder) is None:  # guard: staging-keeps-what-agents-know
+            spec = AgentSpec(format=layout.FORMAT, places=[keep], order=survey.order, spill=None)
+            agent_link.write_spec(target, spec)
+        here = commit.survey(target)
+        _retire(target, {*here.incomplete, *here.going} - {generation.id}, survey)  # of a staging that was interrupted
         if of is None:
-            copying.complete(target, [source], generation, copying_by)
+            copying.complete(target, [source], generation, how)
         else:
-            _copy_part(source, target, generation, of, copying_by)
-        for at in commit.survey(target).generations.keys() - {generation.id}:
-            if at in survey.generations and survey.generations[at].restorable:  # guard: staging-keeps-what-is-only-here
-                commit.retire(target, at)
+            _copy_part(source, target, generation, of, how)
+        _retire(target, here.generations.keys() - {generation.id}, survey)
     return folder
+
+
+def _retire(target: Tier, ats: Collection[GenerationId], there: commit.Survey) -> None:
+    """Delete these generations here, if the other place has them. A file may be all that is left of another job's."""
+    for at in ats:
+        if at in there.generations and there.generations[at].restorable:  # guard: staging-keeps-what-is-only-here
+            commit.retire(target, at)
 
 
 def _require_ranks(generation: Generation, of: Collection[int] | None) -> None:

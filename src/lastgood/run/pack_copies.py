@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from ..engine.read_file import RankFiles
-from ..errors import Cancelled
+from ..errors import Cancelled, MissingBlob, NameTaken, TierDown
 from ..format import commit, layout, pack_layout, sealed
 from ..format.pack_layout import PackFiles
 from ..policy.places import is_packed
@@ -29,14 +29,15 @@ from .file_copies import Copying, write
 from .packed import PackedTier
 
 
-def wanted(target: Tier, sources: Sequence[Tier], generation: Generation) -> bool:
+def wanted(target: Tier, sources: Sequence[Tier], generation: Generation, copying: Copying) -> bool:
     """Whether the files of a generation that are missing at the target are put into packs. Raises Damaged.
 
-    In an object store they are; in a directory if they come from memory, where the copies are the work of an agent.
+    In an object store they are; in a directory if they come from memory, where the copies are the work of an agent, and
+    unless `copying` asks for plain files.
     """
     if not isinstance(target, PackedTier):
         return False
-    if not (target.in_object_store or paths.in_memory(sources[0].place)):
+    if not (target.in_object_store or (paths.in_memory(sources[0].place) and not copying.plain)):
         return False
     seals, listing = generation.commit.seals, target.list(layout.folder(generation.id))
     files = len(seals)
@@ -54,7 +55,7 @@ def pack_tensors(
 ) -> list[str]:
     """Put these tensor files, each with the manifest that names it, into one pack. Returns their names.
 
-    Raises as `file_copies.write`; NameTaken if another process has written this pack meanwhile.
+    Raises as `file_copies.write`.
     """
     if not files:
         return []
@@ -88,8 +89,17 @@ def pack_manifests(
                 raise Cancelled(f"the copy of {seal.manifest} was interrupted")
             upload.write_at(aligned(sealed.record_bytes(sources, generation, seal)), places[seal.manifest][0])
 
-    _written(target, folder, min(one.rank for one in missing), lengths, fill, target.packs(folder))
+    # After all packs of tensor files: readers look into the one of the highest number first.
+    _written(target, folder, 1 + generation.commit.seals[-1].rank, lengths, fill, target.packs(folder))
     return [name for name, _ in lengths]
+
+
+def remove_unfinished(target: PackedTier, generation: Generation) -> None:
+    """Remove packs that a killed process has left unfinished. Called once the generation is whole at the target."""
+    folder = layout.folder(generation.id)
+    for name in target.list_files(folder):
+        if name.startswith("pack-") and name.endswith(".tmp"):
+            target.delete(f"{folder}/{name}")  # guard: unfinished-packs-removed
 
 
 def _written(
@@ -123,7 +133,19 @@ def _written(
         if damaged:
             target.replace(name, by)  # guard: damaged-pack-replaced-whole
         elif staged:
-            target.name_finished(name, by)
+            _name(target, folder, number, by)
     except BaseException:
         upload.abort()
         raise
+
+
+def _name(target: PackedTier, folder: str, number: int, by: str) -> None:
+    """Give a whole pack the first name that is free. Another process may have taken one since, for other files."""
+    while True:
+        try:
+            target.name_finished(f"{folder}/{pack_layout.pack_name(number)}", by)
+            return
+        except NameTaken:
+            number += 1
+        except MissingBlob as error:
+            raise TierDown(f"{by} was removed: another process has made {folder} whole meanwhile") from error

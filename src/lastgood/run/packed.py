@@ -163,6 +163,10 @@ class PackedTier:
         """As `ports.Tier`, with the files in packs; the length of a pack is -1."""
         return self._listed(folder).listing() if _is_generation(folder) else self._inner.list(folder)
 
+    def list_files(self, folder: str) -> Mapping[str, int | None]:
+        """As `list`, of what lies in the folder itself: packs, and not the files in them. Reads no pack."""
+        return self._inner.list(folder)
+
     def packs(self, folder: str) -> dict[str, PackFiles]:
         """The packs in a folder whose index can be used, with the files in them. Lists the folder."""
         known, found = self._listed(folder), dict[str, PackFiles]()

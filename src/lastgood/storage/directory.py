@@ -156,9 +156,9 @@ class Disk:
             self._sync_folder(_folder(name))
 
     def name_finished(self, name: str, by: str) -> None:
-        """Rename the finished blob `by` to `name` of the same folder, unless that name is taken.
+        """Rename the finished blob `by` to `name` of the same folder, durably, unless that name is taken.
 
-        The folder's next record makes the name durable. Raises NameTaken, NotWritable, TierDown.
+        Raises NameTaken, NotWritable, TierDown.
         """
         path, staged = self._path(name), self._path(by)
         with self._translated(name):
@@ -172,6 +172,7 @@ class Disk:
                 self._files.rename(staged, path)
             else:
                 self._drop(staged)
+            self._sync_folder(_folder(name))  # guard: finished-name-synced  # the next record may be COMMIT
 
     def forget(self, folder: str) -> None:
         """Drop what is cached about a folder that another process may have removed (ports.Shared)."""

@@ -49,6 +49,12 @@ MUTANTS: tuple[Mutant, ...] = (
         ("an agent copies while the run is opened", "agent-attached-before-opening", Remove()),
     ),
     *table(
+        "staging",
+        ("agent_stage",),
+        ("what an agent is to copy is forgotten by a staging", "staging-keeps-what-agents-know", Always()),
+        ("what is only in memory is deleted by a staging", "staging-keeps-what-is-only-here", Always()),
+    ),
+    *table(
         "peers",
         ("peers", "ranks_memory"),
         ("copies come into a deleted generation", "deleted-generation-gets-no-copies", Never()),

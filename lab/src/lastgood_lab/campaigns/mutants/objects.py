@@ -175,6 +175,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ("manifests of an earlier listing are handed out", "fetched-manifests-dropped-at-listing", Remove()),
         ("a damaged pack stays beside the whole one", "damaged-pack-replaced-whole", Remove()),
         ("a usable pack is replaced", "usable-pack-kept", Swap("in usable", "in ()")),
+        ("the name of a pack is durable after its COMMIT", "finished-name-synced", Remove()),
+        ("packs of killed processes stay for ever", "unfinished-packs-removed", Remove()),
         (
             "a pack replaces one that another process has written meanwhile",
             "finished-file-never-overwrites",
