@@ -81,6 +81,7 @@ def _of_a_run(world: World) -> Names:
         peers: {
             "Channel": lambda address, node, me, security, **_: WireChannel(world, address, security),
             "CHUNK_BYTES": CHUNK_BYTES,
+            "ThreadPoolExecutor": lambda count, name: ActorExecutor(world),
         },
         part_copies: {"Arena": world.arenas},
         plain: {"Arena": world.arenas},

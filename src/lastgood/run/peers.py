@@ -20,7 +20,8 @@ import contextlib
 import re
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import msgspec
@@ -36,6 +37,8 @@ from ..wire.security import SharedKey
 from ..wire.window import MakeMemory
 
 CALL_SECONDS = 60.0
+CHUNKS_AT_ONCE = 2
+"""So many chunks of a file are on their way at a time: one is read and digested while another one is received."""
 """How long one call to another node may take."""
 RANK_FILE = re.compile(r"gen/(\d+-[0-9a-f]+)/r\d{5,}(\.\d+)?\.(safetensors|manifest\.json)")
 STRIPE_FILE = re.compile(rf"gen/(\d+-[0-9a-f]+)/{stripe_layout.NAME}")
@@ -152,20 +155,41 @@ class Peers:
         return sent
 
     def _send_file(self, disk: Tier, name: str, length: int, node: PeerNode, sending: str) -> int:
-        buffer = memoryview(bytearray(min(CHUNK_BYTES, max(length, 1))))
-        self._call(node, FileCall(call="create", name=name, sending=sending, length=length))
+        file = FileCall(call="create", name=name, sending=sending, length=length)
+        self._call(node, file)
+        starts, failed = range(0, length, CHUNK_BYTES), threading.Event()
         try:
-            for start in range(0, length, CHUNK_BYTES):
-                part = min(CHUNK_BYTES, length - start)
-                disk.read_into(Extent(blob=name, offset=start, length=part), buffer)
-                write = FileCall(call="write", name=name, sending=sending, offset=start, length=part)
-                self._call(node, write, [buffer[:part]])
+            if len(starts) <= 1:
+                self._send_chunks(disk, file, node, starts, failed)
+            else:
+                with ThreadPoolExecutor(CHUNKS_AT_ONCE, "lastgood-send-chunk") as senders:
+                    parts = [starts[at::CHUNKS_AT_ONCE] for at in range(CHUNKS_AT_ONCE)]
+                    jobs = [senders.submit(self._send_chunks, disk, file, node, part, failed) for part in parts]
+                for job in jobs:
+                    job.result()
             self._call(node, FileCall(call="finish", name=name, sending=sending))
         except LastgoodError:
             with contextlib.suppress(LastgoodError):  # otherwise it goes when its generation is deleted
                 self._call(node, FileCall(call="abort", name=name, sending=sending))
             raise
         return length
+
+    def _send_chunks(
+        self, disk: Tier, file: FileCall, node: PeerNode, starts: Iterable[int], failed: threading.Event
+    ) -> None:
+        """Send the chunks of a file that begin at `starts`, until one of any thread has failed."""
+        buffer = memoryview(bytearray(min(CHUNK_BYTES, file.length)))
+        for start in starts:
+            if failed.is_set():
+                return
+            length = min(CHUNK_BYTES, file.length - start)
+            write = msgspec.structs.replace(file, call="write", offset=start, length=length)
+            try:
+                disk.read_into(Extent(blob=file.name, offset=start, length=length), buffer)
+                self._call(node, write, [buffer[:length]])
+            except BaseException:
+                failed.set()
+                raise
 
     def _call(self, node: PeerNode, call: FileCall, outgoing: Sequence[memoryview] = ()) -> bytes:
         request = msgspec.json.encode(call)
