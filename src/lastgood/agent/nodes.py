@@ -11,9 +11,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from ..errors import LastgoodError
 from ..format import commit
+from ..ports import Mendable
 from ..run.agent_messages import Send, Serve
 from ..run.peers import PeerNode, Peers, PeerTable
-from ..storage.directory import Disk
 from ..wire import nixl
 from ..wire.port import Peer
 from ..wire.security import SharedKey
@@ -27,7 +27,7 @@ SENDERS = 2
 class Nodes:
     """`memory`: makes the tier of this node's memory. `wake`: called when a sending has ended."""
 
-    def __init__(self, memory: Callable[[], Disk], wake: Callable[[], None]) -> None:
+    def __init__(self, memory: Callable[[], Mendable], wake: Callable[[], None]) -> None:
         self._memory, self._wake = memory, wake
         self._serving = contextlib.ExitStack()
         self._senders = ThreadPoolExecutor(SENDERS, "lastgood-send")

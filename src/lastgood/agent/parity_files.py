@@ -20,22 +20,21 @@ from ..format import layout, sealed
 from ..limits import CHUNK_BYTES, EXAMINATION_CHUNKS, WORKERS
 from ..policy.stripes import Member, StripeSet
 from ..policy.stripes import stripes as divided
-from ..ports import Tier
+from ..ports import Mendable, Tier
 from ..records import Generation, StripeFile
 from ..run import copying
 from ..run.peers import PeerDisk, PeerNode, Peers, StripeMember, StripeOrder
-from ..storage.directory import Disk
 
 Stop = Callable[[], bool]
 
 
-def write(memory: Disk, peers: Peers, generation: Generation, orders: Sequence[StripeOrder], stop: Stop) -> None:
+def write(memory: Mendable, peers: Peers, generation: Generation, orders: Sequence[StripeOrder], stop: Stop) -> None:
     """Write these files of parity of a generation. Raises as `stripes.write`."""
     for order in orders:
         _write_one(memory, peers, generation, order, stop)
 
 
-def _write_one(memory: Disk, peers: Peers, generation: Generation, order: StripeOrder, stop: Stop) -> None:
+def _write_one(memory: Mendable, peers: Peers, generation: Generation, order: StripeOrder, stop: Stop) -> None:
     seals = {one.rank: one for one in generation.commit.seals}
     sources = [cast(Tier, PeerDisk(peers, member.node)) for member in order.data]
     manifests = [
@@ -68,7 +67,7 @@ def _name(member: StripeMember) -> str:
 
 
 def rebuild(
-    memory: Disk, peers: Peers, generation: Generation, ranks: Sequence[int], nodes: Sequence[PeerNode], stop: Stop
+    memory: Mendable, peers: Peers, generation: Generation, ranks: Sequence[int], nodes: Sequence[PeerNode], stop: Stop
 ) -> None:
     """Make the files of these ranks whole in the memory of this node. `nodes`: the other nodes.
 
@@ -89,7 +88,7 @@ def rebuild(
             _put_manifest(memory, lost, generation, seal.rank)  # guard: rebuilt-manifest-last
 
 
-def _put_manifest(memory: Disk, lost: Tier, generation: Generation, rank: int) -> None:
+def _put_manifest(memory: Mendable, lost: Tier, generation: Generation, rank: int) -> None:
     seal = generation.commit.seals[rank]
     try:
         sealed.sealed_record(memory, generation, seal)

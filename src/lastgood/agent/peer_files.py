@@ -18,10 +18,9 @@ import msgspec
 from ..errors import NameTaken, Refused
 from ..format import layout
 from ..limits import SLOT_LIMIT_BYTES, WIRE_BULK_LIMIT_BYTES
-from ..ports import Upload
+from ..ports import Mendable, Upload
 from ..records import Extent
 from ..run.peers import RANK_FILE, STRIPE_FILE, FileCall
-from ..storage.directory import Disk
 from ..wire.port import Answer, Peer
 
 RECEIVING = ".copy.tmp"
@@ -40,7 +39,7 @@ class _Receiving:
 class PeerFiles:
     """`wire.port.Service` over the memory of this node. `memory`: makes its tier."""
 
-    def __init__(self, memory: Callable[[], Disk]) -> None:
+    def __init__(self, memory: Callable[[], Mendable]) -> None:
         self._memory = memory
         self._lock = threading.Lock()
         self._files: dict[str, _Receiving] = {}
@@ -92,7 +91,7 @@ class PeerFiles:
     def abandon(self, peer: Peer, request: bytes) -> None:
         """As `wire.port.Service.abandon`: the sender begins the file anew."""
 
-    def _go_on(self, disk: Disk, call: FileCall, bulk: memoryview) -> None:
+    def _go_on(self, disk: Mendable, call: FileCall, bulk: memoryview) -> None:
         with self._lock:
             one = self._files.get(call.name)
             if one is None or one.sending != call.sending:  # guard: sendings-do-not-mix
@@ -125,7 +124,7 @@ class PeerFiles:
             self._drop(name)
 
 
-def _require_unfinished(disk: Disk, name: str) -> None:
+def _require_unfinished(disk: Mendable, name: str) -> None:
     """Raise NameTaken for a file that has its manifest. One without it is what an earlier attempt has left."""
     folder, _, file = name.rpartition("/")
     if f"{file.partition('.')[0]}.manifest.json" in disk.list(folder):  # guard: finished-copy-not-replaced

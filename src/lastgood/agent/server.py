@@ -32,11 +32,13 @@ from .. import reporting
 from ..errors import Cancelled
 from ..io.files import Lock, PosixFiles
 from ..io.memory_files import MemoryFiles
+from ..ports import Mendable
 from ..records import Finding, prepare
 from ..run import access, memory_place, paths
 from ..run.agent_link import LINGER_SECONDS, LOCK, MESSAGE_LIMIT_BYTES, PROTOCOL, SPEC, listening, read_spec, user_of
 from ..run.agent_messages import Answer, Request
 from ..run.lower_place import PAUSES_SECONDS, pause_seconds
+from ..run.packed import PackedTier
 from ..run.peers import PeerTable
 from ..storage.directory import Disk
 from .drain import drained
@@ -293,10 +295,11 @@ class Server:
         self._copied = [] if missing else here
         return missing
 
-    def _tier(self) -> Disk:
+    def _tier(self) -> Mendable:
         """The folder as a tier, which other processes change too."""
         if not self._in_memory:
-            return Disk(PosixFiles(), self._folder, shared=True)  # what other nodes send lies at no page's boundary
+            # Without direct I/O: what other nodes send lies at no page's boundary. An earlier run may have left packs.
+            return PackedTier(Disk(PosixFiles(), self._folder, shared=True))
         spec = read_spec(self._folder)
         files = MemoryFiles(self._folder, spec.spill if spec else None)
         return Disk(files, self._folder, shared=True, place=f"{paths.MEMORY}{self._folder}")

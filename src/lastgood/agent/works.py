@@ -24,7 +24,6 @@ from ..run import access, copying
 from ..run.agent_messages import Work
 from ..run.peers import Peers
 from ..run.reader import read_all
-from ..storage.directory import Disk
 from . import parity_files
 
 AT_ONCE = 2
@@ -40,7 +39,7 @@ class Works:
     """
 
     def __init__(
-        self, memory: Callable[[], Disk], wake: Callable[[], None], peers: Callable[[], Peers | None] = lambda: None
+        self, memory: Callable[[], Mendable], wake: Callable[[], None], peers: Callable[[], Peers | None] = lambda: None
     ) -> None:
         self._memory, self._wake, self._peers = memory, wake, peers
         self._pool = ThreadPoolExecutor(AT_ONCE, "lastgood-work")
@@ -93,7 +92,7 @@ class Works:
         with access.for_sharing(work.place, "atomic_dirsync") as target:
             return _on(target, memory, generation, work, stopped)
 
-    def _with_parity(self, work: Work, memory: Disk, generation: Generation, stopped: Event) -> None:
+    def _with_parity(self, work: Work, memory: Mendable, generation: Generation, stopped: Event) -> None:
         peers = self._peers()
         if peers is None:
             raise Refused("this agent was not asked to serve other nodes", safe="Nothing was written.")
@@ -103,7 +102,7 @@ class Works:
             parity_files.rebuild(memory, peers, generation, work.of or [], work.nodes, stopped.is_set)
 
 
-def _on(target: Tier, memory: Disk, generation: Generation, work: Work, stopped: Event) -> list[Finding]:
+def _on(target: Tier, memory: Mendable, generation: Generation, work: Work, stopped: Event) -> list[Finding]:
     with ThreadPoolExecutor(WORKERS, "lastgood-work-read") as workers:
         how = copying.Copying(Arena(EXAMINATION_CHUNKS * CHUNK_BYTES, CHUNK_BYTES), workers, stop=stopped.is_set)
         if work.task == "read":

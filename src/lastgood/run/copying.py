@@ -129,9 +129,11 @@ def complete(
     else:
         written = copy_files(target, sources, generation, mine, copying)
     others.answers()  # guard: commit-copied-after-all-parts
+    records = sources
     if packed:
         written += pack_manifests(target, sources, generation, generation.commit.seals, copying)
-    written += commit.copy_records(sources, target, generation)
+        records = [target, *sources]  # manifests of other nodes are not asked for twice
+    written += commit.copy_records(records, target, generation)
     if isinstance(target, PackedTier):
         pack_copies.remove_unfinished(target, generation)
     others.ask(generation, "read")
