@@ -36,8 +36,8 @@ NUMBERS = 250_000
 STEPS_TO_HOME = 50
 SAVES_OF_A_MESSAGE = 10
 ANSWER_SECONDS = 120.0
-LIVED_SECONDS = 0.0, 2 * agent_link.LIVED_SECONDS
-"""How long an agent lives: one that ends soon is not replaced at once."""
+LIVED_SECONDS = 0.8 * agent_link.LIVED_SECONDS, 2 * agent_link.LIVED_SECONDS
+"""How long an agent lives. One that ends too soon is not replaced at once: of shorter lives a soak would take hours."""
 ALLOWED = 1.1
 """what a median may grow by, beyond `SLACK`"""
 SLACK = {"memory_kb": 8_000, "descriptors": 2, "mappings": 10, "threads": 1, "files": 4}
