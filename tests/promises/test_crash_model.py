@@ -319,7 +319,7 @@ def test_the_model_finds_a_copy_that_is_committed_before_its_files(monkeypatch):
 def test_promises_1_to_3_hold_in_every_crash_state(scenario):
     # The states of slots, of several ranks or of two places take long to judge; the campaign plays all of them.
     slow = scenario.in_flight or scenario.ranks > 1 or scenario.places > 1
-    judge = Judge(random.Random(f"{scenario.name} 0"), samples=4 if slow else 8)
+    judge = Judge(random.Random(f"{scenario.name} 0"), samples=4 if slow else 16)
     if scenario.places > 1:
         judge.samples, judge.carry_on = 2, 0.003
     play(scenario, judge)

@@ -804,4 +804,4 @@ def test_a_copy_that_fails_at_any_request_is_completed_by_the_next(front, after,
         copy(front, opened(store))
         assert contents(opened(store), one) == good and not found_in(opened(store), one), f"request {number}"
         number += 1
-    assert number > 15
+    assert number > 12
