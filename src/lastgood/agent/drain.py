@@ -131,7 +131,7 @@ def _copied_with(memory: Tier, target: Mendable, one: Generation, how: copying.C
     ranks = [seal.rank for seal in mine]
     if pack_copies.wanted(target, [memory], one, how):
         copying.pack_files(target, [memory], one, ranks, how)
-        copying.pack_manifests(target, [memory], one, mine, how)
+        pack_copies.pack_manifests(target, [memory], one, mine, how)
     else:
         copying.copy_files(target, [memory], one, ranks, how)
         for seal in mine:

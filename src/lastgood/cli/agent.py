@@ -84,7 +84,7 @@ def stage(
 ) -> Answer:
     """Put a generation of RUN into the memory of this node, for a start that may come: a node in reserve, for example.
 
-    RUN is the last place of a run that is saved to memory. The next start on this node reads from memory what is there.
+    RUN is the last place of a run that is saved to memory. The next start on this node reads it from memory.
     Run it again to bring in a newer generation; memory has room for both then. It is kept until a start uses it, or
     until its folder, which is printed, is removed.
     """
@@ -100,7 +100,7 @@ def stage(
         progress("staging", generation.bytes) as count_bytes,
     ):
         how = Copying(Arena(WORKERS * CHUNK_BYTES, CHUNK_BYTES), workers, count_bytes)
-        folder = node_staging.stage(tier, run, generation, of, keep, how)
+        folder = node_staging.stage(tier, survey, run, generation, of, keep, how)
     data = {"folder": folder, **named(generation.id), "bytes": _bytes_of(folder)}
     return Answer(data, Text(f"{folder} has step {generation.id.step}, {size(data['bytes'])} in memory"))
 

@@ -153,8 +153,7 @@ def for_writing(
     lock = _locked_place(place, of_agent=agent_order is not None)
     try:
         if not in_slots:
-            disk = directory_tier(place, mode, spill)
-            yield disk if place.kind == "memory" else PackedTier(disk)
+            yield directory_tier(place, mode, spill)
             return
         files = MappedFiles(root) if persist == "mmap" else PosixFiles()
         tier = slots(files, root, in_flight=in_flight, direct=_supports_direct_io(root), several=several)
@@ -186,12 +185,13 @@ def for_sharing(path: str | os.PathLike[str], mode: WriteMode, spill: str | None
             safe="Nothing was touched.",
             todo="All ranks must see the same directory: mount it on every node.",
         )
-    disk = directory_tier(place, mode, spill, shared=True)
-    yield disk if kind == "memory" else PackedTier(disk)
+    yield directory_tier(place, mode, spill, shared=True)
 
 
-def directory_tier(place: paths.Place, mode: WriteMode, spill: str | None = None, shared: bool = False) -> Disk:
-    """The tier over a directory, on a disk or in memory. Takes no lock.
+def directory_tier(
+    place: paths.Place, mode: WriteMode, spill: str | None = None, shared: bool = False
+) -> Disk | PackedTier:
+    """The tier over a directory, on a disk or in memory, where nothing is packed. Takes no lock.
 
     `mode`, `spill`: as for `for_writing`. `shared` (default False): other processes write to it too.
     """
@@ -200,7 +200,7 @@ def directory_tier(place: paths.Place, mode: WriteMode, spill: str | None = None
         earlier = spec.spill if spec is not None and spec.spill and os.path.isdir(spec.spill) else None
         return Disk(MemoryFiles(place.root, earlier or spill), place.root, shared=shared, place=place.url)
     files, direct = PosixFiles(), _supports_direct_io(place.root)
-    return Disk(files, place.root, mode=mode, direct=direct, shared=shared)
+    return PackedTier(Disk(files, place.root, mode=mode, direct=direct, shared=shared))
 
 
 def identity(path: str | os.PathLike[str]) -> list[str]:

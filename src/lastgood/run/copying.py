@@ -25,7 +25,7 @@ from ..engine.read_file import RankFiles
 from ..errors import Damaged, Refused
 from ..format import commit, layout, sealed
 from ..ports import Mendable, Tier
-from ..records import Blob, Finding, Generation, GenerationId, Manifest, RunHeader, Seal, intact
+from ..records import Blob, Finding, Generation, GenerationId, Manifest, RunHeader, intact
 from . import pack_copies
 from .file_copies import Copying as Copying
 from .file_copies import reads_back, write
@@ -122,16 +122,17 @@ def complete(
     NameTaken if the target holds another generation of this id; the errors of writing.
     """
     others = others or Nobody()
-    mine, packed = others.own_part(generation), pack_copies.wanted(target, sources, generation, copying)
+    mine = others.own_part(generation)
+    packed = target if pack_copies.wanted(target, sources, generation, copying) else None
     others.ask(generation, "pack" if packed else "copy")
     if packed:
-        written = pack_files(target, sources, generation, others.packed_part(generation), copying)
+        written = pack_files(packed, sources, generation, others.packed_part(generation), copying)
     else:
         written = copy_files(target, sources, generation, mine, copying)
     others.answers()  # guard: commit-copied-after-all-parts
     records = sources
     if packed:
-        written += pack_manifests(target, sources, generation, generation.commit.seals, copying)
+        written += pack_copies.pack_manifests(packed, sources, generation, generation.commit.seals, copying)
         records = [target, *sources]  # manifests of other nodes are not asked for twice
     written += commit.copy_records(records, target, generation)
     if isinstance(target, PackedTier):
@@ -177,14 +178,6 @@ def pack_files(
     written = [blob.name for one, blob in found if _complete_blob(target, sources, generation.id, one, blob, copying)]
     missing = [(one, blob) for one, blob in files if blob.name not in listing]
     return written + pack_copies.pack_tensors(target, sources, generation, missing, copying)
-
-
-def pack_manifests(
-    target: Mendable, sources: Sequence[Tier], generation: Generation, seals: Sequence[Seal], copying: Copying
-) -> list[str]:
-    """Put the manifests of these seals that are missing at the target into one pack. Returns their names."""
-    assert isinstance(target, PackedTier)
-    return pack_copies.pack_manifests(target, sources, generation, seals, copying)
 
 
 def _manifests(places: Sequence[Tier], generation: Generation, of: Collection[int] | None) -> list[Manifest]:

@@ -23,20 +23,25 @@ from .file_copies import Copying
 
 
 def stage(
-    source: Tier, run: str, generation: Generation, of: Collection[int] | None, keep: CopyTo, copying_by: Copying
+    source: Tier,
+    survey: commit.Survey,
+    run: str,
+    generation: Generation,
+    of: Collection[int] | None,
+    keep: CopyTo,
+    copying_by: Copying,
 ) -> str:
     """Copy a generation into this node's memory of a run. Returns the folder.
 
-    `source`: where it is read. `run`: the last place of the run, which names its memory. `of`: the ranks whose files
-    are copied; None: all. `keep`: the last place, to which an agent would copy what is only in memory. A training
-    process that opens the memory meanwhile goes first. Raises Refused if an agent has the memory already, and Cancelled
-    if a training process has come; RunLocked, NoSpace, NotWritable, Damaged, TierDown.
+    `source`: where it is read. `survey`: of that place. `run`: the last place of the run, which names its memory. `of`:
+    the ranks whose files are copied; None: all. `keep`: the last place, to which an agent would copy what is only in
+    memory. A training process that opens the memory meanwhile goes first. Raises Refused if an agent has the memory
+    already, and Cancelled if a training process has come; RunLocked, NoSpace, NotWritable, Damaged, TierDown.
     """
     url = memory_place.url_of(run)
     folder = paths.parsed(url).root
     _require_ranks(generation, of)
     _require_no_agent(folder, run)
-    survey = commit.survey(source)
     # As an agent does, so that a start asks this process to give way.
     with access.for_writing(url, "atomic_dirsync", agent_order=survey.order) as opened:
         target, how = cast(Mendable, opened), replace(copying_by, stop=lambda: access.is_wanted(folder))

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeGuard
 
 from ..engine.read_file import RankFiles
 from ..errors import Cancelled, MissingBlob, NameTaken, TierDown
 from ..format import commit, layout, pack_layout, sealed
-from ..format.pack_layout import PackFiles
 from ..policy.places import is_packed
 from ..ports import Tier, Upload
 from ..records import Blob, Generation, Manifest, Seal
@@ -29,7 +29,7 @@ from .file_copies import Copying, write
 from .packed import PackedTier
 
 
-def wanted(target: Tier, sources: Sequence[Tier], generation: Generation, copying: Copying) -> bool:
+def wanted(target: Tier, sources: Sequence[Tier], generation: Generation, copying: Copying) -> TypeGuard[PackedTier]:
     """Whether the files of a generation that are missing at the target are put into packs. Raises Damaged.
 
     In an object store they are; in a directory if they come from memory, where the copies are the work of an agent, and
@@ -65,7 +65,7 @@ def pack_tensors(
         for manifest, blob in files:
             write(upload, places[blob.name][0], [RankFiles(one, folder, manifest) for one in sources], blob, copying)
 
-    _written(target, folder, min(one.rank for one, _ in files), lengths, fill, {})
+    _written(target, folder, min(one.rank for one, _ in files), lengths, fill)
     return [name for name, _ in lengths]
 
 
@@ -90,7 +90,7 @@ def pack_manifests(
             upload.write_at(aligned(sealed.record_bytes(sources, generation, seal)), places[seal.manifest][0])
 
     # After all packs of tensor files: readers look into the one of the highest number first.
-    _written(target, folder, 1 + generation.commit.seals[-1].rank, lengths, fill, target.packs(folder))
+    _written(target, folder, 1 + generation.commit.seals[-1].rank, lengths, fill, names_others=True)
     return [name for name, _ in lengths]
 
 
@@ -108,23 +108,24 @@ def _written(
     number: int,
     lengths: Sequence[tuple[str, int]],
     fill: Callable[[Upload, pack_layout.Places], None],
-    others: Mapping[str, PackFiles],
+    names_others: bool = False,
 ) -> None:
     """Write a pack under the first number, from `number` on, of no pack that can be used.
 
-    `lengths`: of its files. `fill`: writes them to their places. `others`: packs that its index names too.
+    `lengths`: of its files. `fill`: writes them to their places. `names_others`: whether its index names the
+    files of the packs that are there too.
     """
     usable = target.packs(folder)
     while (pack := pack_layout.pack_name(number)) in usable:  # guard: usable-pack-kept
         number += 1
-    name, listing = f"{folder}/{pack}", target.list(folder)
+    name, listing = f"{folder}/{pack}", target.list_files(folder)
     damaged = pack in listing
     staged = damaged or not commit.visible_is_durable(target)
     by = f"{name}.{os.getpid()}-{threading.get_ident()}.tmp" if staged else name
     if by.rpartition("/")[2] in listing:  # of a process that has ended, whose number this one has
         target.delete(by)
     places, end = pack_layout.placed(lengths)
-    last = pack_layout.encode_end(places, others, end)
+    last = pack_layout.encode_end(places, usable if names_others else {}, end)
     upload = target.create(by, end + len(last))
     try:
         fill(upload, places)

@@ -37,9 +37,9 @@ from ..wire.security import SharedKey
 from ..wire.window import MakeMemory
 
 CALL_SECONDS = 60.0
+"""How long one call to another node may take."""
 CHUNKS_AT_ONCE = 2
 """So many chunks of a file are on their way at a time: one is read and digested while another one is received."""
-"""How long one call to another node may take."""
 RANK_FILE = re.compile(r"gen/(\d+-[0-9a-f]+)/r\d{5,}(\.\d+)?\.(safetensors|manifest\.json)")
 STRIPE_FILE = re.compile(rf"gen/(\d+-[0-9a-f]+)/{stripe_layout.NAME}")
 """A file of parity among nodes, which each node writes for itself (format/stripe_layout.py)."""

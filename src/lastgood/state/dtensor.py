@@ -97,11 +97,12 @@ def box_of(tensor: Any, path: str) -> Box:
             path, f"has a sum over ranks that is still pending: {tensor.placements}", "Call full_tensor() first"
         )
     from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     own = tensor.device_mesh.get_coordinate()
     if own is not None and {type(one) for one in tensor.placements} <= {Shard, Replicate}:
         return _box_in_chunks(tensor, own)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return Box(tuple(offsets), tuple(shape))
 
