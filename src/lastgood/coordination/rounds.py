@@ -35,10 +35,18 @@ import msgspec
 
 from .. import errors
 from ..errors import Cancelled, LastgoodError, RankFailed, StepDiffers, TierDown, TimedOut
-from ..limits import COORDINATOR_TIMEOUTS, RANK_TIMEOUT_SECONDS, STEP_HISTORY, VERDICT_HISTORY
+from ..limits import (
+    COORDINATOR_TIMEOUTS,
+    QUICK_STORE_SECONDS,
+    RANK_TIMEOUT_SECONDS,
+    STEP_HISTORY,
+    VERDICT_HISTORY,
+)
 from ..ports import Store
 
 COORDINATOR = 0
+DELETED_POLL_SECONDS = 0.2
+"""How soon a rank that reads a message notices that it was deleted."""
 
 
 class MessageStore:
@@ -79,8 +87,15 @@ class MessageStore:
         return self._store.get(keys, timeout_seconds)
 
     def read(self, key: str) -> Any | None:
-        """The message under the key; None if there is none yet. Not for a message that may be deleted meanwhile."""
-        return self.receive([key], RANK_TIMEOUT_SECONDS)[0] if self.has(key) else None
+        """The message under the key; None if there is none yet, or if it is deleted meanwhile."""
+        if not self.has(key):
+            return None
+        try:
+            # A store only waits for keys: one that another rank deletes now would be waited for.
+            (message,) = self.receive([key], QUICK_STORE_SECONDS, lambda: not self.has(key), DELETED_POLL_SECONDS)
+        except TimedOut:
+            return None  # guard: deleted-message-not-awaited
+        return message
 
     def has(self, *keys: str) -> bool:
         """Whether there is a message under every one of these keys."""

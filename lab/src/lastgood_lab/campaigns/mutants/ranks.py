@@ -44,6 +44,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("an error while the verdict is decided is not posted", "verdict-failure-posted", Remove()),
         ("an error that prevents a rank's answer is not posted", "rank-failure-posted", Remove()),
         ("posts that were read are not deleted", "read-posts-deleted", Remove()),
+        ("the reading of a post that was deleted meanwhile fails", "deleted-message-not-awaited", Instead("raise")),
         ("old verdicts are not deleted", "old-verdicts-deleted", Remove()),
         (
             "a request to end is noted as posted before its post has succeeded",
