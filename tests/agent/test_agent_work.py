@@ -124,6 +124,20 @@ def test_work_stops_when_its_training_process_ends(job: Job, monkeypatch) -> Non
         assert job_.result() == ([], "it was stopped") and not agent.running() and woken.wait(60)
 
 
+def test_a_training_process_may_end_between_a_work_and_its_answer(job: Job) -> None:
+    """The agent ended with a KeyError then. Found by the exploring scheduler."""
+    with job.opened() as ckpt:
+        job.save(ckpt, 1)
+        ckpt.wait()
+        (generation,) = commit.survey(ckpt._pipeline.run.tier).generations.values()
+    with works.Works(lambda: ckpt._pipeline.run.tier.own, lambda: None) as agent:
+        ended = agent.begin(Work(at=generation.id, root=generation.root, task="read", place="", of=None))
+        ended.result()
+        assert not agent.running()
+        agent.abandon(ended)
+        assert not agent.running()
+
+
 def test_another_generation_of_the_same_step_is_refused(job: Job) -> None:
     with job.opened() as ckpt:
         job.save(ckpt, 1)

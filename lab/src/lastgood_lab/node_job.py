@@ -187,7 +187,8 @@ class Job:
         self.restored = one.id if one else None
         self.world.ledger.hold_restored(self.restored)
         group.topic("restored").agree(None, lambda _: None)
-        self.world.ledger.orders[self.name * 8] = 1 + max(self.world.ledger.orders.values())
+        ledger = self.world.ledger
+        ledger.orders[self.name * 8], ledger.jobs[self.name * 8] = 1 + max(ledger.orders.values()), self.restored
         run.begin(self.restored)
         return below
 

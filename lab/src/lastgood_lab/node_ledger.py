@@ -37,6 +37,8 @@ class Ledger:
     linger_seconds: float = 0.0
     orders: dict[str, int] = field(default_factory=dict)
     """incarnation -> its order"""
+    jobs: dict[str, GenerationId | None] = field(default_factory=dict)
+    """incarnation -> the generation that it continues"""
     sealed: dict[tuple[GenerationId, str], bytes] = field(default_factory=dict)
     """(generation, name of a file of a rank) -> its bytes when the rank sealed it"""
     commits: dict[GenerationId, tuple[bytes, Commit]] = field(default_factory=dict)
@@ -58,6 +60,7 @@ class Ledger:
             world=world,
             nodes=[*self.nodes],
             orders=dict(self.orders),
+            jobs=dict(self.jobs),
             sealed=dict(self.sealed),
             commits=dict(self.commits),
             reported=set(self.reported),
@@ -77,10 +80,33 @@ class Ledger:
         One whose coordinator died before its save returned counts once it is in the home; with `every` in any case.
         """
         every = every or self.all_sealed
-        for at in sorted(self.commits, key=self.rank_of, reverse=True):
+        for at in self._lineage():
             if self.in_home(at) or ((every or at in self.reported) and self.in_memory(at)):
                 return at
         return None
+
+    def _lineage(self) -> list[GenerationId]:
+        """What was not abandoned, newest first. A job that continues an older generation abandons newer ones once its
+        record or a COMMIT of it can be seen."""
+        found, newest, bound = list[GenerationId](), self._newest_job(), None
+        while newest in self.jobs:
+            mine = [at for at in self.commits if at.incarnation == newest and (bound is None or at.step <= bound)]
+            found += sorted(mine, key=self.rank_of, reverse=True)
+            continued = self.jobs[newest]
+            newest, bound = (continued.incarnation, continued.step) if continued else ("", None)
+        return found
+
+    def _newest_job(self) -> str:
+        """The newest incarnation of which a COMMIT or the record can be seen."""
+        roots = ["/home/run", *(f"/m{node}/run" for node in self.nodes)]
+        seen = set[str]()
+        for root in roots:
+            files = self.world.files[root.split("/")[1]]
+            seen |= {name.split("-")[1].partition(".")[0] for name in files.names_in(f"{root}/incarnations")}
+            seen |= {
+                at.incarnation for at in self.commits if layout.COMMIT in files.names_in(f"{root}/{layout.folder(at)}")
+            }
+        return max(seen & self.jobs.keys(), key=lambda one: self.orders[one], default="")
 
     def in_home(self, at: GenerationId) -> bool:
         there = self.world.files["home"].names_in(f"/home/run/{layout.folder(at)}")
@@ -164,6 +190,7 @@ class Ledger:
         if at not in self.commits:
             self.commits[at] = data, layout.decode(data, Commit, "COMMIT")
             self.orders[at.incarnation] = self.commits[at][1].order
+            self.jobs[at.incarnation] = self.commits[at][1].continues
             missing = [name for name in self.files_of(at) if (at, name) not in self.sealed]
             if missing:
                 self._wrong(f"{at} was committed before {missing[0]} was sealed")

@@ -64,7 +64,8 @@ class Works:
 
     def abandon(self, job: Future[Done]) -> None:
         """Stop a work for which nobody waits any more."""
-        self._unfinished[job].set()  # guard: abandoned-work-stops
+        if job in self._unfinished:  # otherwise it has ended, and its answer was not sent yet
+            self._unfinished[job].set()  # guard: abandoned-work-stops
 
     def running(self) -> bool:
         """Whether a work for which nobody waits any more has not stopped yet."""
