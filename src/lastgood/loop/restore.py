@@ -8,7 +8,7 @@ Everything here runs on the training thread.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from typing import Any, TypeVar, cast
 
@@ -20,7 +20,7 @@ from ..engine import guard
 from ..engine.arena import Arena
 from ..engine.finite import not_finite_error
 from ..errors import HalfLoaded, LastgoodError, NotWritable, Unavailable
-from ..format import commit
+from ..format import commit, layout
 from ..format.commit import Survey
 from ..policy.arguments import require
 from ..ports import Tier
@@ -30,6 +30,8 @@ from ..run.content import Content
 from ..run.node_cache import NodeCache
 from ..run.node_disks import NodeTier
 from ..run.node_transfer import Chunks, note_fetched, share_manifests
+from ..run.peer_reads import PeerReads
+from ..run.peers import PeerDisk
 from ..run.pipeline import Pipeline
 from ..run.watched import Sources
 from ..run.writer import RunWriter
@@ -49,6 +51,7 @@ class WritableRun:
         self._pipeline, self._planner, self._ranks = pipeline, planner, ranks
         self.sources = Sources()
         self._cache: NodeCache | None = None
+        self._peer_reads: PeerReads | None = None
 
     @property
     def survey(self) -> Survey:
@@ -64,6 +67,9 @@ class WritableRun:
         if topic is not None and isinstance(tier, NodeTier) and isinstance(self._ranks, RankGroup):
             share_manifests(tier, generation, self._ranks, topic)
         counted = self.sources.counted(tier)
+        if isinstance(tier, NodeTier) and tier.links.peers is not None:
+            self._peer_reads = PeerReads(counted, self.sources)
+            return self._peer_reads
         if self._ranks.size == 1 or not commit.visible_is_durable(tier):
             return counted
         self.release()
@@ -82,16 +88,37 @@ class WritableRun:
         begun, leader = self.sources.now(), str(tier.nodes.leaders[rank])
         wants: list[Any] = []  # the coordinator alone keeps what each rank wants
         topic.agree(dict(wanted), lambda posts: wants.extend(posts))
-        fetched, read = self._by_coordinator(topic, lambda: places.carry(generation, wants))
+        fetched, read, holders = self._by_coordinator(topic, lambda: places.carry(generation, wants))
         note_fetched(tier, generation, fetched.get(leader, {}))
+        if self._peer_reads is not None:
+            elsewhere = {
+                name: leaders
+                for name, leaders in holders.items()
+                if name in wanted and int(leader) not in leaders and name not in fetched.get(leader, {})
+            }
+            self._peer_reads.note(self._readers(tier, generation, elsewhere))
         for place, size in read.get(leader, {}).items():
             self.sources.add(place, size, begun)
+
+    def _readers(
+        self, tier: NodeTier, generation: Generation, files: Mapping[str, Sequence[int]]
+    ) -> dict[str, list[Tier]]:
+        """What each of these files is read from: the nodes that have it, another one first for each rank, and then the
+        places below. `files`: file -> the leaders of these nodes."""
+        table, peers, below = tier.links.table, tier.links.peers, self._pipeline.places.below_with(generation.id)
+        assert table is not None and peers is not None, "files are read from other nodes where agents serve each other"
+        found, folder = dict[str, list[Tier]](), layout.folder(generation.id)
+        for name, leaders in files.items():
+            first = self._ranks.rank % max(len(leaders), 1)
+            nodes = [table.node_of(one) for one in (*leaders[first:], *leaders[:first])]
+            found[f"{folder}/{name}"] = [*(cast(Tier, PeerDisk(peers, one)) for one in nodes), *below]
+        return found
 
     def release(self) -> None:
         """Delete what `gather` has fetched: every rank has loaded the generation, or another one is tried."""
         if self._cache is not None:
             self._cache.close()
-            self._cache = None
+        self._cache = self._peer_reads = None
         tier = self._pipeline.run.tier
         if isinstance(tier, NodeTier) and tier.leads:
             tier.shown.forget()
@@ -233,6 +260,7 @@ class Restorer:
             with self._reports.deferring_problems():
                 run.marks.point()
         pipeline.upkeep.note_latest()
+        pipeline.places.protect_newest()
         self._progress.restored(found.step, generation)
         # guard: rewind-durable-at-once
         alone = not several and generation is not None and run.known.resumes_at(generation.id)

@@ -69,9 +69,9 @@ def opened(path: str | os.PathLike[str], options: RunOptions, ranks: AnyRanks) -
                 asked = f"copies={options.copies}" if options.node_parity is None else f"parity={options.node_parity!r}"
                 reporting.warning(f"{asked}, and this job has one node: nothing is kept on others.")
             if options.copies_among_nodes > 1 and isinstance(ranks, RankGroup):
-                windows = nixl.chosen(peer_opening.own_wire()) if leads else None
+                windows = nixl.chosen(peer_opening.own_wire())
                 links.table = peer_opening.agreed(agent, nodes.leaders[ranks.rank], options, topic)
-                if links.table is not None and leads:
+                if links.table is not None:
                     links.peers = Peers(links.table.job, links.table.key, machine(), windows)
                     storage.callback(links.peers.close)
         if not isinstance(ranks, RankGroup) or not nodes.others:

@@ -6,7 +6,8 @@
                   the node that has it:
     sender        .../TRANSFER/FILE/OFFSET             a part of a chunk, at most PART_BYTES
     receiver      .../TRANSFER/FILE/OFFSET/RANK        acknowledges the part; the sender then deletes both
-                  Where the nodes have agents that serve each other, the receiver reads from that of the sender instead.
+                  Where the nodes have agents that serve each other, the receiver reads from that of the sender instead;
+                  what one rank alone of its node wants, that rank reads itself (peer_reads.py).
 
 Invariants
   1. What was fetched is verified like any other chunk, when a rank reads it.
@@ -33,6 +34,7 @@ from ..ports import Tier
 from ..records import Blob, Extent, Generation, GenerationId, Manifest, Record
 from ..storage.slot_file import aligned
 from .node_disks import FETCHED, NodeDisks, NodeTier
+from .peer_reads import OTHER_NODES
 from .peers import Peers, PeerTable
 from .rank_requests import Requests
 from .verify import Stop, never
@@ -91,6 +93,7 @@ class Carrier:
         assert generation is not None and generation.id == one.at, "the manifests were not shown before"
         manifests = manifests_of(self._tier, generation)
         mine = list(_in_order(one.wanted.get(str(rank), {}), manifests))
+        buffer = aligned(bytes(max((chunk.extent.length for chunk in mine), default=0)))
         received, failed, at, upload = Counter[str](), None, 0, None
         try:
             if mine:
@@ -103,10 +106,11 @@ class Carrier:
             try:
                 if stop():
                     raise Cancelled("the restore was interrupted")
-                data = self._moved(one, chunk, wants)
+                self._move(one, chunk, buffer if wants else None)
+                length = chunk.extent.length
                 if wants and failed is None and upload is not None:
-                    upload.write_at(aligned(data)[: round_up(len(data))], at)
-                    received["other nodes" if one.place is None else self._below[one.place].place] += len(data)
+                    upload.write_at(buffer[: round_up(length)], at)
+                    received[OTHER_NODES if one.place is None else self._below[one.place].place] += length
             except (TimedOut, Cancelled) as error:  # another leader has failed: each chunk would take a timeout
                 failed = failed or error
                 break
@@ -121,36 +125,36 @@ class Carrier:
             upload.finish()
         return dict(received)
 
-    def _moved(self, one: Transfer, chunk: _Chunk, wants: bool) -> bytes:
-        """The bytes of a chunk if this node wants it, from wherever it comes; sends it if this node is the sender."""
+    def _move(self, one: Transfer, chunk: _Chunk, into: memoryview | None) -> None:
+        """Fill `into` with a chunk, from wherever it comes. None: this node does not want it. The sender sends it."""
         extent = Extent(
             blob=f"{layout.folder(one.at)}/{chunk.blob.name}", offset=chunk.extent.offset, length=chunk.extent.length
         )
-        if one.place is not None:
-            return _read(self._below[one.place], extent) if wants else b""
         table, peers = self._tier.links.table, self._tier.links.peers
-        if table is not None and peers is not None:  # all leaders have a table, or none has
-            if not wants:
-                return b""
-            return self._read_from_peers(one, chunk.blob.name, extent, table, peers)
-        if one.holders[chunk.blob.name][0] == self._ranks.rank:
+        if one.place is not None:
+            if into is not None:
+                self._below[one.place].read_into(extent, into)
+        elif table is not None and peers is not None:  # all leaders have a table, or none has
+            if into is not None:
+                self._read_from_peers(one, extent, into, table, peers)
+        elif one.holders[chunk.blob.name][0] == self._ranks.rank:
             receivers = [leader for leader, of in one.wanted.items() if chunk.number in of.get(chunk.blob.name, ())]
             self._send(one, extent, receivers)
-            return b""
-        return self._receive(one, extent) if wants else b""
+        elif into is not None:
+            self._receive(one, extent, into)
 
-    def _read_from_peers(self, one: Transfer, name: str, extent: Extent, table: PeerTable, peers: Peers) -> bytes:
+    def _read_from_peers(self, one: Transfer, extent: Extent, into: memoryview, table: PeerTable, peers: Peers) -> None:
         """A chunk from the agent of a node that has it. Each transfer begins with another one of them."""
-        holders, data = one.holders[name], bytearray(extent.length)
+        holders = one.holders[extent.blob.rpartition("/")[2]]
         first = one.number % len(holders)
         problem: LastgoodError | None = None
         for leader in [*holders[first:], *holders[:first]]:
             try:
-                peers.read(table.node_of(leader), extent, memoryview(data))
+                peers.read(table.node_of(leader), extent, into)
             except LastgoodError as error:
                 problem = error
             else:
-                return bytes(data)
+                return
         assert problem is not None, "a file that is asked for has a holder"
         raise TierDown(f"{extent.blob} could not be read from any node: {problem.what}", safe="Nothing was loaded.")
 
@@ -178,15 +182,16 @@ class Carrier:
         if failed is not None:
             raise failed
 
-    def _receive(self, one: Transfer, extent: Extent) -> bytes:
-        data = bytearray()
-        for key, _, _ in self._parts(one, extent):
+    def _receive(self, one: Transfer, extent: Extent, into: memoryview) -> None:
+        whole = True
+        for key, start, length in self._parts(one, extent):
             (part,) = self._ranks.receive_bytes([key], self._ranks.timeout_seconds)
             self._ranks.post_bytes(f"{key}/{self._ranks.rank}", b"received")
-            data += part
-        if len(data) != extent.length:
+            whole &= len(part) == length
+            if whole:
+                into[start : start + length] = part
+        if not whole:
             raise TierDown(f"the node that has {extent.blob} could not read it", safe="Nothing was loaded.")
-        return bytes(data)
 
     def _await_receivers(self, key: str, receivers: Sequence[str]) -> None:
         keys = [f"{key}/{rank}" for rank in receivers]
@@ -201,6 +206,11 @@ class Carrier:
             yield key, start, min(PART_BYTES, extent.length - start)
 
 
+Carried = tuple[dict[str, dict[str, list[int]]], dict[str, dict[str, int]], dict[str, list[int]]]
+"""Leader -> the chunks that its node has fetched; leader -> place -> the bytes that came from there; file -> the
+leaders of the nodes from whose agents it may be read."""
+
+
 class NodeTransfers:
     """Transfers of an open run, at the coordinator, which is a leader itself. The parameters are those of `Carrier`."""
 
@@ -210,23 +220,25 @@ class NodeTransfers:
         self._number = 0
 
     def carry(
-        self, generation: Generation, wants: Sequence[Chunks], place: int | None, stop: Stop = never
-    ) -> tuple[dict[str, dict[str, list[int]]], dict[str, dict[str, int]]]:
+        self, generation: Generation, wants: Sequence[Chunks], place: int | None, read: bool, stop: Stop = never
+    ) -> Carried:
         """Copy to each node what its ranks want and it lacks.
 
         `wants`: the chunks that each rank wants. `place`: the position, among the lower ones, of a place that has the
-        generation whole; None: there is none. Returns leader -> the chunks that its node has fetched, and leader ->
-        place -> the bytes that came from there.
+        generation whole; None: there is none. `read`: whether ranks read files from the agents of other nodes: those
+        that one rank alone of a node wants are not copied then.
         """
         held = self._disks.held(generation)
         owners = {blob.name: one.rank for one in manifests_of(self._disks, generation) for blob in one.blobs}
         wanted = needed(wants, self._disks.nodes.leaders, held, owners)
-        if not wanted:
-            return {}, {}
         holders = {name: [leader for leader in sorted(held) if owners[name] in held[leader]] for name in owners}
         absent = [name for of in wanted.values() for name in of if not holders[name]]
         if place is None and absent:
             raise TierDown(f"{absent[0]} of {generation.id} lies on no node", safe="Nothing was loaded.")
+        if read:
+            wanted = needed(wants, self._disks.nodes.leaders, held, owners, ranks=2)
+        if not wanted:
+            return {}, {}, holders if read else {}
         one = Transfer(number=self._number, at=generation.id, place=place, wanted=wanted, holders=holders)
         self._number += 1
         self._requests.ask(one)
@@ -237,7 +249,8 @@ class NodeTransfers:
                 self._requests.answers()  # waited for, so that the next request meets idle servers
             raise
         leaders = map(str, self._disks.nodes.others)
-        return wanted, {"0": own} | dict(zip(leaders, self._requests.answers(), strict=True))
+        copied = {"0": own} | dict(zip(leaders, self._requests.answers(), strict=True))
+        return wanted, copied, holders if read else {}
 
     def end(self) -> None:
         """Tell the other leaders that nothing more is carried."""
@@ -245,19 +258,28 @@ class NodeTransfers:
 
 
 def needed(
-    wants: Sequence[Chunks], leaders: Sequence[int], held: Mapping[int, set[int]], owners: Mapping[str, int]
+    wants: Sequence[Chunks],
+    leaders: Sequence[int],
+    held: Mapping[int, set[int]],
+    owners: Mapping[str, int],
+    ranks: int = 1,
 ) -> dict[str, dict[str, list[int]]]:
     """Leader -> the chunks that its node lacks. Pure.
 
     `wants`: the chunks that each rank wants. `leaders`: that of each rank. `held`: leader -> the ranks whose files its
-    node has. `owners`: file -> the rank that wrote it.
+    node has. `owners`: file -> the rank that wrote it. `ranks`: only of files that so many ranks of the node want.
     """
-    found: dict[str, list[Chunks]] = {}
+    lacks: dict[int, dict[str, list[Sequence[int]]]] = {}
     for leader, wanted in zip(leaders, wants, strict=True):
-        lacks = {name: chunks for name, chunks in wanted.items() if owners[name] not in held.get(leader, ())}
-        if lacks:
-            found.setdefault(str(leader), []).append(lacks)
-    return {leader: _union(lacks) for leader, lacks in found.items()}
+        for name, chunks in wanted.items():
+            if owners[name] not in held.get(leader, ()):
+                lacks.setdefault(leader, {}).setdefault(name, []).append(chunks)
+    found = dict[str, dict[str, list[int]]]()
+    for leader, files in lacks.items():
+        for name, of_ranks in files.items():
+            if len(of_ranks) >= ranks:
+                found.setdefault(str(leader), {})[name] = sorted({one for chunks in of_ranks for one in chunks})
+    return found
 
 
 def note_fetched(tier: NodeTier, generation: Generation, fetched: Chunks) -> None:

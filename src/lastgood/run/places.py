@@ -73,7 +73,6 @@ class Places:
             one.mender.sources = [other.tier for other in self._writers() if other is not one]
         for place in below:
             place.catch_up()
-        self._protect_newest()  # a node may have been replaced
         if below:
             _note([self.front.tier, *(one.tier for one in below)])
 
@@ -125,15 +124,14 @@ class Places:
         for one in self._writers():
             one.mender.mended.clear()
             one.mender.mend_known(step, arena)
-        if self.mended():
-            self._protect_newest()
 
     def mended(self) -> list[tuple[int, str]]:
         """(step, files) of each generation that was mended since `mend_known`."""
         return [(at.step, ", ".join(names)) for one in self._writers() for at, names in one.mender.mended.items()]
 
-    def _protect_newest(self) -> None:
-        """Make what is missing of the copies or the parity of the newest generation on other nodes."""
+    def protect_newest(self) -> None:
+        """Make what is missing of the copies or the parity of the newest generation on other nodes: one may have been
+        replaced. Called after a restore, which needs the network and the processor of these nodes first."""
         newest = self.front.known.newest_restorable()
         if self.copies is not None and newest is not None:
             self.copies.offer(newest)
@@ -155,13 +153,18 @@ class Places:
         if not whole:
             first = second = None
         if again:
-            return self.transfers.carry(generation, wants, second)
+            return self.transfers.carry(generation, wants, second, read=False)
         try:
-            return self.transfers.carry(generation, wants, first)
+            return self.transfers.carry(generation, wants, first, read=not below_first)
         except Unavailable:
             if below_first or not whole:
                 raise
-            return self.transfers.carry(generation, wants, second)  # an agent has ended, or cannot be reached
+            return self.transfers.carry(generation, wants, second, read=False)  # an agent cannot be reached
+
+    def below_with(self, at: GenerationId) -> list[Tier]:
+        """The places below whose copy of a generation may be restored."""
+        known = [(one.tier, one.known.survey.generations.get(at)) for one in self._all[1:]]
+        return [tier for tier, found in known if found is not None and found.restorable]
 
     # ---- copying -------------------------------------------------------------------------------------------
 

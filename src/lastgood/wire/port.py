@@ -82,10 +82,11 @@ class Service(Protocol):
                                    were sent; raises nothing
     =============================  =========================================================================
 
-    After `buffer` has returned, exactly one of `handle` and `abandon` is called. `buffer` and `handle` may raise a
-    LastgoodError, which the peer's call raises with the same class. Any other exception is a bug: the peer's call
-    raises PeerDown, and the exception ends the thread of the connection, so that `threading.excepthook` reports it.
-    `peer` was authenticated as far as the mode does that.
+    A connection has one request at a time, from receiving it until its answer was sent: memory of `buffer` and of an
+    answer may be used again in the next call from the same thread. After `buffer` has returned, exactly one of `handle`
+    and `abandon` is called. `buffer` and `handle` may raise a LastgoodError, which the peer's call raises with the same
+    class. Any other exception is a bug: the peer's call raises PeerDown, and the exception ends the thread of the
+    connection, so that `threading.excepthook` reports it. `peer` was authenticated as far as the mode does that.
     """
 
     def buffer(self, peer: Peer, request: bytes, length: int) -> memoryview: ...

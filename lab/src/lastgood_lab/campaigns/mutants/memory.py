@@ -69,6 +69,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("the first place that has its copy gives it free", "held-until-all-have-it", Always()),
         ("a node serves requests that nobody makes, and not those of copies", "only-asked-subjects-served", Never()),
         ("half of a copy counts as one", "copy-counts-with-its-manifest", Swap("one.manifest in listing", "True")),
+        ("a node that failed is asked first for each chunk", "failed-node-read-last", Remove()),
     ),
     *table(
         "drill",
