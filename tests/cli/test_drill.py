@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from agents import agent, until
+from agents import until
 from cli_runs import DATA, at, contents, writing
 from harness import flip
-from lastgood.format import layout
-from lastgood.records import GenerationId
-from lastgood.run import (
-    access,
-    agent_link,
-    agent_messages,
-    drill,
-    drill_acts,
-    drill_peers,
-    drill_scratch,
-    memory_place,
-    paths,
-)
-from lastgood.run.agent_messages import Request, Send, Serve
-from lastgood.run.peers import PeerNode, PeerOrder
+from lastgood.run import drill, drill_acts, drill_scratch, memory_place, paths
 
 pytestmark = pytest.mark.slow
 
@@ -197,46 +181,3 @@ def test_a_running_drill_is_not_removed_by_another(home):
     with drill_scratch.opened(parent, "home") as places:
         assert drill_scratch.clear(parent, "home") == [] and os.path.isdir(os.path.dirname(places.disk.root))
     assert not left(home)
-
-
-# ---- peers ---------------------------------------------------------------------------------------------------------
-
-
-def asked(folder: Path, **request: object) -> agent_messages.Answer:
-    with contextlib.closing(agent_link.connected(str(folder))) as connection:
-        answer = agent_link.asked(connection, Request(protocol=agent_link.PROTOCOL, **request))
-    assert not answer.error
-    return answer
-
-
-def test_copies_on_another_node_are_read_and_verified(home, call, call_json):
-    mine = in_memory(home)
-    theirs = mine.with_name("peer-0123456789ab")
-    generation = GenerationId(step=2, incarnation=at(home, 2).name.partition("-")[2])
-    folder = Path(layout.folder(generation))
-    (theirs / folder).mkdir(parents=True)
-    shutil.copy(home / folder / layout.COMMIT, theirs / folder)
-    job, key = "0" * 16, "ab" * 32
-    with agent(mine):
-        with agent(theirs) as other:
-            serving = [Serve(job=job, key=key, node=one, host="127.0.0.1", port=0) for one in "ab"]
-            asked(mine, call="serve", serve=serving[0])
-            port = asked(theirs, call="serve", serve=serving[1]).port
-            node = PeerNode(leader=1, name="b", domain="", host="127.0.0.1", port=port)
-            assert agent_link.peers_of(str(mine)) is None, "nothing was sent yet"
-            asked(mine, call="send", send=Send(at=generation, orders=[PeerOrder(rank=0, to=node)]))
-            before = contents(theirs / "gen")
-            code, document = call_json("drill", home)
-            (row,) = document["peers"]
-            assert code == 0 and row["good"] and (row["node"], row["step"]) == ("b", 2)
-            assert row["bytes"] == (home / folder / DATA).stat().st_size and row["bytes_per_second"] > 0
-            assert contents(theirs / "gen") == before
-            flip(theirs / folder / DATA)
-            code, out, _ = call("drill", home)
-            assert code == 4 and "copies on node b" in out and "differs from its digest" in out and "1 failed" in out
-            other.kill()
-            other.wait()
-        with ThreadPoolExecutor(2) as workers:
-            own, reading = access.for_reading(f"{paths.MEMORY}{mine}"), drill_acts.Reading(workers)
-            (down,) = drill_peers.read_peers(str(mine), own, reading.read_ranks)
-        assert down.good is None and down.why.startswith("PeerDown"), "a node that is down is no damage"

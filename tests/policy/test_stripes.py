@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lastgood.policy.placement import Node, groups
-from lastgood.policy.stripes import stripe_sets, stripes
+from lastgood.policy.stripes import neighbours, stripe_sets, stripes
 
 
 @st.composite
@@ -49,6 +49,18 @@ def test_every_node_gives_as_much_memory_for_parity_as_the_others(job) -> None:
             cells.update(one.parity)
     least, most = m * (count // k), m * -(-count // k)
     assert all(least <= cells[node] <= most for node in chunks)
+
+
+@given(jobs())
+def test_the_neighbours_of_a_node_have_all_other_cells_of_its_stripes(job) -> None:
+    k, m, chunks = job
+    sets = stripe_sets(groups([Node(name) for name in chunks], k, m))
+    for node in chunks:
+        beside = neighbours(sets, node)
+        assert node not in beside and len(beside) <= 2 * k + m - 2
+        for one in sets:
+            data = {member.node for member in one.data}
+            assert node not in data or (data | set(one.parity)) - {node} <= beside
 
 
 def test_chunks_of_nodes_with_one_chunk_share_a_stripe() -> None:

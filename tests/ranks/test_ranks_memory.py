@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from agents import ended, until
 from harness import flip, steps
 from lastgood.cli import app
 from lastgood.io.machine import NODE
+from lastgood.run import access, drill_acts, drill_peers, memory_place
 from lastgood_lab.campaigns.rank_jobs import PATIENCE
 from lastgood_lab.worlds import world
 from ranked_memory import folder, trained, uninterrupted
@@ -147,3 +149,16 @@ def test_two_nodes_lost_at_once_lose_nothing_with_parity(
     assert [one["losses"] for one in found] == [losses[step:] for losses in expected]
     assert found[0]["survives"][2], "rank 0 knows that the last save survives the loss of a node"
     assert all(one["closing_seconds"] < PATIENCE for one in found), "no rank waits for what nobody asks"
+
+
+def test_a_drill_computes_the_files_of_each_node_from_the_others(tmp_path: Path, memory: Path, monkeypatch) -> None:
+    nodes, home = ["a", "b", "c", "d"], tmp_path / "home"
+    killed(nodes, memory, home, 6, True, 1, "2+2")
+    for node in nodes:
+        monkeypatch.setenv(NODE, node)
+        own = access.for_reading(memory_place.url_of(home))
+        with ThreadPoolExecutor(2) as workers:
+            read = drill_acts.Reading(workers).read_ranks
+            (found,) = drill_peers.read_peers(str(folder(home, node, memory)), own, read)
+        assert found.good and (found.what, found.step, found.why) == ("parity", 6, "")
+        assert found.node == ", ".join(one for one in nodes if one != node) and found.bytes > 0

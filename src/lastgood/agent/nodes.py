@@ -12,8 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from ..errors import LastgoodError
 from ..format import commit
 from ..ports import Mendable
-from ..run.agent_messages import Send, Serve
-from ..run.peers import PeerNode, Peers, PeerTable
+from ..run.agent_messages import KnownPeers, Send, Serve
+from ..run.peers import PeerNode, Peers
 from ..wire import nixl
 from ..wire.port import Peer
 from ..wire.security import SharedKey
@@ -36,6 +36,8 @@ class Nodes:
         self._served: Serve | None = None
         self._receivers: dict[str, PeerNode] = {}
         """name -> the nodes to which files were to be sent"""
+        self.parity: list[PeerNode] = []
+        """the nodes that hold what this node's files can be computed from"""
         self.port = 0
         """where it listens; 0: it does not"""
 
@@ -69,11 +71,12 @@ class Nodes:
         job.add_done_callback(lambda _: self._wake())
         return job
 
-    def table(self) -> PeerTable | None:
-        """The nodes to which files were to be sent since it listens; None: to none."""
-        if self._served is None or not self._receivers:
+    def known(self) -> KnownPeers | None:
+        """The nodes that hold something of this one since it listens; None: none."""
+        copies = [*self._receivers.values()]
+        if self._served is None or not (copies or self.parity):
             return None
-        return PeerTable(job=self._served.job, key=self._served.key, nodes=[*self._receivers.values()])
+        return KnownPeers(job=self._served.job, key=self._served.key, copies=copies, parity=self.parity)
 
     def _sent(self, send: Send, peers: Peers | None) -> str:
         if peers is None:
@@ -92,3 +95,4 @@ class Nodes:
         self._serving.close()
         self.peers, self._served, self.port = None, None, 0
         self._receivers.clear()
+        self.parity = []

@@ -36,10 +36,9 @@ from ..ports import Mendable
 from ..records import Finding, prepare
 from ..run import access, memory_place, paths
 from ..run.agent_link import LINGER_SECONDS, LOCK, MESSAGE_LIMIT_BYTES, PROTOCOL, SPEC, listening, read_spec, user_of
-from ..run.agent_messages import Answer, Request
+from ..run.agent_messages import Answer, KnownPeers, Request
 from ..run.lower_place import PAUSES_SECONDS, pause_seconds
 from ..run.packed import PackedTier
-from ..run.peers import PeerTable
 from ..storage.directory import Disk
 from .drain import drained
 from .nodes import Nodes
@@ -198,9 +197,11 @@ class Server:
         elif request.call == "send" and request.send is not None:
             client.sending = self._nodes.send(request.send)
         elif request.call == "work" and request.work is not None and client.work is None:
+            if request.work.task == "parity":
+                self._nodes.parity = request.work.nodes
             client.work = self._works.begin(request.work)
         elif request.call == "peers":
-            self._send(client, peers=self._nodes.table())
+            self._send(client, peers=self._nodes.known())
         elif request.call == "end" and self._attached():
             self._send(client, "a training process is attached; end it first")
         elif request.call == "end":
@@ -239,7 +240,7 @@ class Server:
             self._send(client, error)
 
     def _send(
-        self, client: Client, error: str = "", findings: Sequence[Finding] = (), peers: PeerTable | None = None
+        self, client: Client, error: str = "", findings: Sequence[Finding] = (), peers: KnownPeers | None = None
     ) -> None:
         answer = Answer(
             protocol=PROTOCOL,

@@ -68,8 +68,11 @@ def drilled_view(data: Mapping[str, Any]) -> RenderableType:
     for row in data["peers"]:
         text = row["why"]
         if row["good"]:
-            text = f"step {row['step']}, {size(row['bytes'])} read and verified, {size(row['bytes_per_second'])}/s"
-        table.add_row(clean(f"copies on node {row['node']}"), _result(row), _seconds(row), clean(text))
+            done = "read" if row["what"] == "copies" else "computed"
+            text = f"step {row['step']}, {size(row['bytes'])} {done} and verified, {size(row['bytes_per_second'])}/s"
+            text += f"; not needed: {row['why']}" if row["why"] else ""
+        where = "copies on node" if row["what"] == "copies" else "parity on nodes"
+        table.add_row(clean(f"{where} {row['node']}"), _result(row), _seconds(row), clean(text))
     head = (
         f"step {data['step']} ({data['incarnation']}), {size(data['bytes'])}, copied in {data['copied_seconds']:.2f} s"
     )

@@ -10,13 +10,13 @@ Invariants
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
 from typing import NamedTuple
 
 import msgspec
 
-from ..errors import BeyondRepair, Cancelled, Damaged, SumMismatch, Unavailable
+from ..errors import BeyondRepair, Cancelled, Damaged, LastgoodError, SumMismatch, Unavailable
 from ..format import layout, sealed, stripe_layout
 from ..io.checksum import digest
 from ..io.files import round_up
@@ -102,7 +102,7 @@ def read_cell(tier: Tier, folder: str, cell: Cell | None, length: int, algorithm
     return data
 
 
-def _require(algorithm: str, data: memoryview, expected: str, name: str) -> None:
+def _require(algorithm: str, data: memoryview | bytearray, expected: str, name: str) -> None:
     if digest(algorithm, data) != expected:  # guard: stripe-cell-verified
         raise SumMismatch(f"a chunk of {name} does not agree with its digest", blob=name)
 
@@ -127,7 +127,8 @@ class _Found(NamedTuple):
 class Rebuilt:
     """`ports.Tier` for reading one generation: its chunks and manifests as parity among nodes gives them.
 
-    `places`: the memory of each node that is left. Damage in it, and nodes that cannot be read, count as lost.
+    `places`: the memory of each node that is left. Damage in it, and nodes that cannot be read, count as lost;
+    `passed_over` has them.
     """
 
     newest_only, reads_at_once = False, 2
@@ -135,11 +136,13 @@ class Rebuilt:
     def __init__(self, places: Sequence[Tier], generation: Generation) -> None:
         self.place = "parity among nodes"
         self._generation, self._folder = generation, layout.folder(generation.id)
+        self.passed_over = dict[tuple[str, str], LastgoodError]()
+        """place and file (\"\": its listing) -> the first reason why it was not used"""
         self._holders = dict[str, list[Tier]]()
         self._sets = dict[str, list[_Found]]()
         """part of their names that the files of a set share -> its files"""
         for tier in places:
-            with contextlib.suppress(Damaged, Unavailable):
+            with self._passing_over(tier, ""):
                 self._note(tier, tier.list(self._folder))
         self._stripes = dict[tuple[str, int], list[tuple[str, int]]]()
         """file and offset of a chunk -> its stripes: set and number in it"""
@@ -149,12 +152,20 @@ class Rebuilt:
                     if cell is not None:
                         self._stripes.setdefault((cell.blob, cell.offset), []).append((name, number))
 
+    @contextlib.contextmanager
+    def _passing_over(self, tier: Tier, name: str) -> Iterator[None]:
+        """Do without a file that is damaged, or whose node cannot be read."""
+        try:
+            yield
+        except (Damaged, Unavailable) as error:
+            self.passed_over.setdefault((tier.place, name), error)
+
     def _note(self, tier: Tier, listing: Mapping[str, int | None]) -> None:
         for name, length in listing.items():
             self._holders.setdefault(name, []).append(tier)
             if not stripe_layout.is_record(name):
                 continue
-            with contextlib.suppress(Damaged, Unavailable):
+            with self._passing_over(tier, name):
                 data = sealed.read(tier, f"{self._folder}/{name}", length)
                 record = layout.decode(data, StripeFile, name)
                 stripe_layout.validate(record, name)
@@ -200,14 +211,14 @@ class Rebuilt:
         """A manifest as it was sealed: from a node that has it, else a copy in a file of parity."""
         seal = next(one for one in self._generation.commit.seals if one.manifest == name)
         for tier in self._holders.get(name, []):
-            with contextlib.suppress(Damaged, Unavailable):
+            with self._passing_over(tier, name):
                 return sealed.record_bytes([tier], self._generation, seal)
         for one in (one for found in self._sets.values() for one in found if name in one.record.manifests):
-            with contextlib.suppress(Damaged, Unavailable):
+            with self._passing_over(one.tier, one.name):
                 offset = stripe_layout.manifest_offset(one.record, name)
-                data = bytes(read_file.some(one.tier, f"{self._folder}/{one.name}", seal.length, offset))
-                if digest(one.record.digest, data) == seal.digest:  # guard: rebuilt-manifest-matches-seal
-                    return data
+                data = read_file.some(one.tier, f"{self._folder}/{one.name}", seal.length, offset)
+                _require(one.record.digest, data, seal.digest, one.name)  # guard: rebuilt-manifest-matches-seal
+                return bytes(data)
         raise BeyondRepair(f"no copy of {name} is left", safe="Nothing was changed.")
 
     def _computed(self, found: Sequence[_Found], number: int, name: str, extent: Extent) -> memoryview:
@@ -219,12 +230,12 @@ class Rebuilt:
         for at, cell in enumerate(stripe.cells):
             holders = self._holders.get(cell.blob, []) if cell is not None else [found[0].tier]
             for tier in holders if at != wanted else ():
-                with contextlib.suppress(Damaged, Unavailable):
+                with self._passing_over(tier, cell.blob if cell is not None else ""):
                     cells[at] = read_cell(tier, self._folder, cell, stripe.length, record.digest)
                     break
         for one in found:
             if len(cells) < record.data and record.data + one.record.index not in cells:
-                with contextlib.suppress(Damaged, Unavailable):
+                with self._passing_over(one.tier, one.name):
                     cells[record.data + one.record.index] = self._parity_cell(one, number)
         lost, data = stripe.cells[wanted], Code(record.data, record.parity).decode(cells)[wanted][: extent.length]
         if lost is None or digest(record.digest, data) != lost.digest:

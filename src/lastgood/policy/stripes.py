@@ -56,6 +56,15 @@ def stripe_sets(groups: ParityGroups) -> list[StripeSet]:
     return found
 
 
+def neighbours(sets: Sequence[StripeSet], node: str) -> set[str]:
+    """The other nodes of the sets in which a node is a data node: what it has can be computed from what they have.
+
+    Example: with `StripeSet((Member("a", 0),), ("b",))` alone, `neighbours(sets, "a")` is `{"b"}`, and that of b empty.
+    """
+    mine = [one for one in sets if any(member.node == node for member in one.data)]
+    return {name for one in mine for name in (*(member.node for member in one.data), *one.parity)} - {node}
+
+
 def stripes(one: StripeSet, chunks: Mapping[str, Sequence[T]]) -> list[tuple[T | None, ...]]:
     """The stripes of a set: for each data node its chunk in the stripe; None stands for zeros.
 

@@ -38,10 +38,10 @@ from ..errors import Cancelled, LastgoodError, PeerDown
 from ..format import layout
 from ..ports import Mendable
 from . import paths
-from .agent_messages import AgentSpec, Answer, Request, Send, Serve, Work
+from .agent_messages import AgentSpec, Answer, KnownPeers, Request, Send, Serve, Work
 from .peers import Peers, PeerTable
 
-PROTOCOL = 3
+PROTOCOL = 4
 """The version of the messages. An agent of another version is ended, and a new one is started."""
 SOCKET, LOCK, LOG, SPEC = "agent.sock", "agent.lock", "agent.log", "AGENT.json"
 MESSAGE_LIMIT_BYTES = 1 << 20
@@ -216,9 +216,10 @@ def status(folder: str) -> Answer | None:
     return _asked_if_any(folder, Request(protocol=PROTOCOL, call="status"))
 
 
-def peers_of(folder: str) -> PeerTable | None:
-    """The nodes to which the agent of a folder was asked to send files; None if there is no such agent or node.
+def peers_of(folder: str) -> KnownPeers | None:
+    """The nodes that hold copies or parity of the files in a folder, as its agent knows them.
 
+    None if there is no such agent or node.
     Raises OSError and ValueError if the agent does not answer, or does not know this call.
     """
     answer = _asked_if_any(folder, Request(protocol=PROTOCOL, call="peers"))

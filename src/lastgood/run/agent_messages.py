@@ -11,7 +11,7 @@ import msgspec
 
 from ..policy.retention import Keep
 from ..records import Finding, GenerationId, Record
-from .peers import PeerNode, PeerOrder, PeerTable, StripeOrder
+from .peers import PeerNode, PeerOrder, StripeOrder
 
 
 class CopyTo(Record, frozen=True, kw_only=True):
@@ -61,8 +61,9 @@ class Work(Record, frozen=True, kw_only=True):
     """Files of a generation that an agent is to read and verify, or to copy or pack from its folder to a place.
 
     `root`: of the generation, as the training process knows it. `place`: where it is done; "": in its folder. `of`: the
-    ranks that wrote the files; None: all. "parity": write the files of `stripes`. "rebuild": make the files of `of`
-    whole here, from what the other `nodes` have.
+    ranks that wrote the files; None: all. "parity": write the files of `stripes`; `nodes` are those that hold what this
+    node's files can be computed from (policy/stripes.py: `neighbours`), which the agent notes for a drill. "rebuild":
+    make the files of `of` whole here, from what the other `nodes` have.
     """
 
     at: GenerationId
@@ -78,8 +79,8 @@ class Request(Record, frozen=True, kw_only=True):
     """What a process asks of an agent.
 
     "attach": until the connection ends, a training process has the run open. "status": nothing. "serve": listen for the
-    agents of other nodes. "send": send files to them. "peers": to whom files were sent. "work": a `Work`. "end": copy
-    everything, remove the memory, and end.
+    agents of other nodes. "send": send files to them. "peers": which of them hold copies of this node's files, or
+    parity. "work": a `Work`. "end": copy everything, remove the memory, and end.
     """
 
     protocol: int
@@ -87,6 +88,18 @@ class Request(Record, frozen=True, kw_only=True):
     serve: Serve | None = None
     send: Send | None = None
     work: Work | None = None
+
+
+class KnownPeers(Record, frozen=True, kw_only=True):
+    """The other nodes of the job that hold what this node needs when it is lost. `job`, `key`: as in `PeerTable`.
+
+    `copies`: those to which files were to be sent. `parity`: `Work.nodes` of the last work of this task.
+    """
+
+    job: str
+    key: str
+    copies: list[PeerNode]
+    parity: list[PeerNode]
 
 
 class Answer(Record, frozen=True, kw_only=True):
@@ -102,8 +115,8 @@ class Answer(Record, frozen=True, kw_only=True):
     """whether it copies, or is about to"""
     port: int = 0
     """where it listens for other nodes; 0: it does not"""
-    peers: PeerTable | None = None
-    """after the call "peers": the nodes to which it was asked to send files, and the key of their agents; None: none"""
+    peers: KnownPeers | None = None
+    """after the call "peers": the nodes that hold something of this one, as far as it knows; None: none"""
     error: str = ""
     findings: list[Finding] = msgspec.field(default_factory=list)
     """of the files that it was asked to read"""

@@ -15,6 +15,7 @@ Invariants
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -26,7 +27,7 @@ from ..io.checksum import digest
 from ..io.reed_solomon import Code
 from ..policy.parts import divided
 from ..policy.placement import groups
-from ..policy.stripes import stripe_sets
+from ..policy.stripes import StripeSet, neighbours, stripe_sets
 from ..records import Generation, GenerationId, Record
 from .agent_link import AgentLink
 from .agent_messages import Work
@@ -76,11 +77,21 @@ class RebuildRequest(Record, frozen=True, kw_only=True):
     ranks: dict[str, list[int]]
 
 
-class ParityBuilder:
-    """One leader's part. At the other leaders it is a `rank_requests.Service` of both subjects."""
+def sets_among(table: PeerTable, code: tuple[int, int] | None) -> list[StripeSet]:
+    """The sets of stripes of these nodes, by their leaders. `code`: data and parity cells of a stripe; None: none."""
+    return [] if code is None else stripe_sets(groups(placed(table.nodes), *code))
 
-    def __init__(self, agent: AgentLink, table: PeerTable, leader: int) -> None:
+
+class ParityBuilder:
+    """One leader's part. At the other leaders it is a `rank_requests.Service` of both subjects.
+
+    `sets`: of the nodes, as the coordinator has them. Empty: no parity is made, only used.
+    """
+
+    def __init__(self, agent: AgentLink, table: PeerTable, leader: int, sets: Sequence[StripeSet] = ()) -> None:
         self._agent, self._table, self._leader = agent, table, leader
+        beside = neighbours(sets, str(leader))
+        self._neighbours = [one for one in table.nodes if str(one.leader) in beside]
 
     def served(self, request: Any, stop: Stop) -> None:
         """Let the agent write the files of this node. Raises as `AgentLink.work`."""
@@ -103,7 +114,8 @@ class ParityBuilder:
             for one in asked.files.get(str(self._leader), [])
         ]
         if orders:
-            work = Work(at=asked.at, root=asked.root, task="parity", place="", of=None, stripes=orders)
+            nodes = self._neighbours
+            work = Work(at=asked.at, root=asked.root, task="parity", place="", of=None, stripes=orders, nodes=nodes)
             self._agent.work(work, stop)
 
     def _rebuild(self, asked: RebuildRequest, stop: Stop) -> None:
@@ -125,10 +137,10 @@ class ParityMaker:
         assert disks.links.agent is not None, "a front whose nodes share parity has agents"
         Code(*code)  # raises Refused where no library for it is installed
         self._disks, self._parity = disks, code[1]
-        self._own = ParityBuilder(disks.links.agent, table, ranks.rank)
-        self._requests = Requests(ranks, SUBJECT, disks.nodes.others, stop)
         divided_nodes = groups(placed(table.nodes), *code)
         self._sets = stripe_sets(divided_nodes)
+        self._own = ParityBuilder(disks.links.agent, table, ranks.rank, self._sets)
+        self._requests = Requests(ranks, SUBJECT, disks.nodes.others, stop)
         self.place = place_of(table.nodes, divided_nodes.domains_survived)
 
     def make(self, generation: Generation, stop: Stop) -> None:

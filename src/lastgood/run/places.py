@@ -35,7 +35,7 @@ from .known import Environment
 from .lower_place import LowerPlace
 from .node_copies import CopyMaker, CopySender, Maker, NodeCopies
 from .node_disks import NodeDisks, NodeView
-from .node_parity import NodeRebuild, ParityBuilder, ParityMaker
+from .node_parity import NodeRebuild, ParityBuilder, ParityMaker, sets_among
 from .node_transfer import Carrier, Chunks, NodeTransfers
 from .outcomes import Outcomes
 from .part_copies import OtherRanks, PartServer
@@ -328,10 +328,11 @@ class Below:
                 serve(RequestServer(group, node_transfer.SUBJECT, Carrier(view, self.tiers, group)))
                 if view.links.table is not None and view.links.agent is not None:
                     agent, table = view.links.agent, view.links.table
-                    copies, parity = CopySender(agent, table, group.rank), ParityBuilder(agent, table, group.rank)
+                    code = self._run.code_among(len(table.nodes))
+                    parity = ParityBuilder(agent, table, group.rank, sets_among(table, code))
                     # Only what the coordinator asks, and so ends: another server would wait for that at the close.
-                    if self._run.code_among(len(table.nodes)) is None:  # guard: only-asked-subjects-served
-                        serve(RequestServer(group, node_copies.SUBJECT, copies))
+                    if code is None:  # guard: only-asked-subjects-served
+                        serve(RequestServer(group, node_copies.SUBJECT, CopySender(agent, table, group.rank)))
                     else:
                         serve(RequestServer(group, node_parity.SUBJECT, parity))
                     serve(RequestServer(group, node_parity.REBUILD_SUBJECT, parity))

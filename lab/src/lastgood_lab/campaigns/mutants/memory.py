@@ -80,6 +80,12 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a copy that is not the original counts as brought back", "drill-compares-digests", Remove()),
     ),
     *table(
+        "drill of other nodes",
+        ("drill_peers",),
+        ("damage that parity makes good stays unseen", "drill-shows-passed-over-damage", Never()),
+        ("a node that is lost while it is read counts as damage", "lost-node-is-no-damage", Never()),
+    ),
+    *table(
         "commit on nodes",
         ("node_commit",),
         ("a generation is deleted before a newer one has its copies", "copied-generation-held", Remove()),
@@ -96,7 +102,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("cells of other nodes are used unverified", "stripe-cell-verified", Never()),
         ("parity of another generation is used", "stripes-of-this-generation", Never()),
         ("files of parity carry no manifests", "stripes-carry-manifests", Remove()),
-        ("a damaged copy of a manifest is used", "rebuilt-manifest-matches-seal", Always()),
+        ("a damaged copy of a manifest is used", "rebuilt-manifest-matches-seal", Remove()),
         ("a rebuilt file has no manifest", "rebuilt-manifest-last", Remove()),
         ("chunks are read of what cannot be made whole", "feasible-before-reading", Remove()),
         ("another node writes parity here", "parity-of-others-not-written", Always()),
