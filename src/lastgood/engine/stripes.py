@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..errors import BeyondRepair, Cancelled, Damaged, LastgoodError, SumMismatch, Unavailable
+from ..errors import BeyondRepair, Cancelled, Damaged, LastgoodError, PeerRefused, SumMismatch, Unavailable
 from ..format import layout, sealed, stripe_layout
 from ..io.checksum import digest
 from ..io.files import round_up
@@ -157,7 +157,7 @@ class Rebuilt:
         """Do without a file that is damaged, or whose node cannot be read."""
         try:
             yield
-        except (Damaged, Unavailable) as error:
+        except (Damaged, Unavailable, PeerRefused) as error:  # the last: a node of another job has its address now
             self.passed_over.setdefault((tier.place, name), error)
 
     def _note(self, tier: Tier, listing: Mapping[str, int | None]) -> None:
