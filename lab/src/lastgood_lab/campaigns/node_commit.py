@@ -21,10 +21,12 @@ nodes are left that have it; and the home must have it, as far as an agent has w
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -158,11 +160,19 @@ def _work(job: tuple[range, bool]) -> Explored:
 
 
 def campaign(schedules: int, seed: int, jobs: int, all_sealed: bool) -> tuple[set[int], list[str], Counter[str], int]:
-    """Explore until so many distinct schedules were played. Returns them, the violations, outcomes and how many ran."""
+    """Explore until so many distinct schedules were played, or until Ctrl-C.
+
+    Returns them, the violations, the outcomes and how many ran.
+    """
     seen, problems, outcomes, show = set[int](), list[str](), Counter[str](), progress(schedules)
     starts = range(seed, seed + 10**9, FIRST_ACTS)
     todo = ((range(start, start + FIRST_ACTS), all_sealed) for start in starts)
-    with multiprocessing.get_context("fork").Pool(jobs, maxtasksperchild=100) as pool:
+    # The children ignore Ctrl-C: it ends the campaign early, and the report says how many schedules were played.
+    ignore = signal.signal, (signal.SIGINT, signal.SIG_IGN)
+    with (
+        multiprocessing.get_context("fork").Pool(jobs, *ignore, maxtasksperchild=100) as pool,
+        contextlib.suppress(KeyboardInterrupt),
+    ):
         running = [pool.apply_async(_work, (next(todo),)) for _ in range(2 * jobs)]
         while len(seen) < schedules:
             found = running.pop(0).get()
@@ -173,7 +183,6 @@ def campaign(schedules: int, seed: int, jobs: int, all_sealed: bool) -> tuple[se
             if found.problems:
                 print("", *found.problems, sep="\n", flush=True)
             show(min(len(seen), schedules) // 20 * 20, len(problems))
-        pool.terminate()
     return seen, problems, outcomes, sum(outcomes.values())
 
 
