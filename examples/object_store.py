@@ -61,9 +61,10 @@ def started(folder: Path):
     names = ("master.port", "volume.port", "filer.port", "s3.port")
     listening = [f"-{name}={port}" for name, port in zip(names, ports, strict=True)]
     limits = ["-master.volumeSizeLimitMB=256", "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false"]
+    alone = ["-master.electionTimeout=400ms", "-master.heartbeatInterval=100ms"]  # it is its own only voter
     command = [weed, "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3"]
     with open(folder / "log", "ab") as log:
-        server = subprocess.Popen([*command, *listening, *limits], stdout=log, stderr=log)
+        server = subprocess.Popen([*command, *listening, *limits, *alone], stdout=log, stderr=log)
     return server, f"http://127.0.0.1:{ports[3]}"
 
 
@@ -89,6 +90,7 @@ def made(bucket: str) -> bool:
 
 
 def train(run: str) -> None:
+    torch.set_num_threads(1)  # for so small a network, more threads would mostly wait for each other
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Dropout(0.2), nn.Linear(256, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
