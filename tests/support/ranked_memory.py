@@ -88,6 +88,7 @@ def trained(
                 until(lambda: (found := state(own)) and found.attached)
             else:
                 ckpt.wait()
+                dist.barrier()  # none is killed while another one still waits for what it serves
                 ended(str(own))
             os._exit(9)
         survives = [save.durable("process"), save.durable(), save.durable("node")] if losses else []
