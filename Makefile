@@ -8,6 +8,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
+# Where the environment forbids it, each of the many processes that tests start would compile all sources for itself.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: check demo demo-bucket demo-nodes test coverage prove bench gpu clean
 
 # Without the restart of a worker that died: after it pytest-xdist may wait for ever. The order is that of conftest.py.

@@ -19,6 +19,7 @@ CONTEXT.set_forkserver_preload(
         "torch.distributed.tensor.parallel",
         "torch.distributed.fsdp",
         "torch._dynamo",  # which FSDP and DTensor import at their first use: a second and a half in each rank
+        "lastgood.loop.checkpointer",  # which lastgood imports at its first use
         "lastgood_lab.campaigns.rank_jobs",
     ]
 )
