@@ -20,6 +20,10 @@ from lastgood.wire.nixl import Nixl
 from lastgood_lab.object_faults import FaultyProxy
 from lastgood_lab.object_server import ObjectServer, make_bucket, weed
 
+# While torch's threads wait for each other they leave the processor to the other worker, and to the threads that save:
+# by default they spin. OpenMP reads this when torch is imported, here and in every process that a test starts.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 hypothesis.settings.register_profile("tests", deadline=None)  # no test depends on how fast the machine is
 hypothesis.settings.register_profile("check", deadline=None, max_examples=10)
 hypothesis.settings.load_profile("tests")
