@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import io
 import subprocess
@@ -41,6 +42,7 @@ def digest(rooms: Iterable[str]) -> str:
     return found.hexdigest()
 
 
+@functools.cache  # a page of reports asks for the digests of many rooms, which hold the same files
 def code_of(source: str) -> str:
     """The lines of a Python source without docstrings, comments and blank lines; every version of Python agrees."""
     lines = source.splitlines()
