@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +27,7 @@ from lastgood.run.node_disks import NodeDisks, Nodes
 from lastgood.run.outcomes import Outcomes
 from lastgood.run.peer_opening import label, own_address, own_wire
 from lastgood.run.peer_reads import PeerReads
-from lastgood.run.peers import FileCall, PeerDisk, PeerNode, PeerOrder, Peers
+from lastgood.run.peers import FileCall, PeerNode, PeerOrder, Peers, PeerTable
 from lastgood.run.watched import Sources
 from lastgood.storage.directory import Disk
 from lastgood.wire.channel import Channel
@@ -90,40 +91,50 @@ def test_a_copy_on_another_node_has_the_same_bytes(tmp_path: Path, generation: G
             peers.read(node, Extent(blob=name.replace("r00000", "r00009"), offset=0, length=1), memoryview(buffer))
 
 
-class Broken:
-    """A node of which nothing can be read. Counts the calls."""
-
-    place, newest_only, reads_at_once = "the memory of node c", False, 2
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def read_into(self, extent: Extent, mv: memoryview, *, fresh: bool = False) -> None:
-        self.calls += 1
-        raise errors.PeerDown("no route")
-
-
 def test_a_rank_reads_from_a_node_that_answers_or_from_a_place_below(tmp_path: Path, generation: Generation) -> None:
-    here, below, broken, sources = disk(tmp_path / "here"), disk(tmp_path / "a"), Broken(), Sources()
+    here, below, sources = disk(tmp_path / "here"), disk(tmp_path / "a"), Sources()
     name, data = f"{layout.folder(generation.id)}/r00000.safetensors", files_of(tmp_path / "a")["r00000.safetensors"]
     commit_on(tmp_path / "b", generation)
     buffer = memoryview(bytearray(100))
-    with served(tmp_path / "b") as node, contextlib.closing(Peers(JOB, KEY, "x")) as peers:
-        peers.send(below, generation, generation.commit.seals[0], node)
-        reads = PeerReads(here, sources)
-        reads.note({name: [broken, PeerDisk(peers, node), below]})
-        for start in (0, 100):
-            reads.read_into(Extent(blob=name, offset=start, length=100), buffer)
-            assert bytes(buffer) == data[start : start + 100]
-        assert broken.calls == 1, "a node that has failed is asked last"
-        assert {place: one.bytes for place, one in sources.found().items()} == {"other nodes": 200}
-    with contextlib.closing(Peers(JOB, KEY, "x")) as peers:
-        reads.note({name: [broken, PeerDisk(peers, node), below]})
-        reads.read_into(Extent(blob=name, offset=7, length=3), buffer)
-        assert bytes(buffer[:3]) == data[7:10] and sources.found()[below.place].bytes == 3
-    with pytest.raises(errors.TierDown, match="the memory of node c: no route"):
-        reads.note({name: [broken]})
-        reads.read_into(Extent(blob=name, offset=0, length=1), buffer)
+    with socket.create_server(("127.0.0.1", 0)) as closing, served(tmp_path / "b") as node:
+        gone = PeerNode(leader=2, name="c", domain="", host="127.0.0.1", port=closing.getsockname()[1])
+        closing.close()
+        reads = PeerReads(here, sources, PeerTable(job=JOB, key=KEY, nodes=[node, gone]))
+        with contextlib.closing(Peers(JOB, KEY, "x")) as peers, contextlib.closing(reads):
+            peers.send(below, generation, generation.commit.seals[0], node)
+            reads.note({name: [2, 1]}, [below])
+            for start in (0, 100):
+                reads.read_into(Extent(blob=name, offset=start, length=100), buffer)
+                assert bytes(buffer) == data[start : start + 100]
+            assert {place: one.bytes for place, one in sources.found().items()} == {"other nodes": 200}
+            assert reads._failed == {"the memory of node c"}, "a node that has failed is asked last"
+            reads.note({name: [2]}, [below])
+            reads.read_into(Extent(blob=name, offset=7, length=3), buffer)
+            assert bytes(buffer[:3]) == data[7:10] and sources.found()[below.place].bytes == 3
+            reads.note({name: [2]}, [])
+            with pytest.raises(errors.TierDown, match="the memory of node c: "):
+                reads.read_into(Extent(blob=name, offset=0, length=1), buffer)
+
+
+def test_a_node_whose_connection_broke_is_asked_once_more(tmp_path: Path, generation: Generation, monkeypatch) -> None:
+    """It may be the only one that has a file, and the state is half loaded by then."""
+    name, broke = f"{layout.folder(generation.id)}/r00000.safetensors", threading.Event()
+    whole = Peers.read
+
+    def read(self: Peers, node: PeerNode, extent: Extent, mv: memoryview) -> None:
+        if not broke.is_set():
+            broke.set()
+            raise errors.PeerDown("the connection was reset")
+        whole(self, node, extent, mv)
+
+    monkeypatch.setattr(Peers, "read", read)
+    with served(tmp_path / "a") as node:
+        reads = PeerReads(disk(tmp_path / "here"), Sources(), PeerTable(job=JOB, key=KEY, nodes=[node]))
+        with contextlib.closing(reads):
+            reads.note({name: [1]}, [])
+            buffer = memoryview(bytearray(10))
+            reads.read_into(Extent(blob=name, offset=0, length=10), buffer)
+    assert bytes(buffer) == files_of(tmp_path / "a")["r00000.safetensors"][:10] and broke.is_set()
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from lastgood.coordination.rendezvous import join
 from lastgood.coordination.rounds import MessageStore, RankGroup
 from lastgood.engine.arena import Arena
 from lastgood.engine.inline_executor import Inline
-from lastgood.errors import Damaged, HeardLate, Overtaken, RankFailed, StepDiffers, TierDown, TimedOut
+from lastgood.errors import Damaged, HeardLate, LastgoodError, Overtaken, RankFailed, StepDiffers, TierDown, TimedOut
 from lastgood.format import layout
 from lastgood.io.files import PosixFiles
 from lastgood.limits import MAX_IN_FLIGHT, VERDICT_HISTORY
@@ -157,9 +157,6 @@ def test_a_failed_verdict_ends_the_wait_of_every_rank():
         RankGroup(1, 2, board, "run").step_topic("save", 1).agree("mine", len)
 
 
-# ---- announcements ---------------------------------------------------------------------------------------------
-
-
 def test_a_message_that_is_deleted_while_it_is_read_is_not_awaited():
     """A rank posted that its part of a generation was good, and deleted that once it had read a newer one. Rank 0 had
     just seen the post: it waited two minutes for it, and saves waited behind that. Found in one of 500 trials of nodes,
@@ -178,6 +175,40 @@ def test_a_message_that_is_deleted_while_it_is_read_is_not_awaited():
     board = Deleting()
     board.set({"part": b"true"})
     assert MessageStore(board).read("part") is None
+
+
+def at_barrier(board: ThreadedBoard, rank: int, until) -> str:
+    """Work until `until()`, as one of two ranks with a timeout of 0.3 s; returns the error, or ""."""
+    try:
+        with RankGroup(rank, 2, board, "run", 0.3).topic("load").barrier(), board.news:
+            assert board.news.wait_for(until, 20.0)
+            if until() == "failed":
+                raise Damaged("its file")
+    except LastgoodError as error:
+        return f"{type(error).__name__}: {error.what}"
+    return ""
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_rank_that_works_longer_than_the_timeout_is_waited_for(slow):
+    """A rank whose node was replaced reads from other nodes for minutes, while the others have loaded within seconds:
+    they gave it up, with their states half loaded."""
+    board = ThreadedBoard()
+    rounds = {slow: lambda: "run/0/load/1/5/verdict" in board.posts, 1 - slow: lambda: True}
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(lambda rank: at_barrier(board, rank, rounds[rank]), (0, 1))) == ["", ""]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_fails_before_a_barrier_fails_on_all(failing):
+    board = ThreadedBoard()
+    until = {failing: lambda: "failed", 1 - failing: lambda: True}
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda rank: at_barrier(board, rank, until[rank]), (0, 1)))
+    assert found[failing] == "Damaged: its file" and found[1 - failing] == f"Damaged: rank {failing}: its file"
+
+
+# ---- announcements ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("step_seconds", "ahead"), [(1 / 128, 257), (1.0, 3), (16.0, 1)])

@@ -114,8 +114,22 @@ def test_a_lost_node_loses_nothing_that_was_copied(tmp_path: Path, memory: Path,
     found = world(2, trained, nodes, place, home, 9, False, True, *options)
     assert [one["step"] for one in found] == [6, 6]
     assert [one["losses"] for one in found] == [one["losses"][6:] for one in expected]
+    assert "other nodes" in found[1]["sources"] and "other nodes" not in found[0]["sources"]
     assert found[0]["survives"][2], "rank 0 knows that the last save survives the loss of a node"
     assert all(one["closing_seconds"] < PATIENCE for one in found), "no rank waits for what nobody asks"
+
+
+@pytest.mark.parametrize("which", [0, -1], ids=["first", "last"])
+def test_a_damaged_copy_is_mended_from_another_node(tmp_path: Path, memory: Path, which: int) -> None:
+    """Of four nodes with three copies. A rank asked for a mark that only other nodes have, and all ranks were left half
+    loaded; then they went back two steps, although two good copies were left."""
+    nodes, home = ["a", "b", "c", "d"], tmp_path / "home"
+    killed(nodes, memory, home, 6, False, 3)
+    copies = [next(folder(home, one, memory).glob("gen/000000000006-*/r00002.*s"), None) for one in ("a", "b", "d")]
+    shutil.rmtree(folder(home, "c", memory))
+    flip([one for one in copies if one is not None][which], -5)
+    found = world(4, trained, nodes, memory, home, 7, False, True, 3)
+    assert [one["step"] for one in found] == [6] * 4
 
 
 # ---- parity among nodes ----------------------------------------------------------------------------------------

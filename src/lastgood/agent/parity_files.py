@@ -8,6 +8,7 @@ Invariant: a rebuilt file counts only with its manifest, which is written after 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import cast
@@ -15,7 +16,7 @@ from typing import cast
 from ..engine import stripes
 from ..engine.arena import Arena
 from ..engine.stripes import Rebuilt
-from ..errors import Damaged
+from ..errors import Damaged, PeerRefused, Unavailable
 from ..format import layout, sealed
 from ..limits import CHUNK_BYTES, EXAMINATION_CHUNKS, WORKERS
 from ..policy.stripes import Member, StripeSet
@@ -69,7 +70,7 @@ def _name(member: StripeMember) -> str:
 def rebuild(
     memory: Mendable, peers: Peers, generation: Generation, ranks: Sequence[int], nodes: Sequence[PeerNode], stop: Stop
 ) -> None:
-    """Make the files of these ranks whole in the memory of this node. `nodes`: the other nodes.
+    """Make the files of these ranks whole in the memory of this node, from copies or parity. `nodes`: the other nodes.
 
     Raises BeyondRepair if too much was lost, and the errors of writing. A good file is not changed.
     """
@@ -82,10 +83,20 @@ def rebuild(
             rebuilt.require(sealed.first_sealed([memory, lost], generation, seal))  # guard: feasible-before-reading
     with ThreadPoolExecutor(WORKERS, "lastgood-rebuild") as workers:
         how = copying.Copying(Arena(EXAMINATION_CHUNKS * CHUNK_BYTES, CHUNK_BYTES), workers, stop=stop)
-        copying.copy_files(memory, [lost], generation, ranks, how)
+        copying.copy_files(memory, [*_with_copies(others, generation, ranks), lost], generation, ranks, how)
     for seal in generation.commit.seals:
         if seal.rank in ranks:
             _put_manifest(memory, lost, generation, seal.rank)  # guard: rebuilt-manifest-last
+
+
+def _with_copies(others: Sequence[Tier], generation: Generation, ranks: Sequence[int]) -> list[Tier]:
+    """The nodes that have a file of these ranks, as far as they can be reached."""
+    found, wanted = list[Tier](), {layout.blob_name(rank) for rank in ranks}
+    for one in others:
+        with contextlib.suppress(Damaged, Unavailable, PeerRefused):
+            if wanted & one.list(layout.folder(generation.id)).keys():
+                found.append(one)
+    return found
 
 
 def _put_manifest(memory: Mendable, lost: Tier, generation: Generation, rank: int) -> None:

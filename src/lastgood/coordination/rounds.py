@@ -28,6 +28,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -87,7 +88,8 @@ class MessageStore:
         return self._store.get(keys, timeout_seconds)
 
     def read(self, key: str) -> Any | None:
-        """The message under the key; None if there is none yet, or if it is deleted meanwhile."""
+        """The message under the key; None if there is none yet, if it is deleted meanwhile, or if the store does not
+        return it within QUICK_STORE_SECONDS."""
         if not self.has(key):
             return None
         try:
@@ -216,6 +218,35 @@ class Topic:
         no verdict in time, TierDown where the store cannot be reached, Cancelled when the run is closed.
         """
         return self._run_round({"answer": mine}, decide)
+
+    @contextmanager
+    def barrier(self) -> Iterator[None]:
+        """A block with a barrier at its end, which waits for each rank however long that takes. All ranks enter it.
+
+        A thread tells the other ranks meanwhile that this one is at work. What the block raises fails the topic on all
+        ranks. Raises as `agree` if that happened on another one.
+        """
+        left, failed = threading.Event(), list[BaseException]()
+
+        def accompany() -> None:
+            everyone = False
+            while not everyone:
+                mine = left.wait(self._ranks.timeout_seconds / 3)  # guard: slow-rank-not-given-up
+                if failed:
+                    self.fail(failed[0])
+                    return
+                everyone = self.agree(mine, all)
+
+        with ThreadPoolExecutor(1, "lastgood-barrier") as thread:
+            job = thread.submit(accompany)
+            try:
+                yield
+            except BaseException as error:
+                failed.append(error)
+                raise
+            finally:
+                left.set()
+            job.result()
 
     def fail(self, error: BaseException) -> None:
         """Post the error that keeps this rank from its next answer: the topic fails on all ranks without a wait.

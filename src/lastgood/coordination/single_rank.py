@@ -27,6 +27,10 @@ class SingleTopic:
         """A block in which an exception is only raised: no other rank waits for this one."""
         return nullcontext()
 
+    def barrier(self) -> AbstractContextManager[None]:
+        """A block; no other rank is waited for at its end."""
+        return nullcontext()
+
 
 class SingleRank:
     """The only rank of its world."""

@@ -203,6 +203,7 @@ class Checkpointer:
             found = restorer.start_over()
         finally:
             restorer.run.release()
+            restorer.run.protect()  # guard: failed-restore-makes-copies
         found = replace(found, repaired=restorer.run.repaired(), sources=restorer.run.sources.found())
         restorer.continue_from(found)
         report(found, "resumed from")

@@ -225,10 +225,9 @@ class _Loading:
                 unfit=None if generation.verified else self.unfit,
                 shared=shared,
             )
-            with self._translated_errors(generation, fit):
+            with topic.barrier(), self._translated_errors(generation, fit):  # guard: all-ranks-load-or-none
                 fit.apply(content, settings, verify_first=not once)
             self.skipped = list(fit.skipped)
-        topic.agree(None, lambda _: None)  # guard: all-ranks-load-or-none
 
     def _examine_unverified(self, generation: Generation, topic: AnyTopic) -> list[Finding]:
         """Examine a generation that is not verified, if there are several ranks. Raises Damaged.

@@ -8,7 +8,7 @@ Everything here runs on the training thread.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from typing import Any, TypeVar, cast
 
@@ -31,7 +31,6 @@ from ..run.node_cache import NodeCache
 from ..run.node_disks import NodeTier
 from ..run.node_transfer import Chunks, note_fetched, share_manifests
 from ..run.peer_reads import PeerReads
-from ..run.peers import PeerDisk
 from ..run.pipeline import Pipeline
 from ..run.watched import Sources
 from ..run.writer import RunWriter
@@ -67,8 +66,9 @@ class WritableRun:
         if topic is not None and isinstance(tier, NodeTier) and isinstance(self._ranks, RankGroup):
             share_manifests(tier, generation, self._ranks, topic)
         counted = self.sources.counted(tier)
-        if isinstance(tier, NodeTier) and tier.links.peers is not None:
-            self._peer_reads = PeerReads(counted, self.sources)
+        if isinstance(tier, NodeTier) and tier.links.table is not None:
+            self.release()
+            self._peer_reads = PeerReads(counted, self.sources, tier.links.table)
             return self._peer_reads
         if self._ranks.size == 1 or not commit.visible_is_durable(tier):
             return counted
@@ -77,8 +77,9 @@ class WritableRun:
         return self._cache
 
     def gather(self, content: Content, wanted: Chunks, topic: AnyTopic) -> None:
-        """Fetch the chunks that are wanted here and lie on the disks of other nodes only, once for each node; from an
-        object store, those that several ranks of a machine want, once for each machine."""
+        """Fetch the chunks that are wanted here and lie on the disks of other nodes only, once for each node; but what
+        this rank alone wants it reads from the agents of these nodes. From an object store, fetch those that several
+        ranks of a machine want, once for each machine."""
         places, ranks, generation = self._pipeline.places, self._ranks, content.generation
         if self._cache is not None and isinstance(ranks, RankGroup):
             self._cache.fill(content, wanted, ranks, topic)  # guard: shared-objects-read-once
@@ -91,33 +92,20 @@ class WritableRun:
         fetched, read, holders = self._by_coordinator(topic, lambda: places.carry(generation, wants))
         note_fetched(tier, generation, fetched.get(leader, {}))
         if self._peer_reads is not None:
-            elsewhere = {
-                name: leaders
-                for name, leaders in holders.items()
-                if name in wanted and int(leader) not in leaders and name not in fetched.get(leader, {})
-            }
-            self._peer_reads.note(self._readers(tier, generation, elsewhere))
+            folder, elsewhere = layout.folder(generation.id), dict[str, list[int]]()
+            for name, leaders in holders.items():
+                if name in wanted and int(leader) not in leaders and name not in fetched.get(leader, {}):
+                    first = rank % max(len(leaders), 1)  # another node for each rank
+                    elsewhere[f"{folder}/{name}"] = [*leaders[first:], *leaders[:first]]
+            self._peer_reads.note(elsewhere, places.below_with(generation.id))
         for place, size in read.get(leader, {}).items():
             self.sources.add(place, size, begun)
 
-    def _readers(
-        self, tier: NodeTier, generation: Generation, files: Mapping[str, Sequence[int]]
-    ) -> dict[str, list[Tier]]:
-        """What each of these files is read from: the nodes that have it, another one first for each rank, and then the
-        places below. `files`: file -> the leaders of these nodes."""
-        table, peers, below = tier.links.table, tier.links.peers, self._pipeline.places.below_with(generation.id)
-        assert table is not None and peers is not None, "files are read from other nodes where agents serve each other"
-        found, folder = dict[str, list[Tier]](), layout.folder(generation.id)
-        for name, leaders in files.items():
-            first = self._ranks.rank % max(len(leaders), 1)
-            nodes = [table.node_of(one) for one in (*leaders[first:], *leaders[:first])]
-            found[f"{folder}/{name}"] = [*(cast(Tier, PeerDisk(peers, one)) for one in nodes), *below]
-        return found
-
     def release(self) -> None:
         """Delete what `gather` has fetched: every rank has loaded the generation, or another one is tried."""
-        if self._cache is not None:
-            self._cache.close()
+        for one in (self._cache, self._peer_reads):
+            if one is not None:
+                one.close()
         self._cache = self._peer_reads = None
         tier = self._pipeline.run.tier
         if isinstance(tier, NodeTier) and tier.leads:
@@ -144,14 +132,16 @@ class WritableRun:
     def examine(self, generation: Generation, topic: AnyTopic | None = None) -> list[Finding]:
         """Read all of a generation again. Each of several ranks reads a part of the files; all return the same.
 
-        `topic`: where the ranks agree; None for a new topic.
+        `topic`: where the ranks agree; None for a new topic, after a load that has failed. Then the copies on all nodes
+        are read, because each rank loads from its own.
         """
         run, arena = self._pipeline.places.writer_of(generation.id), self._pipeline.upkeep.arena()
         if self._ranks.size == 1:
             return reader.read_all(self.place_of(generation), generation, arena, self._pipeline.workers)
+        divide = node_opening.parts if topic is not None else node_opening.every_copy  # guard: every-copy-examined
         topic = topic or self._ranks.topic("examine")
         with topic.failing():
-            parts = topic.agree(None, lambda _: node_opening.parts(run.tier, self._ranks, generation))
+            parts = topic.agree(None, lambda _: divide(run.tier, self._ranks, generation))
             mine = run.own_findings(generation, arena, parts[self._ranks.rank])
 
         def decide(posts: list[Any]) -> Any:
@@ -200,6 +190,10 @@ class WritableRun:
             done = job.result()
             topic.agree(None, lambda _: (True, done))
             return done
+
+    def protect(self) -> None:
+        """Begin to make the copies on other nodes that are missing. After a load, which needs the network first."""
+        self._pipeline.places.protect_newest()
 
     def repaired(self) -> list[tuple[int, str]]:
         """(step, files) of each generation that was mended since `mend_known`."""
@@ -260,7 +254,6 @@ class Restorer:
             with self._reports.deferring_problems():
                 run.marks.point()
         pipeline.upkeep.note_latest()
-        pipeline.places.protect_newest()
         self._progress.restored(found.step, generation)
         # guard: rewind-durable-at-once
         alone = not several and generation is not None and run.known.resumes_at(generation.id)

@@ -59,9 +59,9 @@ LINGER_SECONDS = 600.0
 
 @dataclass
 class NodeLinks:
-    """What a leader has of its node and of others. `agent`: of its folder; None: the front has none.
+    """What a rank has of its node and of others. `table`: the nodes whose agents serve each other; None: none do.
 
-    `table`: the nodes whose agents serve each other; None: no copies are made. `peers`: reads from them.
+    At the leader of a node only, `agent`: of its folder; None: the front has none. `peers`: reads from other agents.
     """
 
     agent: AgentLink | None = None

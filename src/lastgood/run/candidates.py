@@ -22,7 +22,7 @@ from ..format.commit import Survey
 from ..limits import CHUNK_BYTES, EXAMINATION_CHUNKS
 from ..policy import restore
 from ..ports import Tier
-from ..records import Finding, Generation, GenerationId, intact
+from ..records import Finding, Generation, GenerationId, intact, judged
 from .content import Content
 from .reader import read_all
 
@@ -60,7 +60,7 @@ class RestorableRun(Protocol):
         """Store the findings beside the generation, so that later restores pass over it."""
 
     def mend(self, generation: Generation) -> bool:
-        """Rebuild a damaged generation from its parity. Returns whether it is intact afterwards."""
+        """Rebuild a damaged generation, which has what was found. Returns whether it is intact afterwards."""
 
 
 class ReadOnlyRun:
@@ -191,7 +191,7 @@ class Candidates:
         if not findings:
             self._misread = str(error)
             return True
-        if not intact(findings) and run.mend(generation):
+        if not intact(findings) and run.mend(judged(generation, findings)):
             return True
         run.mark(generation, findings)
         return False

@@ -204,8 +204,8 @@ def _computed(names: str, others: Sequence[Tier], own: Tier, read: Read, generat
             return None
         good, why = None, error.what
     seconds = time.monotonic() - begun
-    passed_over = [f"{place}: {error.what}" for (place, _), error in rebuilt.passed_over.items()][:REASONS]
-    if any(map(_is_damage, rebuilt.passed_over.values())):  # guard: drill-shows-passed-over-damage
+    passed_over = [f"{place}: {error.what}" for (place, _), error in list(rebuilt.passed_over.items())][:REASONS]
+    if any(map(_is_damage, list(rebuilt.passed_over.values()))):  # guard: drill-shows-passed-over-damage
         why = "the files can be computed without what is damaged" if good else why
         good = False
     why = "; ".join([why, *passed_over] if why else passed_over)

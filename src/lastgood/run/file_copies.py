@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from ..engine import read_file
 from ..engine.arena import Arena
 from ..engine.read_file import RankFiles, VerifiedChunks
-from ..errors import Cancelled, Damaged
+from ..errors import Cancelled, Damaged, PeerRefused, Unavailable
 from ..io.files import round_up
 from ..ports import Upload
 from ..records import Blob
@@ -49,8 +49,12 @@ class _FirstGood:
 
     def read(self, index: int, buffer: memoryview) -> memoryview:
         for chunks in self._places[:-1]:
-            with contextlib.suppress(Damaged):
+            try:
                 return chunks.read(index, buffer)
+            except Cancelled:
+                raise
+            except (Damaged, Unavailable, PeerRefused):
+                continue  # guard: place-that-fails-passed-over
         return self._places[-1].read(index, buffer)
 
 

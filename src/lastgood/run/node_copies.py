@@ -140,9 +140,12 @@ class NodeCopies:
         self._thread.start()
 
     def offer(self, generation: Generation) -> Future[None]:
-        """Called when a generation was committed. The result ends when its copies are made, or are given up."""
+        """Make the copies of a generation that was committed, or restored. The result ends when they are made, or are
+        given up."""
         copied = Future[None]()
         with self._changed:
+            if self._waiting is not None and self._waiting[0].id == generation.id:
+                return self._waiting[1]
             self._give_up(Overtaken(f"a newer generation than the copies of {self.place} was committed"))
             self._waiting = generation, copied
             self._source.held.add(generation.id, self)

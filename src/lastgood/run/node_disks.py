@@ -307,7 +307,7 @@ class NodeView:
     """`ports.Tier` over the disk of one node, at a rank other than the coordinator.
 
     It lists and reads what its node has, and what was shown to it of the others. `leads`: whether it leads its node.
-    `links`: as for `NodeDisks`, if it leads the node.
+    `links`: as for `NodeDisks`.
     """
 
     def __init__(self, own: Own, nodes: Nodes, leads: bool, links: NodeLinks | None = None) -> None:

@@ -69,9 +69,9 @@ def opened(path: str | os.PathLike[str], options: RunOptions, ranks: AnyRanks) -
                 asked = f"copies={options.copies}" if options.node_parity is None else f"parity={options.node_parity!r}"
                 reporting.warning(f"{asked}, and this job has one node: nothing is kept on others.")
             if options.copies_among_nodes > 1 and isinstance(ranks, RankGroup):
-                windows = nixl.chosen(peer_opening.own_wire())
+                windows = nixl.chosen(peer_opening.own_wire()) if leads else None
                 links.table = peer_opening.agreed(agent, nodes.leaders[ranks.rank], options, topic)
-                if links.table is not None:
+                if links.table is not None and leads:
                     links.peers = Peers(links.table.job, links.table.key, machine(), windows)
                     storage.callback(links.peers.close)
         if not isinstance(ranks, RankGroup) or not nodes.others:
@@ -182,6 +182,20 @@ def parts(tier: Tier, ranks: AnyRanks, generation: Generation) -> list[list[int]
     if isinstance(tier, NodeDisks):
         return divided(written, tier.nodes.leaders, tier.held(generation))
     return divided(written, [0] * ranks.size)
+
+
+def every_copy(tier: Tier, ranks: AnyRanks, generation: Generation) -> list[list[int]]:
+    """As `parts`, but a file that lies on several nodes is the part of a rank on each of them."""
+    found = parts(tier, ranks, generation)
+    if isinstance(tier, NodeDisks):
+        held, leaders = tier.held(generation), tier.nodes.leaders
+        somewhere = set[int]().union(*held.values())
+        found = [[one for one in of if one not in somewhere] for of in found]
+        for leader, there in held.items():
+            members = [rank for rank, one in enumerate(leaders) if one == leader]
+            for number, written in enumerate(sorted(there)):
+                found[members[number % len(members)]].append(written)
+    return found
 
 
 def start_agent(tier: Tier, options: RunOptions, claims: Sequence[Tier], outcomes: Outcomes) -> None:

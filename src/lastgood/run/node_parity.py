@@ -198,12 +198,11 @@ class NodeRebuild:
     def rebuild(self, generation: Generation, stop: Stop) -> list[str]:
         """Rebuild what is missing or damaged of a generation. Returns the names of the files of these ranks.
 
-        A missing file is rebuilt on the node of the rank of the same number, a damaged one where it lies. Raises
-        BeyondRepair if there is no parity among nodes, and the errors of the agents.
+        A missing file is rebuilt on the node of the rank of the same number, a damaged one wherever it lies: from a
+        copy on another node, or from parity. Raises BeyondRepair if there is neither, and the errors of the agents.
         """
         listings = self._disks.listings(layout.folder(generation.id))
-        if not any(stripe_layout.is_record(name) for listing in listings.values() for name in listing):
-            raise BeyondRepair(f"{generation.id} has no parity on other nodes", safe="Nothing was changed.")
+        possible = any(stripe_layout.is_record(name) for listing in listings.values() for name in listing)
         held, leaders = self._disks.held(generation), self._disks.nodes.leaders
         damaged = {one.blob.rpartition("/")[2].partition(".")[0] for one in generation.damaged}
         ranks, names = dict[str, list[int]](), list[str]()
@@ -213,8 +212,13 @@ class NodeRebuild:
                 holders = [leaders[seal.rank % len(leaders)]]
             elif seal.manifest.partition(".")[0] not in damaged:
                 continue
-            ranks.setdefault(str(holders[0]), []).append(seal.rank)
+            possible |= len(holders) > 1
+            for holder in holders:  # the findings do not say on which of them a copy is damaged
+                ranks.setdefault(str(holder), []).append(seal.rank)
             names.append(layout.blob_name(seal.rank))
+        if ranks and not possible:
+            what = f"{generation.id} has neither parity nor another copy on other nodes"
+            raise BeyondRepair(what, safe="Nothing was changed.")
         request = RebuildRequest(at=generation.id, root=generation.root, ranks=ranks)
         if ranks:
             ask_all(self._requests, request, lambda: self._own.served(msgspec.to_builtins(request), stop))

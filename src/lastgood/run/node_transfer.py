@@ -35,7 +35,7 @@ from ..records import Blob, Extent, Generation, GenerationId, Manifest, Record
 from ..storage.slot_file import aligned
 from .node_disks import FETCHED, NodeDisks, NodeTier
 from .peer_reads import OTHER_NODES
-from .peers import Peers, PeerTable
+from .peers import RANK_FILE, Peers, PeerTable
 from .rank_requests import Requests
 from .verify import Stop, never
 
@@ -231,16 +231,19 @@ class NodeTransfers:
         held = self._disks.held(generation)
         owners = {blob.name: one.rank for one in manifests_of(self._disks, generation) for blob in one.blobs}
         wanted = needed(wants, self._disks.nodes.leaders, held, owners)
+        if not wanted:
+            return {}, {}, {}
+        self._number += 1
         holders = {name: [leader for leader in sorted(held) if owners[name] in held[leader]] for name in owners}
         absent = [name for of in wanted.values() for name in of if not holders[name]]
         if place is None and absent:
             raise TierDown(f"{absent[0]} of {generation.id} lies on no node", safe="Nothing was loaded.")
+        direct = {name: holders[name] for of in wanted.values() for name in of} if read else {}
         if read:
             wanted = needed(wants, self._disks.nodes.leaders, held, owners, ranks=2)
         if not wanted:
-            return {}, {}, holders if read else {}
+            return {}, {}, direct
         one = Transfer(number=self._number, at=generation.id, place=place, wanted=wanted, holders=holders)
-        self._number += 1
         self._requests.ask(one)
         try:
             own = self._carrier.carry(one, stop)
@@ -250,7 +253,7 @@ class NodeTransfers:
             raise
         leaders = map(str, self._disks.nodes.others)
         copied = {"0": own} | dict(zip(leaders, self._requests.answers(), strict=True))
-        return wanted, copied, holders if read else {}
+        return wanted, copied, direct
 
     def end(self) -> None:
         """Tell the other leaders that nothing more is carried."""
@@ -301,6 +304,9 @@ def share_manifests(tier: NodeTier, generation: Generation, ranks: RankGroup, to
 
     def collect(_: list[Any]) -> Any:
         listing, ends = dict(tier.list(folder)), dict[str, int]()
+        for name in [*listing]:
+            if not RANK_FILE.fullmatch(f"{folder}/{name}"):
+                del listing[name]  # guard: only-readable-files-shown  # marks of a node cannot be read on the others
         for seal in generation.commit.seals:
             joined.extend(_read(tier, Extent(blob=f"{folder}/{seal.manifest}", offset=0, length=seal.length)))
             ends[seal.manifest] = len(joined)

@@ -4,17 +4,23 @@ Files that several ranks of a node want are fetched once for the node instead (n
 
 Invariants
   1. What is read is verified like what a disk gives.
-  2. A node that fails is passed over: another one that has the file is read, and at last a place below.
+  2. A node that fails is passed over: another one that has the file is read, and at last a place below. All of them are
+     tried twice, because a connection may break.
+  3. The connections are made when they are needed, and end with the restore.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 from ..errors import Cancelled, LastgoodError, TierDown
+from ..io.machine import machine
 from ..ports import Tier
 from ..records import Extent
-from .peers import PeerDisk
+from ..wire import nixl
+from . import peer_opening
+from .peers import PeerDisk, Peers, PeerTable
 from .watched import Sources, Watched
 
 OTHER_NODES = "other nodes"
@@ -22,19 +28,36 @@ OTHER_NODES = "other nodes"
 
 
 class PeerReads(Watched):
-    """`tier`, of which some files are read elsewhere (`note`). `sources`: counts what is read there."""
+    """`tier`, of which some files are read elsewhere (`note`). `sources`: counts that. `table`: the nodes."""
 
-    def __init__(self, tier: Tier, sources: Sources) -> None:
+    def __init__(self, tier: Tier, sources: Sources, table: PeerTable) -> None:
         super().__init__(tier, lambda size: None)
         self.reads_at_once = max(tier.reads_at_once, PeerDisk.reads_at_once)
-        self._sources, self._begun = sources, sources.now()
+        self._sources, self._begun, self._table = sources, sources.now(), table
+        self._peers: Peers | None = None
         self._files: Mapping[str, Sequence[Tier]] = {}
         self._failed = set[str]()
         """nodes and places that could not be read"""
 
-    def note(self, files: Mapping[str, Sequence[Tier]]) -> None:
-        """Read these files from one of their tiers from now on, the first one first."""
-        self._files = files
+    def note(self, files: Mapping[str, Sequence[int]], below: Sequence[Tier]) -> None:
+        """Read these files elsewhere from now on. Raises as `nixl.chosen`.
+
+        `files`: each file -> the leaders of the nodes that have it, in the order in which they are asked. `below`: the
+        places that are read if none of them answers.
+        """
+        if files and self._peers is None:
+            windows = nixl.chosen(peer_opening.own_wire())
+            self._peers = Peers(self._table.job, self._table.key, machine(), windows)
+        self._files = {name: [*map(self._node, leaders), *below] for name, leaders in files.items()}
+
+    def close(self) -> None:
+        """Close the connections to other nodes."""
+        if self._peers is not None:
+            self._peers.close()
+
+    def _node(self, leader: int) -> Tier:
+        assert self._peers is not None
+        return cast(Tier, PeerDisk(self._peers, self._table.node_of(leader)))
 
     def read_into(self, extent: Extent, mv: memoryview, *, fresh: bool = False) -> None:
         tiers = self._files.get(extent.blob)
@@ -42,7 +65,7 @@ class PeerReads(Watched):
             self._tier.read_into(extent, mv, fresh=fresh)
             return
         problems = list[str]()
-        for one in sorted(tiers, key=lambda tier: tier.place in self._failed):
+        for one in sorted(tiers, key=lambda tier: tier.place in self._failed) * 2:
             try:
                 one.read_into(extent, mv, fresh=fresh)
             except Cancelled:
@@ -54,4 +77,5 @@ class PeerReads(Watched):
                 place = OTHER_NODES if isinstance(one, PeerDisk) else one.place
                 self._sources.add(place, extent.length, self._begun)
                 return
-        raise TierDown(f"{extent.blob} could not be read: {'; '.join(problems)}", safe="It is where it was.")
+        what = f"{extent.blob} could not be read: {'; '.join(dict.fromkeys(problems))}"
+        raise TierDown(what, safe="Every committed generation is untouched.")

@@ -99,11 +99,15 @@ class Places:
     def mend(self, generation: Generation, arena: Arena, stop: Stop = never) -> bool:
         """Mend a generation where it was read. Returns whether it is whole now, there or in another place.
 
-        A copy that cannot be mended counts as bad in this process, so that the next place that has one is read.
+        `generation`: with what was found. A copy that cannot be mended counts as bad in this process, so that the next
+        place that has one is read.
         """
         tried = list[RunWriter]()
         while isinstance(writer := self.writer_of(generation.id), RunWriter) and writer not in tried:
             tried.append(writer)
+            if len(tried) == 1:
+                with writer.known.lock:
+                    writer.known.record(generation)  # guard: damage-noted-before-mending
             if writer.mender.try_to_mend(generation.id, arena, stop):
                 return True
             if not self.below:
@@ -131,7 +135,7 @@ class Places:
 
     def protect_newest(self) -> None:
         """Make what is missing of the copies or the parity of the newest generation on other nodes: one may have been
-        replaced. Called after a restore, which needs the network and the processor of these nodes first."""
+        replaced."""
         newest = self.front.known.newest_restorable()
         if self.copies is not None and newest is not None:
             self.copies.offer(newest)

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 import lastgood
+from lastgood.errors import NoSuchStep
 from lastgood.run import agent_link, agent_messages, memory_place
 from lastgood_lab.campaigns.reports import report
 from lastgood_lab.campaigns.trials import progress
@@ -109,9 +110,11 @@ class Run:
         if found is None:
             self.ends["no agent was left"] += 1  # it had been killed before, and its successor had not started yet
             return
-        newest = lastgood.open(self.home).generation()
-        if newest.step not in (self.committed, self.committed + 1):
-            self.problems.append(f"{self.home.name}: the home has step {newest.step} of {self.committed}")
+        newest = 0
+        with contextlib.suppress(NoSuchStep):  # it was killed before its first save
+            newest = lastgood.open(self.home).generation().step
+        if newest not in (self.committed, self.committed + 1):
+            self.problems.append(f"{self.home.name}: the home has step {newest} of {self.committed}")
         self.ends["copied by the agent"] += 1
 
 

@@ -70,6 +70,19 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a node serves requests that nobody makes, and not those of copies", "only-asked-subjects-served", Never()),
         ("half of a copy counts as one", "copy-counts-with-its-manifest", Swap("one.manifest in listing", "True")),
         ("a node that failed is asked first for each chunk", "failed-node-read-last", Remove()),
+        ("after a failed restore no copies are made", "failed-restore-makes-copies", Remove()),
+        (
+            "a place that cannot be read ends a copy that others could give",
+            "place-that-fails-passed-over",
+            Instead("raise"),
+        ),
+        (
+            "a damaged copy on another node is not found",
+            "every-copy-examined",
+            Swap("if topic is not None else node_opening.every_copy", ""),
+        ),
+        ("what was found is not mended on every node that has a copy", "damage-noted-before-mending", Remove()),
+        ("marks of another node are shown, and cannot be read", "only-readable-files-shown", Remove()),
     ),
     *table(
         "drill",

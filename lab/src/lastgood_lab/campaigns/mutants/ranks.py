@@ -149,7 +149,16 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         ("ranks may seal different generations in one commit", "ranks-seal-one-generation", Never()),
         ("a committed save fails if the verdict cannot be published", "published-survives-lost-store", Always()),
-        ("a rank finishes its load while another one fails", "all-ranks-load-or-none", Remove()),
+        (
+            "a rank finishes its load while another one fails",
+            "all-ranks-load-or-none",
+            Swap("topic.barrier(), ", ""),
+        ),
+        (
+            "a rank that takes long to load fails the restore of all",
+            "slow-rank-not-given-up",
+            Swap("self._ranks.timeout_seconds / 3", "None"),
+        ),
         ("ranks may load different generations", "ranks-load-one-generation", Never()),
         (
             "content that several ranks need is read by each",
