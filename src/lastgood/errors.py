@@ -312,6 +312,10 @@ class NotFinite(Unfit):
         super().__init__(what, safe=safe, todo=todo)
 
 
+NODE_FAILED = PeerDown, PeerRefused, FrameInvalid, TimedOut
+"""what a request to another node raises if that node cannot be used"""
+
+
 class LastgoodWarning(UserWarning):
     """Not used any more. It exists so that scripts that name it in a warnings filter go on working.
 

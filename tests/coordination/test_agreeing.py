@@ -177,35 +177,51 @@ def test_a_message_that_is_deleted_while_it_is_read_is_not_awaited():
     assert MessageStore(board).read("part") is None
 
 
-def at_barrier(board: ThreadedBoard, rank: int, until) -> str:
-    """Work until `until()`, as one of two ranks with a timeout of 0.3 s; returns the error, or ""."""
+def at_barrier(board: ThreadedBoard, rank: int, size: int, until) -> str:
+    """Work until `until()`, as one of `size` ranks with a timeout of 0.3 s; returns the error, or ""."""
     try:
-        with RankGroup(rank, 2, board, "run", 0.3).topic("load").barrier(), board.news:
+        with RankGroup(rank, size, board, "run", 0.3).topic("load").barrier(), board.news:
             assert board.news.wait_for(until, 20.0)
-            if until() == "failed":
-                raise Damaged("its file")
+            if isinstance(until(), LastgoodError):
+                raise until()
     except LastgoodError as error:
         return f"{type(error).__name__}: {error.what}"
     return ""
 
 
-@pytest.mark.parametrize("slow", [0, 1])
-def test_a_rank_that_works_longer_than_the_timeout_is_waited_for(slow):
+def all_at_barrier(until) -> list[str]:
+    """What ranks find that work until each of these is true, or has an error."""
+    board = ThreadedBoard()
+    with ThreadPoolExecutor(len(until)) as pool:
+        ranks = range(len(until))
+        return list(pool.map(lambda rank: at_barrier(board, rank, len(until), lambda: until[rank](board)), ranks))
+
+
+def at_once(board: Board) -> bool:
+    return True
+
+
+def after_rounds(board: Board) -> bool:
+    """True after much more than the timeout."""
+    return "run/0/load/1/5/verdict" in board.posts
+
+
+@pytest.mark.parametrize("until", [[after_rounds, at_once], [at_once, after_rounds]], ids=["rank 0", "rank 1"])
+def test_a_rank_that_works_longer_than_the_timeout_is_waited_for(until):
     """A rank whose node was replaced reads from other nodes for minutes, while the others have loaded within seconds:
     they gave it up, with their states half loaded."""
-    board = ThreadedBoard()
-    rounds = {slow: lambda: "run/0/load/1/5/verdict" in board.posts, 1 - slow: lambda: True}
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(lambda rank: at_barrier(board, rank, rounds[rank]), (0, 1))) == ["", ""]
+    assert all_at_barrier(until) == ["", ""]
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_rank_that_fails_before_a_barrier_fails_on_all(failing):
-    board = ThreadedBoard()
-    until = {failing: lambda: "failed", 1 - failing: lambda: True}
-    with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda rank: at_barrier(board, rank, until[rank]), (0, 1)))
-    assert found[failing] == "Damaged: its file" and found[1 - failing] == f"Damaged: rank {failing}: its file"
+def test_a_failure_at_a_barrier_waits_for_the_slow_ranks():
+    """Two ranks went on to examine what had failed, and gave up the third one, which was still loading."""
+    found = all_at_barrier([at_once, lambda board: Damaged("its file"), after_rounds])
+    assert found == ["Damaged: rank 1: its file", "Damaged: its file", "Damaged: rank 1: its file"]
+
+
+def test_ranks_that_fail_at_a_barrier_in_different_ways_raise_the_same():
+    found = all_at_barrier([at_once, lambda board: Damaged("its file"), lambda board: TierDown("its disk")])
+    assert found == ["Damaged: rank 1: its file", "Damaged: its file", "Damaged: rank 1: its file"]
 
 
 # ---- announcements ---------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from lastgood.format import commit, layout
 from lastgood.format.layout import Image
 from lastgood.io.files import PosixFile, PosixFiles
 from lastgood.loop.load import LoadRequest, load
+from lastgood.records import Generation
 from lastgood.run.candidates import ReadOnlyRun
 from lastgood.run.save import ReadyChunks, SaveRequest
 from lastgood.run.writer import RunWriter
@@ -560,6 +561,44 @@ def test_memory_that_numpy_cannot_write_is_written_through_torch() -> None:
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------
+
+
+class NodeCopies:
+    """Stands for the copies on other nodes. Notes the steps that are offered."""
+
+    place = "other nodes"
+
+    def __init__(self) -> None:
+        self.offered = list[int]()
+
+    def offer(self, generation: Generation) -> Future[None]:
+        self.offered.append(generation.step)
+        return Future()
+
+    def wait(self, timeout_seconds: float | None) -> None:
+        raise AssertionError("a restore that is tried again waits for copies on other nodes")
+
+    def close(self) -> None:
+        """There is no thread."""
+
+
+def test_what_is_restored_gets_its_copies_and_a_failed_restore_too(tmp_path: Path) -> None:
+    """After a rewind the copies of the abandoned generation were made; and after a failed restore none at all, so that
+    a job that fails again and again never got them back."""
+    saved(tmp_path, 1, 2, 3)
+    with lastgood.Checkpointer(tmp_path, blank()) as ckpt:
+        copies = ckpt._pipeline.places.copies = NodeCopies()
+        ckpt.restore()
+        ckpt.restore(step=1)
+        ckpt.restore(step=0)
+        assert copies.offered == [3, 1]
+        ckpt._pipeline.places.copies = None
+    with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3), "epoch": 0}) as ckpt:
+        copies = ckpt._pipeline.places.copies = NodeCopies()
+        with pytest.raises(errors.StateMismatch):
+            ckpt.restore()
+        assert copies.offered == [3]
+        ckpt._pipeline.places.copies = None
 
 
 def test_a_restore_of_a_single_rank_encodes_no_survey(tmp_path: Path, monkeypatch) -> None:

@@ -192,6 +192,41 @@ def test_places_that_are_damaged_in_different_chunks_make_a_whole_one(tmp_path):
     }, "what cannot be repaired is left as it is"
 
 
+class Unreachable:
+    """A node that cannot be reached, at first only. Counts the calls."""
+
+    newest_only, reads_at_once = False, 1
+
+    def __init__(self, tier):
+        self.place, self._tier, self.calls = "another node", tier, 0
+
+    def list(self, folder):
+        return self._tier.list(folder)
+
+    def read_into(self, extent, mv, *, fresh=False):
+        self.calls += 1
+        raise errors.PeerDown("no route")
+
+
+def test_a_node_that_cannot_be_reached_is_passed_over_in_a_copy(tmp_path):
+    """It is asked once, and not for each chunk. What no other place can give is not there now: that is no damage."""
+    for name in ("good", "bad"):
+        saved(tmp_path / name, steps=1)
+    good, bad = (access.for_reading(tmp_path / name) for name in ("good", "bad"))
+    (generation,) = commit.survey(good).generations.values()
+    shutil.rmtree(tmp_path / "bad")
+    shutil.copytree(tmp_path / "good", tmp_path / "bad", symlinks=True)
+    flip(next((tmp_path / "bad").glob("gen/*/*.safetensors")), -5)
+    with access.for_writing(tmp_path / "new", "atomic_dirsync") as tier, ThreadPoolExecutor(WORKERS) as workers:
+        how = copying.Copying(Arena(4 * CHUNK_BYTES, CHUNK_BYTES), workers)
+        with pytest.raises(errors.PeerDown, match="no route"):
+            copying.copy_files(tier, [Unreachable(good), bad], generation, None, how)
+        node = Unreachable(good)
+        assert copying.copy_files(tier, [node, good], generation, None, how) == ["r00000.safetensors"]
+        assert node.calls == 2, "for the manifest, and for the first chunk"
+    assert files(tmp_path / "new").items() <= files(tmp_path / "good").items()
+
+
 def test_a_valid_commit_of_another_generation_is_never_replaced(tmp_path):
     saved(tmp_path / "a", 1)
     assert app.main(["copy", str(tmp_path / "a"), str(tmp_path / "b")]) == 0

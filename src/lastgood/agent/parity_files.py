@@ -1,4 +1,4 @@
-"""Files of parity among nodes that an agent writes in its memory, and files of ranks that it rebuilds there.
+"""Files of parity among nodes that an agent writes in its memory, and files of ranks that it makes whole there.
 
 Chunks are read from the agents of other nodes. Which files are written where is decided by the coordinator of the job
 (run/node_parity.py).
@@ -16,7 +16,7 @@ from typing import cast
 from ..engine import stripes
 from ..engine.arena import Arena
 from ..engine.stripes import Rebuilt
-from ..errors import Damaged, PeerRefused, Unavailable
+from ..errors import NODE_FAILED, Damaged
 from ..format import layout, sealed
 from ..limits import CHUNK_BYTES, EXAMINATION_CHUNKS, WORKERS
 from ..policy.stripes import Member, StripeSet
@@ -93,7 +93,7 @@ def _with_copies(others: Sequence[Tier], generation: Generation, ranks: Sequence
     """The nodes that have a file of these ranks, as far as they can be reached."""
     found, wanted = list[Tier](), {layout.blob_name(rank) for rank in ranks}
     for one in others:
-        with contextlib.suppress(Damaged, Unavailable, PeerRefused):
+        with contextlib.suppress(Damaged, *NODE_FAILED):
             if wanted & one.list(layout.folder(generation.id)).keys():
                 found.append(one)
     return found

@@ -14,7 +14,8 @@ it has begun before its first answer, under RUN/RESTORES/KIND/steps/RANK.
 Invariants
   1. A rank that begins a topic posts an answer or an error in it, so no rank waits for one that has given up.
   2. The coordinator waits `timeout_seconds` for the other ranks. These wait COORDINATOR_TIMEOUTS times as long for its
-     verdict. The store may add its own timeout to each call (ranks/torch_store.py).
+     verdict. The store may add its own timeout to each call (ranks/torch_store.py). At a barrier each rank says that it
+     is at work, and is then waited for without a limit.
   3. A rank that posts nothing in time fails the round on all ranks, with TimedOut. Without a verdict in time the
      waiting rank raises RankFailed.
   4. The name of a topic of a step contains the step. So a rank that skips a step fails that step only, and agrees with
@@ -34,7 +35,7 @@ from typing import Any
 
 import msgspec
 
-from .. import errors
+from .. import errors, reporting
 from ..errors import Cancelled, LastgoodError, RankFailed, StepDiffers, TierDown, TimedOut
 from ..limits import (
     COORDINATOR_TIMEOUTS,
@@ -223,30 +224,55 @@ class Topic:
     def barrier(self) -> Iterator[None]:
         """A block with a barrier at its end, which waits for each rank however long that takes. All ranks enter it.
 
-        A thread tells the other ranks meanwhile that this one is at work. What the block raises fails the topic on all
-        ranks. Raises as `agree` if that happened on another one.
+        A thread tells the other ranks meanwhile that this one is at work. An Exception of the block fails the topic on
+        all ranks, once all have left their blocks; of several, all ranks raise that of the first. Raises as `agree`.
         """
         left, failed = threading.Event(), list[BaseException]()
 
         def accompany() -> None:
-            everyone = False
+            rounds, everyone = 0, False
             while not everyone:
-                mine = left.wait(self._ranks.timeout_seconds / 3)  # guard: slow-rank-not-given-up
-                if failed:
-                    self.fail(failed[0])
+                done = left.wait(self._ranks.timeout_seconds / 3)  # guard: slow-rank-not-given-up
+                if failed and not isinstance(failed[0], Exception):
+                    self.fail(failed[0])  # Ctrl-C waits for nobody
                     return
-                everyone = self.agree(mine, all)
+                rounds += 1
+                everyone = self.agree([done, encode_error(failed[0]) if failed else None], self._decided_at(rounds))
 
         with ThreadPoolExecutor(1, "lastgood-barrier") as thread:
-            job = thread.submit(accompany)
             try:
+                job = thread.submit(accompany)
                 yield
+            except Exception as error:
+                failed.append(error)
+                left.set()
+                agreed = job.exception()
+                if isinstance(error, LastgoodError) and type(agreed) is not type(error) and agreed is not None:
+                    raise agreed from error  # guard: ranks-fail-alike
+                raise
             except BaseException as error:
                 failed.append(error)
                 raise
             finally:
                 left.set()
             job.result()
+
+    def _decided_at(self, rounds: int) -> Callable[[list[Any]], bool]:
+        """The decision of a barrier in this round: whether all have left. Raises the first error, once they have."""
+
+        def decide(answers: list[Any]) -> bool:
+            at_work = [rank for rank, (done, _) in enumerate(answers) if not done]
+            if at_work:
+                if reporting.is_reported(rounds):
+                    seconds = rounds * self._ranks.timeout_seconds / 3
+                    reporting.info(f"rank {at_work[0]} is still at work after {seconds:.0f} s; the others wait for it")
+                return False
+            for rank, (_, error) in enumerate(answers):
+                if error is not None:
+                    raise decode_error({**error, "what": f"rank {rank}: {error['what']}"})
+            return True
+
+        return decide
 
     def fail(self, error: BaseException) -> None:
         """Post the error that keeps this rank from its next answer: the topic fails on all ranks without a wait.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-from ..errors import Damaged, ManifestInvalid, MissingBlob, SumMismatch
+from ..errors import NODE_FAILED, Damaged, ManifestInvalid, MissingBlob, SumMismatch
 from ..io.checksum import digest
 from ..limits import RECORD_LIMIT_BYTES
 from ..ports import Tier
@@ -36,7 +36,7 @@ def sealed_record(tier: Tier, generation: Generation, one: Seal) -> Manifest:
 def first_sealed(places: Sequence[Tier], generation: Generation, one: Seal) -> Manifest:
     """As `sealed_record`, from the first of `places` that has it as sealed. Its files may be damaged there."""
     for tier in places[:-1]:
-        with contextlib.suppress(Damaged):
+        with contextlib.suppress(Damaged, *NODE_FAILED):
             return sealed_record(tier, generation, one)
     return sealed_record(places[-1], generation, one)
 
@@ -62,6 +62,6 @@ def record_bytes(sources: Sequence[Tier], generation: Generation, one: Seal | No
     """The bytes of a manifest as it was sealed, or with None of the commit record, from the first of `sources` that has
     them. Raises Damaged, Unavailable."""
     for tier in sources[:-1]:
-        with contextlib.suppress(Damaged):
+        with contextlib.suppress(Damaged, *NODE_FAILED):
             return _committed_bytes(tier, generation, one)
     return _committed_bytes(sources[-1], generation, one)

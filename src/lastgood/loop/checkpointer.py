@@ -189,7 +189,8 @@ class Checkpointer:
         restorer = self._restorer
         topic = self._ranks.topic("restore", across_restores=True)
         with topic.failing():
-            self.wait()
+            self._pipeline.wait(on_nodes=False)
+            self._surface()
             restorer.run.mend_known(step, topic)
             restorer.run.share_survey(topic)
         request = replace(self._request, step=step, strict=strict, rename=rename)
@@ -201,9 +202,11 @@ class Checkpointer:
             if step != 0 or not is_whole(step, 0):
                 raise
             found = restorer.start_over()
+        except Exception:
+            restorer.run.protect()  # guard: failed-restore-makes-copies
+            raise
         finally:
             restorer.run.release()
-            restorer.run.protect()  # guard: failed-restore-makes-copies
         found = replace(found, repaired=restorer.run.repaired(), sources=restorer.run.sources.found())
         restorer.continue_from(found)
         report(found, "resumed from")

@@ -145,7 +145,10 @@ class WritableRun:
             mine = run.own_findings(generation, arena, parts[self._ranks.rank])
 
         def decide(posts: list[Any]) -> Any:
-            found = [one for findings in posts for one in findings]
+            found = list[Any]()
+            for one in (one for findings in posts for one in findings):
+                if one not in found:  # the same of two copies
+                    found.append(one)
             return found or msgspec.to_builtins(reader.disagreeing(run.tier, generation))
 
         return msgspec.convert(topic.agree(msgspec.to_builtins(mine), decide), list[Finding])
@@ -254,6 +257,7 @@ class Restorer:
             with self._reports.deferring_problems():
                 run.marks.point()
         pipeline.upkeep.note_latest()
+        self.run.protect()
         self._progress.restored(found.step, generation)
         # guard: rewind-durable-at-once
         alone = not several and generation is not None and run.known.resumes_at(generation.id)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from ..engine import read_file
 from ..engine.arena import Arena
 from ..engine.read_file import RankFiles, VerifiedChunks
-from ..errors import Cancelled, Damaged, PeerRefused, Unavailable
+from ..errors import NODE_FAILED, Cancelled, Damaged, LastgoodError
 from ..io.files import round_up
 from ..ports import Upload
 from ..records import Blob
@@ -46,16 +46,24 @@ class _FirstGood:
     def __init__(self, places: Sequence[RankFiles], blob: Blob) -> None:
         self.blob = blob
         self._places = [VerifiedChunks(files, blob) for files in places]
+        self._failed = dict[VerifiedChunks, LastgoodError]()
+        """places on nodes that cannot be used, which are not asked again"""
 
     def read(self, index: int, buffer: memoryview) -> memoryview:
         for chunks in self._places[:-1]:
             try:
-                return chunks.read(index, buffer)
-            except Cancelled:
-                raise
-            except (Damaged, Unavailable, PeerRefused):
-                continue  # guard: place-that-fails-passed-over
-        return self._places[-1].read(index, buffer)
+                if chunks not in self._failed:
+                    return chunks.read(index, buffer)
+            except Damaged:
+                continue
+            except NODE_FAILED as error:
+                self._failed[chunks] = error  # guard: failed-node-passed-over
+        try:
+            return self._places[-1].read(index, buffer)
+        except Damaged as error:
+            for outage in self._failed.values():
+                raise outage from error  # guard: outage-is-no-damage
+            raise
 
 
 def write(upload: Upload, offset: int, places: Sequence[RankFiles], blob: Blob, copying: Copying) -> None:

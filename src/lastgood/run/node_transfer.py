@@ -306,7 +306,8 @@ def share_manifests(tier: NodeTier, generation: Generation, ranks: RankGroup, to
         listing, ends = dict(tier.list(folder)), dict[str, int]()
         for name in [*listing]:
             if not RANK_FILE.fullmatch(f"{folder}/{name}"):
-                del listing[name]  # guard: only-readable-files-shown  # marks of a node cannot be read on the others
+                # Marks of one node cannot be read on the others.
+                del listing[name]  # guard: only-readable-files-shown
         for seal in generation.commit.seals:
             joined.extend(_read(tier, Extent(blob=f"{folder}/{seal.manifest}", offset=0, length=seal.length)))
             ends[seal.manifest] = len(joined)

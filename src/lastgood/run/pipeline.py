@@ -277,8 +277,8 @@ class Pipeline:
             self._work.append(job)
         return labelled
 
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait until all saves, labels and upkeep are done.
+    def wait(self, timeout: float | None = None, on_nodes: bool = True) -> None:
+        """Wait until all saves, labels and upkeep are done, and the copies: with `on_nodes` those on other nodes too.
 
         Raises TimedOut after `timeout` seconds (None: no limit).
         """
@@ -289,7 +289,7 @@ class Pipeline:
         try:
             while (job := self._unfinished()) is not None:
                 job.result(None if until is None else max(0.0, until - time.monotonic()))
-            self.places.wait(None if until is None else max(0.0, until - time.monotonic()))
+            self.places.wait(None if until is None else max(0.0, until - time.monotonic()), on_nodes)
         except FutureTimeout:
             raise TimedOut(
                 f"background work is not done after {timeout} s", safe="Every committed generation is untouched."

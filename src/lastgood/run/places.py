@@ -105,22 +105,26 @@ class Places:
         tried = list[RunWriter]()
         while isinstance(writer := self.writer_of(generation.id), RunWriter) and writer not in tried:
             tried.append(writer)
-            if len(tried) == 1:
+            if len(tried) == 1 and generation.damaged:
                 with writer.known.lock:
-                    writer.known.record(generation)  # guard: damage-noted-before-mending
+                    now = writer.known.survey.generations.get(generation.id, generation)
+                    writer.known.record(judged(now, generation.damaged))  # guard: damage-noted-before-mending
             if writer.mender.try_to_mend(generation.id, arena, stop):
                 return True
             if not self.below:
                 break
+            if isinstance(writer.tier, NodeDisks) and generation.damaged:
+                writer.conclude(generation, generation.damaged)  # all nodes have read what they have
+                continue
             try:
                 findings = writer.all_findings(generation, arena)
             except Unreadable as error:  # it may be readable later, so no mark is written
                 with writer.known.lock:
                     writer.known.record(judged(generation, [guard.finding(error)]))
                 continue
+            writer.conclude(generation, findings)
             if intact(findings):
                 return True
-            writer.conclude(generation, findings)
         return False
 
     def mend_known(self, step: int | None, arena: Arena) -> None:
@@ -189,10 +193,13 @@ class Places:
         generation = self.front.known.survey.generations.get(at)
         return {one.tier.place: one.add(generation, True) for one in self.below} if generation else {}
 
-    def wait(self, timeout_seconds: float | None) -> None:
-        """Wait for the copies, as `LowerPlace.wait`. Raises TimedOut after `timeout_seconds` (None: no limit)."""
+    def wait(self, timeout_seconds: float | None, on_nodes: bool = True) -> None:
+        """Wait for the copies, as `LowerPlace.wait`; with `on_nodes` for those on other nodes too.
+
+        Raises TimedOut after `timeout_seconds` (None: no limit).
+        """
         until = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-        waits = [one.wait for one in self.below] + ([self.copies.wait] if self.copies else [])
+        waits = [one.wait for one in self.below] + ([self.copies.wait] if self.copies and on_nodes else [])
         for wait in waits:
             wait(None if until is None else max(0.0, until - time.monotonic()))
 

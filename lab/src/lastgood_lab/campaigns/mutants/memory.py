@@ -71,11 +71,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ("half of a copy counts as one", "copy-counts-with-its-manifest", Swap("one.manifest in listing", "True")),
         ("a node that failed is asked first for each chunk", "failed-node-read-last", Remove()),
         ("after a failed restore no copies are made", "failed-restore-makes-copies", Remove()),
-        (
-            "a place that cannot be read ends a copy that others could give",
-            "place-that-fails-passed-over",
-            Instead("raise"),
-        ),
+        ("a node that fails ends a copy that others could give", "failed-node-passed-over", Instead("raise")),
+        ("what no node can give counts as damaged while one is down", "outage-is-no-damage", Remove()),
         (
             "a damaged copy on another node is not found",
             "every-copy-examined",

@@ -154,6 +154,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "all-ranks-load-or-none",
             Swap("topic.barrier(), ", ""),
         ),
+        ("ranks that fail at a barrier raise different errors", "ranks-fail-alike", Remove()),
         (
             "a rank that takes long to load fails the restore of all",
             "slow-rank-not-given-up",
