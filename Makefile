@@ -8,9 +8,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-# Where the environment forbids it, each of the many processes that tests start would compile all sources for itself.
-unexport PYTHONDONTWRITEBYTECODE
-
 .PHONY: check demo demo-bucket demo-nodes test coverage prove bench gpu clean
 
 # Without the restart of a worker that died: after it pytest-xdist may wait for ever. The order is that of conftest.py.
@@ -36,11 +33,13 @@ demo-bucket: .venv/.ready
 demo-nodes: .venv/.ready
 	$(BIN)/python demo/nodes.py
 
+# compileall: where the environment forbids bytecode, each of the many processes that tests start would make its own.
 test: .venv/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m compileall -q src lab tests
 	$(BIN)/python -m pytest $(WORKERS)
 
 prove: .venv/.ready

@@ -449,9 +449,10 @@ def test_an_export_onto_a_full_disk_is_an_error_and_leaves_no_file(run: Path, tm
     """torch.save replaced the disk's error by its own error about the archive that it could not close."""
     (tmp_path / "full").mkdir()
     code = f"""
-import resource, signal
+import resource, signal, sys
 from lastgood.cli.app import main
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+sys.dont_write_bytecode = True  # under the limit Python would leave a module's bytecode cut short
 resource.setrlimit(resource.RLIMIT_FSIZE, (8000, 8000))
 for name in ("m.safetensors", "m.pt", "m.dcp", "m/"):
     print(main(["export", {str(run)!r}, "--to", {str(tmp_path / "full")!r} + "/" + name]))
