@@ -193,7 +193,7 @@ def test_places_that_are_damaged_in_different_chunks_make_a_whole_one(tmp_path):
 
 
 class Unreachable:
-    """A node that cannot be reached, at first only. Counts the calls."""
+    """A node that is listed, and cannot be read. Counts the readings."""
 
     newest_only, reads_at_once = False, 1
 

@@ -217,9 +217,9 @@ def status(folder: str) -> Answer | None:
 
 
 def peers_of(folder: str) -> KnownPeers | None:
-    """The nodes that hold copies or parity of the files in a folder, as its agent knows them.
+    """The nodes that hold copies or parity of the files in a folder, as its agent knows them. None if there is no such
+    agent or node.
 
-    None if there is no such agent or node.
     Raises OSError and ValueError if the agent does not answer, or does not know this call.
     """
     answer = _asked_if_any(folder, Request(protocol=PROTOCOL, call="peers"))

@@ -6,7 +6,8 @@
 
     coordinator   before a restore: the files of which ranks lie on no node, or are damaged -> every leader:
                   RebuildRequest
-    leader        its agent computes them from what the other nodes have, and writes them as the ordinary files
+    leader        its agent copies or computes them from what the other nodes have, and writes them as the ordinary
+                  files
 
 Invariants
   1. A file of parity names the chunks and not the nodes, so that any later job can use it, whatever its nodes are.
@@ -190,7 +191,7 @@ class NodeRebuild:
     """
 
     def __init__(self, disks: NodeDisks, table: PeerTable, ranks: RankGroup) -> None:
-        assert disks.links.agent is not None, "a front whose nodes share parity has agents"
+        assert disks.links.agent is not None, "a front whose nodes serve each other has agents"
         self._disks = disks
         self._own = ParityBuilder(disks.links.agent, table, ranks.rank)
         self._requests = Requests(ranks, REBUILD_SUBJECT, disks.nodes.others)
