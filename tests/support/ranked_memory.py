@@ -88,7 +88,9 @@ def trained(
                 until(lambda: (found := state(own)) and found.attached)
             else:
                 ckpt.wait()
+            if size > 1:
                 dist.barrier()  # none is killed while another one still waits for what it serves
+            if not with_agents:
                 ended(str(own))
             os._exit(9)
         survives = [save.durable("process"), save.durable(), save.durable("node")] if losses else []

@@ -30,9 +30,11 @@ from ..coordination.single_rank import AnyTopic
 from ..errors import Cancelled, LastgoodError, TierDown, TimedOut
 from ..format import layout, sealed
 from ..io.files import round_up
+from ..policy.placement import keepers
 from ..ports import Tier
 from ..records import Blob, Extent, Generation, GenerationId, Manifest, Record
 from ..storage.slot_file import aligned
+from .node_copies import placed
 from .node_disks import FETCHED, NodeDisks, NodeTier
 from .peer_reads import OTHER_NODES
 from .peers import RANK_FILE, Peers, PeerTable
@@ -206,16 +208,26 @@ class Carrier:
             yield key, start, min(PART_BYTES, extent.length - start)
 
 
-Carried = tuple[dict[str, dict[str, list[int]]], dict[str, dict[str, int]], dict[str, list[int]]]
-"""Leader -> the chunks that its node has fetched; leader -> place -> the bytes that came from there; file -> the
-leaders of the nodes from whose agents it may be read."""
+class Carried(Record, frozen=True, kw_only=True):
+    """What a restore reads from elsewhere than the disks of the ranks' own nodes. A node is named by its leader."""
+
+    fetched: dict[str, dict[str, list[int]]] = msgspec.field(default_factory=dict)
+    """leader -> the chunks that its node has fetched"""
+    copied: dict[str, dict[str, int]] = msgspec.field(default_factory=dict)
+    """leader -> place -> the bytes that were fetched from there"""
+    direct: dict[str, list[int]] = msgspec.field(default_factory=dict)
+    """file -> the leaders of the nodes from whose agents ranks read it"""
+    kept: dict[str, list[str]] = msgspec.field(default_factory=dict)
+    """leader -> the files among these that become copies on its node"""
 
 
 class NodeTransfers:
-    """Transfers of an open run, at the coordinator, which is a leader itself. The parameters are those of `Carrier`."""
+    """Transfers of an open run, at the coordinator, which is a leader itself. `copies`: on how many nodes each file is
+    to be; 1: no copies are made. The other parameters are those of `Carrier`.
+    """
 
-    def __init__(self, disks: NodeDisks, below: Sequence[Tier], ranks: RankGroup) -> None:
-        self._disks, self._carrier = disks, Carrier(disks, below, ranks)
+    def __init__(self, disks: NodeDisks, below: Sequence[Tier], ranks: RankGroup, copies: int = 1) -> None:
+        self._disks, self._copies, self._carrier = disks, copies, Carrier(disks, below, ranks)
         self._requests = Requests(ranks, SUBJECT, disks.nodes.others)
         self._number = 0
 
@@ -229,21 +241,50 @@ class NodeTransfers:
         that one rank alone of a node wants are not copied then.
         """
         held = self._disks.held(generation)
-        owners = {blob.name: one.rank for one in manifests_of(self._disks, generation) for blob in one.blobs}
-        wanted = needed(wants, self._disks.nodes.leaders, held, owners)
-        if not wanted:
-            return {}, {}, {}
+        blobs = {blob.name: (one.rank, blob) for one in manifests_of(self._disks, generation) for blob in one.blobs}
+        owners = {name: rank for name, (rank, _) in blobs.items()}
+        lacks = lacking(wants, self._disks.nodes.leaders, held, owners)
+        if not lacks:
+            return Carried()
         self._number += 1
         holders = {name: [leader for leader in sorted(held) if owners[name] in held[leader]] for name in owners}
-        absent = [name for of in wanted.values() for name in of if not holders[name]]
+        absent = [name for _, name in lacks if not holders[name]]
         if place is None and absent:
             raise TierDown(f"{absent[0]} of {generation.id} lies on no node", safe="Nothing was loaded.")
-        direct = {name: holders[name] for of in wanted.values() for name in of} if read else {}
+        direct, kept = dict[str, list[int]](), dict[str, list[str]]()
         if read:
-            wanted = needed(wants, self._disks.nodes.leaders, held, owners, ranks=2)
+            direct = {name: holders[name] for _, name in lacks}
+            whole = {name: len(blob.chunks) for name, (_, blob) in blobs.items()}
+            kept = self._kept({key: len(*of) == whole[key[1]] for key, of in lacks.items() if len(of) == 1}, holders)
+        wanted = dict[str, dict[str, list[int]]]()
+        for (leader, name), of in lacks.items():
+            if len(of) > 1 or not read:
+                wanted.setdefault(str(leader), {})[name] = sorted(set().union(*of))
         if not wanted:
-            return {}, {}, direct
+            return Carried(direct=direct, kept=kept)
         one = Transfer(number=self._number, at=generation.id, place=place, wanted=wanted, holders=holders)
+        return Carried(fetched=wanted, copied=self._transferred(one, stop), direct=direct, kept=kept)
+
+    def end(self) -> None:
+        """Tell the other leaders that nothing more is carried."""
+        self._requests.end()
+
+    def _kept(
+        self, readers: Mapping[tuple[int, str], bool], holders: Mapping[str, Sequence[int]]
+    ) -> dict[str, list[str]]:
+        """As `Carried.kept`. `readers`: (leader, file) -> whether one rank of the node reads all of the file."""
+        table, found = self._disks.links.table, dict[str, list[str]]()
+        if table is None or self._copies == 1:
+            return found
+        nodes = placed(table.nodes)
+        for name in dict.fromkeys(name for (_, name), whole in readers.items() if whole):
+            of = [str(leader) for (leader, other), whole in readers.items() if whole and other == name]
+            for leader in keepers([str(one) for one in holders[name]], of, nodes, self._copies):
+                found.setdefault(leader, []).append(name)
+        return found
+
+    def _transferred(self, one: Transfer, stop: Stop) -> dict[str, dict[str, int]]:
+        """Let all leaders do a transfer, this one too. Returns as `Carried.copied`."""
         self._requests.ask(one)
         try:
             own = self._carrier.carry(one, stop)
@@ -252,36 +293,22 @@ class NodeTransfers:
                 self._requests.answers()  # waited for, so that the next request meets idle servers
             raise
         leaders = map(str, self._disks.nodes.others)
-        copied = {"0": own} | dict(zip(leaders, self._requests.answers(), strict=True))
-        return wanted, copied, direct
-
-    def end(self) -> None:
-        """Tell the other leaders that nothing more is carried."""
-        self._requests.end()
+        return {"0": own} | dict(zip(leaders, self._requests.answers(), strict=True))
 
 
-def needed(
-    wants: Sequence[Chunks],
-    leaders: Sequence[int],
-    held: Mapping[int, set[int]],
-    owners: Mapping[str, int],
-    ranks: int = 1,
-) -> dict[str, dict[str, list[int]]]:
-    """Leader -> the chunks that its node lacks. Pure.
+def lacking(
+    wants: Sequence[Chunks], leaders: Sequence[int], held: Mapping[int, set[int]], owners: Mapping[str, int]
+) -> dict[tuple[int, str], list[Sequence[int]]]:
+    """(leader, file) -> the chunks that each rank wants of a file that its node lacks. Pure.
 
     `wants`: the chunks that each rank wants. `leaders`: that of each rank. `held`: leader -> the ranks whose files its
-    node has. `owners`: file -> the rank that wrote it. `ranks`: only of files that so many ranks of the node want.
+    node has. `owners`: file -> the rank that wrote it.
     """
-    lacks: dict[int, dict[str, list[Sequence[int]]]] = {}
+    found = dict[tuple[int, str], list[Sequence[int]]]()
     for leader, wanted in zip(leaders, wants, strict=True):
         for name, chunks in wanted.items():
             if owners[name] not in held.get(leader, ()):
-                lacks.setdefault(leader, {}).setdefault(name, []).append(chunks)
-    found = dict[str, dict[str, list[int]]]()
-    for leader, files in lacks.items():
-        for name, of_ranks in files.items():
-            if len(of_ranks) >= ranks:
-                found.setdefault(str(leader), {})[name] = sorted({one for chunks in of_ranks for one in chunks})
+                found.setdefault((leader, name), []).append(chunks)
     return found
 
 

@@ -36,7 +36,7 @@ from .lower_place import LowerPlace
 from .node_copies import CopyMaker, CopySender, Maker, NodeCopies
 from .node_disks import NodeDisks, NodeView
 from .node_parity import NodeRebuild, ParityBuilder, ParityMaker, sets_among
-from .node_transfer import Carrier, Chunks, NodeTransfers
+from .node_transfer import Carried, Carrier, Chunks, NodeTransfers
 from .outcomes import Outcomes
 from .part_copies import OtherRanks, PartServer
 from .planned_save import RunOptions
@@ -147,7 +147,7 @@ class Places:
     def _writers(self) -> list[RunWriter]:
         return [one for one in self._all if isinstance(one, RunWriter)]
 
-    def carry(self, generation: Generation, wants: Sequence[Chunks]) -> Any:
+    def carry(self, generation: Generation, wants: Sequence[Chunks]) -> Carried:
         """As `NodeTransfers.carry`: from the memory of other nodes where their agents serve, else from a lower place
         that has the generation, else from node to node.
         """
@@ -297,7 +297,10 @@ class Below:
             pools.callback(places[-1].close)
         transfers = None
         if isinstance(self._ranks, RankGroup) and isinstance(front.tier, NodeDisks) and front.tier.nodes.others:
-            transfers = NodeTransfers(front.tier, self.tiers, self._ranks)
+            table = front.tier.links.table
+            plain = table is not None and self._run.code_among(len(table.nodes)) is None
+            copies = self._run.copies_among_nodes if plain else 1
+            transfers = NodeTransfers(front.tier, self.tiers, self._ranks, copies)
             pools.callback(transfers.end)
         return Places(front, places, transfers=transfers, copies=self._copies(front, outcomes, pools))
 
