@@ -7,7 +7,6 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from unittest.mock import ANY
 
 import msgspec
 import pytest
@@ -17,16 +16,14 @@ import lastgood
 from lastgood import errors
 from lastgood.agent import nodes
 from lastgood.agent.peer_files import PeerFiles
-from lastgood.engine.arena import Arena
-from lastgood.format import commit, layout, sealed
+from lastgood.format import commit, layout
 from lastgood.io.memory_files import MemoryFiles
-from lastgood.policy.placement import Node, copies, keepers, missing_copies
-from lastgood.records import Extent, Generation, GenerationId, Manifest
+from lastgood.policy.placement import Node, copies, missing_copies
+from lastgood.records import Extent, Generation, GenerationId
 from lastgood.run.agent_messages import Send, Serve
-from lastgood.run.kept_reads import READING, KeptReads
 from lastgood.run.known import Environment, Holds, KnownRun
 from lastgood.run.node_copies import NodeCopies
-from lastgood.run.node_disks import NodeDisks, Nodes, NodeView
+from lastgood.run.node_disks import NodeDisks, Nodes
 from lastgood.run.outcomes import Outcomes
 from lastgood.run.peer_opening import label, own_address, own_wire
 from lastgood.run.peer_reads import PeerReads
@@ -138,43 +135,6 @@ def test_a_node_whose_connection_broke_is_asked_once_more(tmp_path: Path, genera
             buffer = memoryview(bytearray(10))
             reads.read_into(Extent(blob=name, offset=0, length=10), buffer)
     assert bytes(buffer) == files_of(tmp_path / "a")["r00000.safetensors"][:10] and broke.is_set()
-
-
-def kept_in(folder: Path, generation: Generation) -> tuple[NodeView, Manifest]:
-    """The place of a node that has nothing yet of a generation but its COMMIT, and the manifest of its files."""
-    commit_on(folder, generation)
-    view, (seal,) = NodeView(disk(folder), Nodes((0, 1)), True), generation.commit.seals
-    data = sealed.record_bytes([disk(folder.parent / "a")], generation, seal)
-    view.shown.show(generation, {seal.manifest: len(data)}, {seal.manifest: data})
-    return view, sealed.sealed_record(view, generation, seal)
-
-
-def test_what_a_rank_reads_from_other_nodes_becomes_a_copy(tmp_path: Path, generation: Generation) -> None:
-    here = tmp_path / "here"
-    view, manifest = kept_in(here, generation)
-    (blob,) = manifest.blobs
-    name, buffer = f"{layout.folder(generation.id)}/{blob.name}", Arena(blob.chunk_bytes, blob.chunk_bytes).take()
-    assert buffer is not None
-    extents = [layout.extent_of(blob, number) for number in range(len(blob.chunks))]
-    chunks = [Extent(blob=name, offset=one.offset, length=one.length) for one in extents]
-
-    def read(of: list[Extent]) -> None:
-        """Read these chunks from another node, and load."""
-        reads = PeerReads(view, Sources(), PeerTable(job=JOB, key=KEY, nodes=[node]))
-        with contextlib.closing(reads):
-            reads.note({name: [1]}, [], KeptReads(view, generation, [manifest], [blob.name]))
-            for one in of:
-                reads.read_into(one, buffer.buffer)
-            assert files_of(here) == {blob.name + READING: ANY}, "it is no file before all was verified"
-            reads.loaded()
-
-    with served(tmp_path / "a") as node:
-        read(chunks[1:])
-        assert files_of(here) == {}, "a part of a file is no copy"
-        read([*chunks, chunks[0]])
-        assert files_of(here) == {}, "which reading of the chunk was good is not known"
-        read(chunks)
-    assert files_of(here) == files_of(tmp_path / "a")
 
 
 @pytest.mark.slow
@@ -388,14 +348,6 @@ def test_each_part_goes_to_as_many_nodes_as_lack_it() -> None:
         ("0", "2", 1),
         ("0", "1", 1),
     ]
-
-
-def test_what_is_read_is_kept_where_a_copy_is_missing() -> None:
-    nodes = [Node("0", "x"), Node("1", "x"), Node("2", "y"), Node("3", "y")]
-    assert keepers(["0"], ["1", "2", "3"], nodes, 2) == ["2"], "the other domain has none"
-    assert keepers(["0"], ["1"], nodes, 2) == [], "its copy is sent to the other domain"
-    assert keepers(["0", "2"], ["1", "3"], nodes, 3) == ["1"] and keepers(["0", "2"], ["1"], nodes, 2) == []
-    assert keepers(["0"], ["1", "2"], [Node("0"), Node("1"), Node("2")], 3) == ["1", "2"]
 
 
 def test_the_address_and_the_label_of_a_node_come_from_its_environment() -> None:

@@ -94,9 +94,6 @@ class RestorableFromPlaces:
     def gather(self, content: Content, wanted: Mapping[str, Sequence[int]], topic: AnyTopic) -> None:
         """Every file is readable: one process sees all of a place."""
 
-    def loaded(self) -> None:
-        """Nothing was fetched."""
-
     def arena(self, total_bytes: int, chunk_bytes: int) -> Arena:
         return Arena(total_bytes, chunk_bytes)
 

@@ -227,7 +227,6 @@ class _Loading:
             )
             with topic.barrier(), self._translated_errors(generation, fit):  # guard: all-ranks-load-or-none
                 fit.apply(content, settings, verify_first=not once)
-                self._run.loaded()
             self.skipped = list(fit.skipped)
 
     def _examine_unverified(self, generation: Generation, topic: AnyTopic) -> list[Finding]:

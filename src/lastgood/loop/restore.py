@@ -27,7 +27,6 @@ from ..ports import Tier
 from ..records import Finding, Generation
 from ..run import node_opening, reader
 from ..run.content import Content
-from ..run.kept_reads import KeptReads
 from ..run.node_cache import NodeCache
 from ..run.node_disks import NodeTier
 from ..run.node_transfer import Carried, Chunks, note_fetched, share_manifests
@@ -90,25 +89,19 @@ class WritableRun:
         begun, leader = self.sources.now(), str(tier.nodes.leaders[rank])
         wants: list[Any] = []  # the coordinator alone keeps what each rank wants
         topic.agree(dict(wanted), lambda posts: wants.extend(posts))
-        work = lambda: msgspec.to_builtins(places.carry(generation, wants))  # noqa: E731 - as the others receive it
-        carried = msgspec.convert(self._by_coordinator(topic, work), Carried)
-        note_fetched(tier, generation, carried.fetched.get(leader, {}))
+        carried = self._by_coordinator(topic, lambda: msgspec.to_builtins(places.carry(generation, wants)))
+        found = msgspec.convert(carried, Carried)
+        here = found.fetched.get(leader, {})
+        note_fetched(tier, generation, here)
         if self._peer_reads is not None:
             folder, elsewhere = layout.folder(generation.id), dict[str, list[int]]()
-            for name, leaders in carried.direct.items():
-                if name in wanted and int(leader) not in leaders and name not in carried.fetched.get(leader, {}):
+            for name, leaders in found.direct.items():
+                if name in wanted and int(leader) not in leaders and name not in here:
                     first = rank % max(len(leaders), 1)  # another node for each rank
                     elsewhere[f"{folder}/{name}"] = [*leaders[first:], *leaders[:first]]
-            mine = [name for name in carried.kept.get(leader, ()) if name in wanted]
-            kept = KeptReads(tier, generation, content.manifests, mine) if mine else None
-            self._peer_reads.note(elsewhere, places.below_with(generation.id), kept)
-        for place, size in carried.copied.get(leader, {}).items():
+            self._peer_reads.note(elsewhere, places.below_with(generation.id))
+        for place, size in found.copied.get(leader, {}).items():
             self.sources.add(place, size, begun)
-
-    def loaded(self) -> None:
-        """As `run.candidates.RestorableRun.loaded`: what was read for good becomes a copy on this node."""
-        if self._peer_reads is not None:
-            self._peer_reads.loaded()
 
     def release(self) -> None:
         """Delete what `gather` has fetched: every rank has loaded the generation, or another one is tried."""

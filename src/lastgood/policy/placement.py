@@ -162,20 +162,6 @@ def missing_copies(held: Mapping[str, Collection[int]], placement: Placement, k:
     return orders
 
 
-def keepers(holders: Collection[str], readers: Collection[str], nodes: Collection[Node], k: int) -> list[str]:
-    """Which of the nodes that read a part in any case keep it as a copy, so that k of `nodes` have it.
-
-    `holders`: the nodes that have the part. `readers`: others, in the order in which they are chosen. One whose failure
-    domain has a copy keeps none while another domain lacks one. Example: `keepers(["a"], ["b"], nodes, 2)`.
-    """
-    domains, found = _domains(nodes), list[str]()
-    for reader in readers:
-        lacking = set(domains.values()) - {domains[one] for one in (*holders, *found)}
-        if len(holders) + len(found) < k and (domains[reader] in lacking or not lacking):  # guard: kept-in-other-domain
-            found.append(reader)
-    return found
-
-
 def loads(placement: Placement) -> dict[str, int]:
     """Node -> the number of other nodes' parts of which it holds a copy. Example: `max(loads(placement).values())`."""
     held = Counter(name for others in placement.holders.values() for name in others)

@@ -45,9 +45,6 @@ class RestorableRun(Protocol):
         `wanted`: file -> the indices of the chunks that this rank wants.
         """
 
-    def loaded(self) -> None:
-        """Called at each rank once it has loaded all that it wants of a generation, and each chunk was verified."""
-
     def arena(self, total_bytes: int, chunk_bytes: int) -> Arena:
         """The memory in which tensors are read: `total_bytes`, lent in chunks of `chunk_bytes`."""
 
@@ -77,9 +74,6 @@ class ReadOnlyRun:
 
     def gather(self, content: Content, wanted: Mapping[str, Sequence[int]], topic: AnyTopic) -> None:
         """Every file is readable: this process sees all of the place."""
-
-    def loaded(self) -> None:
-        """Nothing was fetched."""
 
     def arena(self, total_bytes: int, chunk_bytes: int) -> Arena:
         return Arena(total_bytes, chunk_bytes)

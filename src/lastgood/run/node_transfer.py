@@ -30,11 +30,9 @@ from ..coordination.single_rank import AnyTopic
 from ..errors import Cancelled, LastgoodError, TierDown, TimedOut
 from ..format import layout, sealed
 from ..io.files import round_up
-from ..policy.placement import keepers
 from ..ports import Tier
 from ..records import Blob, Extent, Generation, GenerationId, Manifest, Record
 from ..storage.slot_file import aligned
-from .node_copies import placed
 from .node_disks import FETCHED, NodeDisks, NodeTier
 from .peer_reads import OTHER_NODES
 from .peers import RANK_FILE, Peers, PeerTable
@@ -217,17 +215,13 @@ class Carried(Record, frozen=True, kw_only=True):
     """leader -> place -> the bytes that were fetched from there"""
     direct: dict[str, list[int]] = msgspec.field(default_factory=dict)
     """file -> the leaders of the nodes from whose agents ranks read it"""
-    kept: dict[str, list[str]] = msgspec.field(default_factory=dict)
-    """leader -> the files among these that become copies on its node"""
 
 
 class NodeTransfers:
-    """Transfers of an open run, at the coordinator, which is a leader itself. `copies`: on how many nodes each file is
-    to be; 1: no copies are made. The other parameters are those of `Carrier`.
-    """
+    """Transfers of an open run, at the coordinator, which is a leader itself. The parameters are those of `Carrier`."""
 
-    def __init__(self, disks: NodeDisks, below: Sequence[Tier], ranks: RankGroup, copies: int = 1) -> None:
-        self._disks, self._copies, self._carrier = disks, copies, Carrier(disks, below, ranks)
+    def __init__(self, disks: NodeDisks, below: Sequence[Tier], ranks: RankGroup) -> None:
+        self._disks, self._carrier = disks, Carrier(disks, below, ranks)
         self._requests = Requests(ranks, SUBJECT, disks.nodes.others)
         self._number = 0
 
@@ -241,8 +235,7 @@ class NodeTransfers:
         that one rank alone of a node wants are not copied then.
         """
         held = self._disks.held(generation)
-        blobs = {blob.name: (one.rank, blob) for one in manifests_of(self._disks, generation) for blob in one.blobs}
-        owners = {name: rank for name, (rank, _) in blobs.items()}
+        owners = {blob.name: one.rank for one in manifests_of(self._disks, generation) for blob in one.blobs}
         lacks = lacking(wants, self._disks.nodes.leaders, held, owners)
         if not lacks:
             return Carried()
@@ -251,37 +244,19 @@ class NodeTransfers:
         absent = [name for _, name in lacks if not holders[name]]
         if place is None and absent:
             raise TierDown(f"{absent[0]} of {generation.id} lies on no node", safe="Nothing was loaded.")
-        direct, kept = dict[str, list[int]](), dict[str, list[str]]()
-        if read:
-            direct = {name: holders[name] for _, name in lacks}
-            whole = {name: len(blob.chunks) for name, (_, blob) in blobs.items()}
-            kept = self._kept({key: len(*of) == whole[key[1]] for key, of in lacks.items() if len(of) == 1}, holders)
+        direct = {name: holders[name] for _, name in lacks} if read else {}
         wanted = dict[str, dict[str, list[int]]]()
         for (leader, name), of in lacks.items():
             if len(of) > 1 or not read:
                 wanted.setdefault(str(leader), {})[name] = sorted(set().union(*of))
         if not wanted:
-            return Carried(direct=direct, kept=kept)
+            return Carried(direct=direct)
         one = Transfer(number=self._number, at=generation.id, place=place, wanted=wanted, holders=holders)
-        return Carried(fetched=wanted, copied=self._transferred(one, stop), direct=direct, kept=kept)
+        return Carried(fetched=wanted, copied=self._transferred(one, stop), direct=direct)
 
     def end(self) -> None:
         """Tell the other leaders that nothing more is carried."""
         self._requests.end()
-
-    def _kept(
-        self, readers: Mapping[tuple[int, str], bool], holders: Mapping[str, Sequence[int]]
-    ) -> dict[str, list[str]]:
-        """As `Carried.kept`. `readers`: (leader, file) -> whether one rank of the node reads all of the file."""
-        table, found = self._disks.links.table, dict[str, list[str]]()
-        if table is None or self._copies == 1:
-            return found
-        nodes = placed(table.nodes)
-        for name in dict.fromkeys(name for (_, name), whole in readers.items() if whole):
-            of = [str(leader) for (leader, other), whole in readers.items() if whole and other == name]
-            for leader in keepers([str(one) for one in holders[name]], of, nodes, self._copies):
-                found.setdefault(leader, []).append(name)
-        return found
 
     def _transferred(self, one: Transfer, stop: Stop) -> dict[str, dict[str, int]]:
         """Let all leaders do a transfer, this one too. Returns as `Carried.copied`."""

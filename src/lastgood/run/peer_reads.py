@@ -1,7 +1,6 @@
 """Files of a generation that one rank alone of its node wants: read from the agents of the nodes that have them.
 
-Files that several ranks of a node want are fetched once for the node instead (node_transfer.py). Files that the node is
-to have as copies are kept while they are read (kept_reads.py).
+Files that several ranks of a node want are fetched once for the node instead (node_transfer.py). Writes nothing.
 
 Invariants
   1. What is read is verified like what a disk gives.
@@ -21,7 +20,6 @@ from ..ports import Tier
 from ..records import Extent
 from ..wire import nixl
 from . import peer_opening
-from .kept_reads import KeptReads
 from .peers import PeerDisk, Peers, PeerTable
 from .watched import Sources, Watched
 
@@ -38,31 +36,22 @@ class PeerReads(Watched):
         self._sources, self._begun, self._table = sources, sources.now(), table
         self._peers: Peers | None = None
         self._files: Mapping[str, Sequence[Tier]] = {}
-        self._kept: KeptReads | None = None
         self._failed = set[str]()
         """nodes and places that could not be read"""
 
-    def note(self, files: Mapping[str, Sequence[int]], below: Sequence[Tier], kept: KeptReads | None = None) -> None:
+    def note(self, files: Mapping[str, Sequence[int]], below: Sequence[Tier]) -> None:
         """Read these files elsewhere from now on. Raises as `nixl.chosen`.
 
         `files`: each file -> the leaders of the nodes that have it, in the order in which they are asked. `below`: the
-        places that are read if none of them answers. `kept`: keeps some of the files; `close` closes it.
+        places that are read if none of them answers.
         """
-        self._kept = kept
         if files and self._peers is None:
             windows = nixl.chosen(peer_opening.own_wire())
             self._peers = Peers(self._table.job, self._table.key, machine(), windows)
         self._files = {name: [*map(self._node, leaders), *below] for name, leaders in files.items()}
 
-    def loaded(self) -> None:
-        """Make copies of what was to be kept: all that was read was verified."""
-        if self._kept is not None:
-            self._kept.finish()
-
     def close(self) -> None:
-        """Close the connections to other nodes, and remove what was not kept."""
-        if self._kept is not None:
-            self._kept.close()
+        """Close the connections to other nodes."""
         if self._peers is not None:
             self._peers.close()
 
@@ -87,8 +76,6 @@ class PeerReads(Watched):
             else:
                 place = OTHER_NODES if isinstance(one, PeerDisk) else one.place
                 self._sources.add(place, extent.length, self._begun)
-                if self._kept is not None:
-                    self._kept.write(extent, mv)
                 return
         what = f"{extent.blob} could not be read: {'; '.join(dict.fromkeys(problems))}"
         raise TierDown(what, safe="Every committed generation is untouched.")

@@ -297,10 +297,7 @@ class Below:
             pools.callback(places[-1].close)
         transfers = None
         if isinstance(self._ranks, RankGroup) and isinstance(front.tier, NodeDisks) and front.tier.nodes.others:
-            table = front.tier.links.table
-            plain = table is not None and self._run.code_among(len(table.nodes)) is None
-            copies = self._run.copies_among_nodes if plain else 1
-            transfers = NodeTransfers(front.tier, self.tiers, self._ranks, copies)
+            transfers = NodeTransfers(front.tier, self.tiers, self._ranks)
             pools.callback(transfers.end)
         return Places(front, places, transfers=transfers, copies=self._copies(front, outcomes, pools))
 

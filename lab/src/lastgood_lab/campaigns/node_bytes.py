@@ -28,16 +28,15 @@ def held_in(folder: Path) -> dict[str, dict[int, int]]:
 
 
 def due(held: Sequence[Held], copies: int, later: Sequence[Held]) -> int:
-    """The bytes that must be sent: what ranks want and their node lacks, which the node keeps if there are too few
-    copies, and the copies that are missing then.
+    """The bytes that must be sent: what ranks want and their node lacks, and the copies that are missing.
 
     `held`: what the node of each slot had. `later`: what it had at the end; files may have come from the node in
     reserve, which was cut off while it sent them.
     """
     sizes = {rank: size for one in [*held, *later] for rank, size in one.items()}
-    fetched = {rank: int(rank not in held[rank // RANKS_OF_A_NODE]) for rank in sizes}
+    fetched = sum(size for rank, size in sizes.items() if rank not in held[rank // RANKS_OF_A_NODE])
     missing = {rank: copies - sum(rank in one for one in held) for rank in sizes}
-    return sum(max(fetched[rank], missing[rank]) * size for rank, size in sizes.items())
+    return fetched + sum(max(0, missing[rank]) * size for rank, size in sizes.items())
 
 
 def due_with_parity(held: Sequence[Held], code: tuple[int, int]) -> int:

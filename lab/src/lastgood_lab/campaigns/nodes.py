@@ -397,7 +397,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 NOTES = """- Restored: the newest save with copies, or a newer one that needed none of the lost nodes.
 - KB lost: what the lost nodes had of the restored save in memory, their own part and copies of others.
-- KB due: that, and the copies that had not been made. What ranks on new nodes read counts once: it becomes the copy.
+- KB due: that, the copies that had not been made, and once more what ranks on new nodes read before its copy has come.
   With parity, each byte that is computed again counts as many times as a stripe has data cells.
 - KB sent: what the nodes of the job have sent each other from its start until all copies were there again, by the
   counters of their interfaces."""
