@@ -38,6 +38,12 @@ def test_the_copies_of_a_generation_outlive_the_next_commit() -> None:
     assert not explore(range(236, 237)).problems
 
 
+def test_agents_that_need_one_lock_try_again_at_different_moments() -> None:
+    """Two agents paused for the same time after each failure. One copied for a moment that never ended the other's
+    wait: each time the lock was taken. The seed is one whose schedule shows it."""
+    assert not explore(range(6036511, 6036512)).problems
+
+
 class _UnsureDisk(Disk):
     """Creates COMMIT, and does not know it."""
 

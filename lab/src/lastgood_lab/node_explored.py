@@ -121,6 +121,7 @@ def _of_sockets(world: World) -> Names:
         },
         server: {
             "time": clock,
+            "random": SimpleNamespace(uniform=lambda least, most: world.scheduler.chance.uniform(least, most)),
             "reporting": SILENT,
             "signal": _Signals(),
             "socket": SimpleNamespace(socket=Socket, socketpair=lambda: socketpair(world)),

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import selectors
 import shutil
 import signal
@@ -322,7 +323,8 @@ class Server:
             self._next_at, self._failures, self._kept_until = None, 0, now + self._linger_seconds
         else:
             self._failures += 1
-            self._next_at = now + pause_seconds(self._failures)
+            # Agents of several nodes need the same lock. If all came at the same moments, one could fail each time.
+            self._next_at = now + random.uniform(0.5, 1.0) * pause_seconds(self._failures)  # guard: agents-take-turns
             # The first attempt often comes before the system has released the locks of a killed process.
             if self._failures > 1 and reporting.is_reported(self._failures):
                 reporting.warning(f"{self._folder}: attempt {self._failures}: {'; '.join(self._missing)}")

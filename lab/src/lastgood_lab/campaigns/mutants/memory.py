@@ -36,6 +36,11 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a newer process in a bucket is replaced", "newer-claim-not-taken-over", Swap("newest <= own_claims", "True")),
         ("work goes on for a training process that has ended", "abandoned-work-stops", Remove()),
         (
+            "agents that need one lock come at the same moments",
+            "agents-take-turns",
+            Swap("random.uniform(0.5, 1.0) * ", ""),
+        ),
+        (
             "a process is attached while work for another one goes on",
             "attached-after-work-stopped",
             Swap(" and not self._works.running()", ""),
