@@ -24,6 +24,7 @@ from .. import __version__
 from ..errors import LastgoodError, NotInstalled
 from . import (
     agent,
+    attempts,
     compare,
     copying,
     drill,
@@ -31,6 +32,7 @@ from . import (
     importing,
     listing,
     mending,
+    run,
     show,
     sizing,
     sweep,
@@ -66,6 +68,10 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
 
 
 # Help lists the commands in this order.
+PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
+"""`run` parses its arguments as torchrun does."""
+app.command("run", context_settings={**PASSED_ON, "help_option_names": []})(run.run)
+app.command("attempts")(attempts.attempts)
 app.command("ls")(listing.list_run)
 app.command("show")(show.show)
 app.command("verify")(verify.verify)

@@ -19,13 +19,14 @@ from .. import reporting
 from ..coordination.single_rank import SingleRank
 from ..errors import NoSuchStep
 from ..events import Event
+from ..io import heartbeat
 from ..policy.arguments import is_whole, require, require_seconds
 from ..policy.cadence import Every
 from ..policy.retention import KEEP, Keep
 from ..policy.scrub import Scrub
 from ..ranks.replica_check import Replicas
 from ..ranks.torch_store import among_ranks, join_group, require_group, world_size
-from ..run import access
+from ..run import access, paths
 from ..run.pipeline import Pipeline
 from ..run.save_handle import Save
 from ..run.watched import Sources
@@ -164,6 +165,9 @@ class Checkpointer:
         self._saver = saver = Saver(request, options, pipeline, planner, ranks, reports)
         self._ending = Ending(pipeline, saver, progress, ranks, end_request)
         self._restorer = Restorer(request, pipeline, planner, ranks, saver, progress, reports)
+        self._heartbeat = heartbeat.own()
+        if self._heartbeat is not None:
+            self._heartbeat.opened(paths.parsed(path).url)
 
     # ---- the loop ------------------------------------------------------------------------------------------
 
@@ -209,6 +213,8 @@ class Checkpointer:
             restorer.run.release()
         found = replace(found, repaired=restorer.run.repaired(), sources=restorer.run.sources.found())
         restorer.continue_from(found)
+        if self._heartbeat is not None:
+            self._heartbeat.restored(found.step)
         report(found, "resumed from")
         self._reports.deliver()
         return found
@@ -227,6 +233,8 @@ class Checkpointer:
             ckpt.step(step, metrics={"loss": loss})
         """
         n = self._advance(n)
+        if self._heartbeat is not None:
+            self._heartbeat.beat(n)
         saver = self._saver
         if saver.announcements is not None and saver.expects_announcements:
             with self._reports.deferring_problems():
@@ -306,6 +314,8 @@ class Checkpointer:
             return  # a fork of the process that has the run open; or closed before
         require_seconds(timeout)
         self._closed = self._pipeline.outcomes.was_closed = True
+        if self._heartbeat is not None:
+            self._heartbeat.released()
         try:
             self._pipeline.close(timeout)
         except BaseException:

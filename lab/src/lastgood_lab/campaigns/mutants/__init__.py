@@ -12,6 +12,7 @@ from . import (
     placement,
     protocol,
     ranks,
+    recovery,
     slots,
     state,
     storage,
@@ -33,4 +34,5 @@ MUTANTS: tuple[Mutant, ...] = (
     *state.MUTANTS,
     *data.MUTANTS,
     *wire.MUTANTS,
+    *recovery.MUTANTS,
 )

@@ -1,0 +1,24 @@
+"""Mutants of the safeguards of the supervisor: whom it blames, when it stops, and that nothing outlives it."""
+
+from __future__ import annotations
+
+from .change import Never, Remove, Swap
+from .record import Mutant, table
+
+MUTANTS: tuple[Mutant, ...] = (
+    *table(
+        "supervisor",
+        ("recovery", "supervise", "heartbeat"),
+        (
+            "ranks that lost their connection are blamed",
+            "followers-are-not-blamed",
+            Swap("not _follows", "_follows"),
+        ),
+        ("a bound of the user is not kept", "restarts-bounded", Never()),
+        ("a job that fails for ever is started for ever", "no-endless-restarts", Never()),
+        ("a rank outlives its supervisor", "rank-dies-with-supervisor", Remove()),
+        ("what ranks have started is left", "processes-of-ranks-awaited", Remove()),
+        ("a job counts as done although a rank was killed", "killed-rank-is-no-success", Swap("lived.killed", "False")),
+        ("another run of the process writes the page", "one-run-beats", Never()),
+    ),
+)

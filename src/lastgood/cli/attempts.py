@@ -1,0 +1,47 @@
+"""`lastgood attempts`: what the supervisor of a run has seen: attempts, causes, and where the time went."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from ..run import access
+from ..supervisor import attempt_log
+from ..supervisor.attempt_log import Attempt
+from .answer import Answer
+from .arguments import Json, Run
+from .terminal import clean
+from .texts import new_table, plural
+
+
+def attempts(run: Run, as_json: Json = False) -> Answer:
+    """The attempts of RUN under `lastgood run`: when, from which step to which, why each failed, and what followed."""
+    access.for_reading(run)  # raises what is wrong with the path
+    with attempt_log.opened(run) as tier:
+        found = attempt_log.read(tier)
+    return Answer({"attempts": msgspec.to_builtins(found)}, _view(found))
+
+
+def _view(found: list[Attempt]) -> RenderableType:
+    if not found:
+        return Text(
+            "no attempt was recorded: `lastgood run` has not started this run, or none of its attempts has ended"
+        )
+    table = new_table("attempt", "began", "seconds", "steps", "replayed", "failed first", "then")
+    for one in found:
+        table.add_row(
+            str(one.number),
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.began_at)),
+            f"{one.seconds:.1f}",
+            "none" if one.restored_step is None else f"{one.restored_step} to {one.last_step}",
+            str(one.replayed_steps),
+            clean("" if one.cause is None else f"rank {one.cause.rank}: {one.cause.what.splitlines()[0]}"),
+            clean(one.answer),
+        )
+    names = dict.fromkeys(name for one in found for name in one.phases)
+    spent = [f"{name} {sum(one.phases.get(name, 0.0) for one in found):.1f} s" for name in names]
+    text = f"{plural(len(found), 'attempt')}. Time of the slowest rank in each, added up: {', '.join(spent)}."
+    return Group(table, Text(text))

@@ -1,0 +1,22 @@
+"""`lastgood run`: starts the ranks of a training script as torchrun does, and starts them again after a failure."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from ..supervisor import arguments
+from ..supervisor.supervise import Supervisor
+
+
+def run(context: typer.Context) -> int:
+    """Start a training script in place of torchrun, and start it again after a failure.
+
+    lastgood run [torchrun's options] SCRIPT [its arguments]. The ranks go on from what they restore. A job that fails
+    three times without a newer saved step is given up (exit code 9). SIGTERM is passed on, and ends the job.
+    `lastgood run --help` lists the options.
+    """
+    job = arguments.parsed(context.args)
+    command = ["lastgood", "run", *context.args]
+    return Supervisor(job, command, lambda line: print(f"lastgood: {line}", file=sys.stderr, flush=True)).supervise()

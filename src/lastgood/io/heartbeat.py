@@ -1,0 +1,152 @@
+"""What a training process shows of its progress to the process that supervises it: one page of shared memory a rank.
+
+A training process writes its page without a system call. It never reads it, and never waits for anybody.
+
+Invariant: each number is one aligned store of 8 bytes, so a reader finds the old number or the new one. A text is
+written before the number that says how long it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import time
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import NamedTuple
+
+VARIABLE = "LASTGOOD_HEARTBEAT"
+"""The environment variable that names the page of a rank. Without it nothing is shown."""
+PAGE_BYTES = 8192
+_TEXT_AT = 512
+_TEXT_LIMIT = PAGE_BYTES - _TEXT_AT
+
+
+class _Field(IntEnum):
+    """The position of each number. Times are nanoseconds of the system-wide monotonic clock; 0: it has not happened.
+    OWNER: the process that writes the page; negative: while one of its runs does.
+    """
+
+    BEGUN = 0
+    OPENED = 1
+    RESTORED = 2
+    RESTORED_STEP = 3
+    FIRST = 4
+    STEP = 5
+    BEAT = 6
+    TEXT = 7
+    OWNER = 8
+
+
+class Progress(NamedTuple):
+    """What a rank has shown. Times: seconds of the monotonic clock; None: it has not happened."""
+
+    begun: float | None
+    """when the training script began"""
+    opened: float | None
+    """when the run was open"""
+    restored: float | None
+    """when the state was restored"""
+    restored_step: int
+    """0 where nothing was restored"""
+    first: float | None
+    """when the first step after that was completed"""
+    step: int
+    """the newest step that was completed"""
+    beat: float | None
+    """when"""
+    run: str
+    """the path or URL of the run; empty until it is open"""
+
+
+class Heartbeat:
+    """The page of one rank, as the rank writes it. `path`: of the file, as `create` has made it. Raises OSError."""
+
+    def __init__(self, path: str) -> None:
+        with open(path, "r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), PAGE_BYTES)
+        self._numbers = memoryview(self._memory).cast("q")
+
+    def begin(self) -> None:
+        """The training script begins, in this process."""
+        self._numbers[_Field.OWNER] = os.getpid()
+        self._numbers[_Field.BEGUN] = time.monotonic_ns()
+
+    def taken(self) -> bool:
+        """Let one run write the page. Returns False if another process has it, or another run of this one."""
+        if self._numbers[_Field.OWNER] not in (0, os.getpid()):  # guard: one-run-beats
+            return False
+        self._numbers[_Field.OWNER] = -os.getpid()
+        return True
+
+    def released(self) -> None:
+        """The run that wrote the page is closed."""
+        self._numbers[_Field.OWNER] = os.getpid()
+
+    def opened(self, run: str) -> None:
+        """A run was opened."""
+        text = run.encode()[:_TEXT_LIMIT]
+        self._memory[_TEXT_AT : _TEXT_AT + len(text)] = text
+        self._numbers[_Field.TEXT] = len(text)
+        self._numbers[_Field.OPENED] = time.monotonic_ns()
+
+    def restored(self, step: int) -> None:
+        """The state is that of a step; 0: nothing was restored. What the process restored first is shown."""
+        self._numbers[_Field.STEP] = step
+        if not self._numbers[_Field.RESTORED]:
+            self._numbers[_Field.RESTORED_STEP] = step
+            self._numbers[_Field.RESTORED] = time.monotonic_ns()
+
+    def beat(self, step: int) -> None:
+        """A step is completed."""
+        numbers, now = self._numbers, time.monotonic_ns()
+        if not numbers[_Field.FIRST]:
+            numbers[_Field.FIRST] = now
+        numbers[_Field.STEP] = step
+        numbers[_Field.BEAT] = now
+
+
+def own(environ: Mapping[str, str] = os.environ) -> Heartbeat | None:
+    """The page of this process; None if nobody supervises it, if the page is gone, or if a run has it already."""
+    try:
+        page = Heartbeat(environ[VARIABLE])
+        return page if page.taken() else None
+    except (KeyError, OSError, ValueError):
+        return None
+
+
+def begin(environ: Mapping[str, str] = os.environ) -> None:
+    """Show that the training script begins in this process, if it is supervised."""
+    with contextlib.suppress(KeyError, OSError, ValueError):
+        Heartbeat(environ[VARIABLE]).begin()
+
+
+def create(path: str) -> None:
+    """Make an empty page. Raises OSError."""
+    with open(path, "xb") as file:
+        file.write(bytes(PAGE_BYTES))
+
+
+def read(path: str) -> Progress:
+    """What is on a page. One that is gone, because somebody has removed it, shows nothing."""
+    try:
+        with open(path, "rb") as file:
+            page = file.read(PAGE_BYTES).ljust(PAGE_BYTES, b"\0")
+    except OSError:
+        page = bytes(PAGE_BYTES)
+    numbers = memoryview(page).cast("q")
+
+    def seconds(field: _Field) -> float | None:
+        return numbers[field] / 1e9 if numbers[field] else None
+
+    return Progress(
+        begun=seconds(_Field.BEGUN),
+        opened=seconds(_Field.OPENED),
+        restored=seconds(_Field.RESTORED),
+        restored_step=numbers[_Field.RESTORED_STEP],
+        first=seconds(_Field.FIRST),
+        step=numbers[_Field.STEP],
+        beat=seconds(_Field.BEAT),
+        run=page[_TEXT_AT : _TEXT_AT + numbers[_Field.TEXT]].decode(errors="replace"),
+    )

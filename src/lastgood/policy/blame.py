@@ -1,0 +1,56 @@
+"""Which of several ranks that ended failed first, and the others only because of it. Pure.
+
+When one rank of a job dies, the others lose their connections to it and fail too. Their errors come later, and name
+connections and timeouts; the report of an attempt names the first cause.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .recovery import PREEMPTED
+
+FOLLOWERS = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|closed by (the )?(remote )?peer|"
+    r"socket timeout|timed out|watchdog|nccl (communicator|error)|ncclRemoteError|RankFailed|"
+    r"\b(TCPStore|DistStoreError|recvValue|sendBytes)\b|another rank",
+    re.IGNORECASE,
+)
+"""What errors of ranks say that fail because another one did."""
+ABORTED = -6
+"""SIGABRT: so NCCL ends a process whose peers are gone."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How one rank has ended."""
+
+    rank: int
+    at_seconds: float
+    """when: the moment of its error if it has left one, else of its end; all ranks by the same clock"""
+    code: int
+    """exit code; negative: the number of the signal that killed it"""
+    error: str = ""
+    """type and message of the exception that ended it; empty if it has left none"""
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is no regular end. One that was asked for is regular."""
+        return self.code not in (0, PREEMPTED)
+
+
+def first_cause(ended: Sequence[Ended]) -> Ended | None:
+    """The rank that failed first; None if none has failed.
+
+    Ranks whose error is that of a lost connection or of a timeout count only if no other rank has failed. Example:
+    of a rank that was killed and one with "Connection closed by peer" it is the former, whatever was noticed first.
+    """
+    failed = [one for one in ended if one.failed]
+    causes = [one for one in failed if not _follows(one)] or failed  # guard: followers-are-not-blamed
+    return min(causes, key=lambda one: (one.at_seconds, one.rank), default=None)
+
+
+def _follows(one: Ended) -> bool:
+    return bool(FOLLOWERS.search(one.error)) or (one.code == ABORTED and not one.error)

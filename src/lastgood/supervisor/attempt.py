@@ -1,0 +1,250 @@
+"""One attempt of a job on this node: all ranks are started, watched, and ended together. Decides nothing.
+
+    start     a folder for the attempt, a heartbeat page a rank, a free port, one process a rank
+    watch     until every rank has ended, one has failed, or the job was asked to end
+    end       SIGKILL to the process group of each rank that is left
+
+Invariant: after `run` no process of the attempt is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from ..io import heartbeat
+from ..policy.blame import Ended
+from .arguments import Job
+from .program import ERROR_FILE, PYTHON
+from .signals import Signals
+from .zygote import Fork, Zygote
+
+MEMORY = "/dev/shm"
+FOLLOWERS_SECONDS = 1.0
+"""How long other ranks have to end by themselves after the first has failed: one of them may be the cause, whose error
+takes longer to be reported."""
+
+
+@dataclass
+class RankProcess:
+    """One rank. `descriptor`: a pidfd of its process."""
+
+    rank: int
+    pid: int
+    descriptor: int
+    folder: Path
+    page: Path
+    ended: Ended | None = None
+    killed: bool = False
+    """whether this supervisor has ended it"""
+
+
+@dataclass
+class Lived:
+    """What an attempt was. Times: seconds of the monotonic clock."""
+
+    began: float
+    started: float = 0.0
+    """when all processes existed"""
+    failed: float | None = None
+    """when the first failure was noticed"""
+    over: float = 0.0
+    """when no process was left"""
+    killed: bool = False
+    """whether a rank did not end by itself"""
+    ended: list[Ended] = field(default_factory=list)
+    progress: list[heartbeat.Progress] = field(default_factory=list)
+    stacks: dict[int, str] = field(default_factory=dict)
+    """rank -> the stack of the exception that ended it"""
+
+
+class Attempt:
+    """`folder`: of this attempt, an absolute path, which exists. `signals`: are passed on. `zygote`: forks the ranks;
+    None: each is a new process.
+    """
+
+    def __init__(self, job: Job, number: int, folder: Path, signals: Signals, zygote: Zygote | None) -> None:
+        self._job, self._number, self._folder, self._signals, self._zygote = job, number, folder, signals, zygote
+        self._ranks = list[RankProcess]()
+
+    def run(self) -> Lived:
+        """Live the attempt. Raises what `Zygote.fork` raises."""
+        lived = Lived(time.monotonic())
+        # Pages of memory, not of a disk: a rank must not fail because a disk is full.
+        with tempfile.TemporaryDirectory(prefix="lastgood-beat-", dir=MEMORY if os.path.isdir(MEMORY) else None) as at:
+            try:
+                self._start(Path(at))
+                lived.started = time.monotonic()
+                self._watch(lived)
+            finally:
+                self._kill(lived)
+                lived.over = time.monotonic()
+                self._read(lived)
+                for one in self._ranks:
+                    os.close(one.descriptor)
+        return lived
+
+    # ---- start ---------------------------------------------------------------------------------------------
+
+    def _start(self, pages: Path) -> None:
+        address, port = self._job.master
+        port = port or free_port(address)
+        for rank in range(self._job.ranks):
+            folder, page = self._folder / str(rank), pages / str(rank)
+            folder.mkdir()
+            heartbeat.create(str(page))
+            environment = self._environment(rank, address, port)
+            environment |= {ERROR_FILE: str(folder / "error.json"), heartbeat.VARIABLE: str(page)}
+            with contextlib.ExitStack() as files:
+                outputs = self._outputs(rank, folder, files)
+                pid = self._started(environment, *outputs)
+            self._ranks.append(RankProcess(rank, pid, os.pidfd_open(pid), folder, page))
+
+    def _environment(self, rank: int, address: str, port: int) -> dict[str, str]:
+        size, attempt = str(self._job.ranks), str(self._number)
+        return {
+            **defaults(self._job.ranks),
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "ROLE_RANK": str(rank),
+            "GROUP_RANK": "0",
+            "ROLE_NAME": self._job.role,
+            "WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": size,
+            "ROLE_WORLD_SIZE": size,
+            "GROUP_WORLD_SIZE": "1",
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_RESTART_COUNT": attempt,
+            "TORCHELASTIC_MAX_RESTARTS": str(self._job.budget.restarts or 0),
+            "TORCHELASTIC_RUN_ID": self._job.run_id,
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
+        }
+
+    def _outputs(self, rank: int, folder: Path, files: contextlib.ExitStack) -> tuple[int, int]:
+        """The descriptors of stdout and stderr of a rank: those of this process, or files."""
+        redirected, found = self._job.redirects.get(rank, 0), [1, 2]
+        for bit, name in enumerate(("stdout", "stderr")):
+            if redirected & (bit + 1):
+                found[bit] = os.open(folder / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                files.callback(os.close, found[bit])
+        return found[0], found[1]
+
+    def _started(self, environment: Mapping[str, str], stdout: int, stderr: int) -> int:
+        program = self._job.program
+        if self._zygote is not None:
+            fork = Fork(program=program, environment=dict(environment), supervisor=os.getpid())
+            return self._zygote.fork(fork, stdout, stderr)
+        text = json.dumps(msgspec.to_builtins(program))
+        command = [*PYTHON, "lastgood.supervisor.program", str(os.getpid()), text]
+        started = subprocess.Popen(command, env=environment, stdout=stdout, stderr=stderr, start_new_session=True)
+        started.returncode = 0  # its end is learned from the pidfd
+        return started.pid
+
+    # ---- watch ---------------------------------------------------------------------------------------------
+
+    def _watch(self, lived: Lived) -> None:
+        poll, until, signals = select.poll(), None, self._signals
+        by_descriptor = {one.descriptor: one for one in self._ranks}
+        for descriptor in (signals.descriptor, *by_descriptor):
+            poll.register(descriptor, select.POLLIN)
+        asked = False
+        while by_descriptor and (until is None or time.monotonic() < until):
+            left = None if until is None else max(0, int(1000 * (until - time.monotonic())) + 1)
+            for descriptor, _ in poll.poll(left):
+                if descriptor in by_descriptor:
+                    one = by_descriptor.pop(descriptor)
+                    poll.unregister(descriptor)
+                    one.ended = _ended(one)
+                    if one.ended.failed and lived.failed is None:
+                        lived.failed = time.monotonic()
+                        until = until or lived.failed + FOLLOWERS_SECONDS
+            for number in signals.taken():
+                for one in by_descriptor.values():
+                    self._pass_on(one, number)
+            if signals.end is not None and not asked:
+                asked, until = True, time.monotonic() + self._job.shutdown_seconds
+
+    def _pass_on(self, one: RankProcess, number: int) -> None:
+        """Send a signal to a rank that has not ended. A command may be a shell: what it has started gets it too."""
+        if self._job.program.kind == "command":
+            os.killpg(one.pid, number)
+        else:
+            signal.pidfd_send_signal(one.descriptor, number)
+
+    def _kill(self, lived: Lived) -> None:
+        """End every process of the attempt, those in the process groups of the ranks too."""
+        # No rank was reaped yet, so no other process has its number.
+        for one in self._ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(one.pid, signal.SIGKILL)
+        for one in self._ranks:
+            if one.ended is None:
+                select.select([one.descriptor], [], [])
+                one.ended = _ended(one)
+                one.killed = lived.killed = True
+            with contextlib.suppress(ChildProcessError):
+                while True:  # what the rank had started became a child of this process (program.adopt_orphans)
+                    os.waitpid(-one.pid, 0)  # guard: processes-of-ranks-awaited
+
+    def _read(self, lived: Lived) -> None:
+        for one in self._ranks:
+            lived.progress.append(heartbeat.read(str(one.page)))
+            assert one.ended is not None
+            error, stack, at = _error(one.folder / "error.json")
+            lived.stacks[one.rank] = stack
+            if one.killed and not error:
+                continue
+            lived.ended.append(Ended(one.rank, at or one.ended.at_seconds, one.ended.code, error))
+
+
+def free_port(address: str) -> int:
+    """A port of this machine that nobody uses now."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as one:
+        one.bind((address, 0))
+        return int(one.getsockname()[1])
+
+
+def defaults(ranks: int) -> dict[str, str]:
+    """Variables that ranks have unless the user has set them: those of torchrun."""
+    threads = {"OMP_NUM_THREADS": "1"} if ranks > 1 else {}
+    return {**threads, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+
+
+def _ended(one: RankProcess) -> Ended:
+    """How a rank has ended. It stays a zombie, so that its number is not given to another process (`_kill`)."""
+    found = os.waitid(os.P_PIDFD, one.descriptor, os.WEXITED | os.WNOWAIT)
+    assert found is not None
+    code = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+    return Ended(one.rank, time.monotonic(), code)
+
+
+def _error(path: Path) -> tuple[str, str, float]:
+    """What is in the error file of a rank: the error, its stack, and when it came (0.0: not known)."""
+    try:
+        message = json.loads(path.read_text())["message"]
+        if isinstance(message, str):
+            return _printable(message), "", 0.0
+        extra = message["extraInfo"]
+        at = float(extra.get("monotonic", 0.0))
+        return _printable(message["message"]), _printable(extra["py_callstack"]), at
+    except (OSError, ValueError, KeyError, TypeError):
+        return "", "", 0.0
+
+
+def _printable(text: str) -> str:
+    """A text without the parts of file names that are no text."""
+    return text.encode(errors="backslashreplace").decode()

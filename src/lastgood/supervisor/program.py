@@ -1,0 +1,134 @@
+"""One rank of a supervised job, in its own process: its environment is set, then the user's program runs as `__main__`.
+
+Invariants
+  1. The process ends when its supervisor ends, however that happens.
+  2. An exception that ends the program is written to the rank's error file at once, before other ranks can notice it.
+"""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+import types
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Literal
+
+import msgspec
+
+from ..io import heartbeat
+from ..records import Record
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Names the file to which a rank writes the error that ends it, in the format of torch.distributed.elastic."""
+PYTHON = [sys.executable, "-u", *(["-P"] if sys.version_info >= (3, 11) else []), "-m"]
+"""How Python is started: as torchrun does, with output that is not held back."""
+_DIES_WITH_PARENT, _ADOPTS_ORPHANS = 1, 36
+"""PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER"""
+
+
+class Program(Record, frozen=True, kw_only=True):
+    """What a rank runs. `kind`: what `name` is: a script, a module, or a command. `arguments`: those that follow it."""
+
+    kind: Literal["script", "module", "command"]
+    name: str
+    arguments: list[str]
+
+
+def become_rank(supervisor: int, environment: Mapping[str, str]) -> None:
+    """Turn this process, a new one, into a rank. Ends it if its supervisor has ended.
+
+    `supervisor`: its process id. `environment`: all variables of the rank.
+    """
+    _prctl(_DIES_WITH_PARENT, signal.SIGKILL)  # guard: rank-dies-with-supervisor
+    if os.getppid() != supervisor:
+        os._exit(1)
+    if os.environ != environment:
+        os.environ.clear()
+        os.environ.update(environment)
+    sys.excepthook = _noting(environment.get(ERROR_FILE, ""))
+
+
+def run(program: Program) -> None:
+    """Run the program as `__main__` in this process. Returns at its end; raises what it raises."""
+    if program.kind == "command":
+        os.execvp(program.name, [program.name, *program.arguments])
+    heartbeat.begin()
+    sys.argv = [program.name, *program.arguments]
+    if program.kind == "module":
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(program.name, run_name="__main__", alter_sys=True)
+        return
+    path = os.path.abspath(program.name)
+    if not os.path.isfile(path) or not path.endswith(".py"):
+        runpy.run_path(path, run_name="__main__")  # a folder or an archive with a program in it
+        return
+    # Not by runpy, which replaces sys.argv[0], and takes the program from sys.modules again at its end.
+    sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+    sys.modules["__main__"] = main_module = types.ModuleType("__main__")
+    main_module.__dict__.update({"__file__": path, "__builtins__": builtins})
+    with open(path, "rb") as file:
+        code = compile(file.read(), path, "exec")
+    exec(code, main_module.__dict__)
+
+
+def forget_current_folder() -> None:
+    """Remove the current folder from sys.path, where `python -m` has put it: modules of the user may lie there."""
+    if not getattr(sys.flags, "safe_path", False):
+        del sys.path[0]
+
+
+def adopt_orphans() -> None:
+    """Become the parent of all descendants whose own parent ends."""
+    _prctl(_ADOPTS_ORPHANS, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def _noting(path: str) -> Hook:
+    """A `sys.excepthook` that writes the error file, unless the program has written it, and then prints as usual.
+
+    The frames that lead to the program are left out: the user did not write them.
+    """
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        while trace is not None and trace.tb_next is not None and _leads_to_program(trace):
+            trace = trace.tb_next
+        if path and not os.path.exists(path):
+            lines = "".join(traceback.format_exception(kind, error, trace))
+            extra = {"py_callstack": lines, "timestamp": str(int(time.time())), "monotonic": time.monotonic()}
+            text = {"message": {"message": f"{kind.__name__}: {error}", "extraInfo": extra}}
+            with open(path, "w") as file:
+                json.dump(text, file)
+        sys.__excepthook__(kind, error.with_traceback(trace), trace)
+
+    return hook
+
+
+def _leads_to_program(trace: TracebackType) -> bool:
+    file = trace.tb_frame.f_code.co_filename
+    return file == "<frozen runpy>" or os.path.dirname(file) == os.path.dirname(__file__)
+
+
+def main() -> None:
+    """`python -m lastgood.supervisor.program SUPERVISOR PROGRAM`: a rank that is started without a zygote."""
+    forget_current_folder()
+    become_rank(int(sys.argv[1]), dict(os.environ))
+    run(msgspec.json.decode(sys.argv[2], type=Program))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""What a training process shows of its progress."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from lastgood.io import heartbeat
+
+
+def test_what_a_rank_shows_is_read_by_another_process(tmp_path: Path) -> None:
+    path = str(tmp_path / "page")
+    heartbeat.create(path)
+    page = heartbeat.own({heartbeat.VARIABLE: path})
+    assert page is not None
+    empty = heartbeat.read(path)
+    assert empty.begun is empty.restored is empty.beat is None and empty.run == ""
+    page.begin()
+    page.opened("/runs/gpt")
+    page.restored(10)
+    assert heartbeat.read(path).step == 10 and heartbeat.read(path).first is None
+    page.beat(11)
+    page.beat(12)
+    shown = heartbeat.read(path)
+    assert (shown.run, shown.restored_step, shown.step) == ("/runs/gpt", 10, 12)
+    times = [shown.begun, shown.opened, shown.restored, shown.first, shown.beat]
+    assert None not in times and times == sorted(times, key=float)  # type: ignore[arg-type]
+
+
+def test_only_one_open_run_of_the_supervised_process_writes_its_page(tmp_path: Path) -> None:
+    """A second run in the process, such as that of a teacher, made a job look as if it made no progress."""
+    environ = {heartbeat.VARIABLE: str(tmp_path / "page")}
+    heartbeat.create(environ[heartbeat.VARIABLE])
+    heartbeat.begin(environ)
+    first = heartbeat.own(environ)
+    assert first is not None and heartbeat.own(environ) is None
+    first.restored(10)
+    first.restored(5)
+    shown = heartbeat.read(environ[heartbeat.VARIABLE])
+    assert (shown.restored_step, shown.step) == (10, 5), "a rewind is no start from an older step"
+    first.released()
+    assert heartbeat.own(environ) is not None, "a run that is opened after it"
+
+
+def test_a_child_of_the_supervised_process_does_not_write_its_page(tmp_path: Path) -> None:
+    environ = {heartbeat.VARIABLE: str(tmp_path / "page")}
+    heartbeat.create(environ[heartbeat.VARIABLE])
+    heartbeat.begin(environ)
+    child = os.fork()
+    if child == 0:
+        os._exit(heartbeat.own(environ) is not None)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_page_that_was_removed_shows_nothing(tmp_path: Path) -> None:
+    assert heartbeat.read(str(tmp_path / "gone")).step == 0
+
+
+def test_a_process_that_nobody_supervises_has_no_page(tmp_path: Path) -> None:
+    assert heartbeat.own({}) is None
+    assert heartbeat.own({heartbeat.VARIABLE: str(tmp_path / "gone")}) is None
+    (tmp_path / "short").write_bytes(b"x")
+    assert heartbeat.own({heartbeat.VARIABLE: str(tmp_path / "short")}) is None, "it is no page"

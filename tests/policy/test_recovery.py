@@ -1,0 +1,93 @@
+"""What a supervisor does after an attempt, and which rank it blames."""
+
+from __future__ import annotations
+
+import pytest
+
+from lastgood.errors import Refused
+from lastgood.policy.blame import Ended, first_cause
+from lastgood.policy.recovery import PREEMPTED, Budget, Outcome, answer, without_progress
+
+CRASH = -9
+
+
+def outcomes(*steps: int | None, code: int = CRASH) -> list[Outcome]:
+    """Attempts that failed, each after it had restored one of these steps (None: before)."""
+    return [Outcome(restored_step=one, last_step=one or 0, code=code) for one in steps]
+
+
+@pytest.mark.parametrize(
+    ("steps", "count"),
+    [([0], 1), ([0, 0], 2), ([0, 10], 1), ([0, 10, 10], 2), ([None, None, None], 3), ([10, None, 10], 3), ([10, 5], 2)],
+)
+def test_attempts_without_progress_are_those_that_restore_no_newer_step(steps: list[int | None], count: int) -> None:
+    assert without_progress(outcomes(*steps)) == count
+
+
+def test_a_job_that_saves_something_newer_each_time_is_started_for_ever() -> None:
+    assert answer(outcomes(*range(0, 1000, 10)), Budget()).restart
+
+
+def test_a_job_that_fails_at_one_step_three_times_is_given_up() -> None:
+    found = [answer(outcomes(*[10] * count), Budget()) for count in (1, 2, 3)]
+    assert [one.restart for one in found] == [True, True, False]
+    assert [one.pause_seconds for one in found] == [0.0, 1.0, 0.0]
+    assert "after step 10" in found[-1].why
+
+
+def test_pauses_grow_to_a_bound() -> None:
+    budget = Budget(without_progress=99)
+    assert [answer(outcomes(*[10] * count), budget).pause_seconds for count in (2, 3, 4, 20)] == [1.0, 2.0, 4.0, 60.0]
+
+
+def test_a_number_of_restarts_that_the_user_gives_bounds_them() -> None:
+    assert answer(outcomes(0, 10), Budget(restarts=2)).restart
+    assert not answer(outcomes(0, 10, 20), Budget(restarts=2)).restart
+    assert not answer(outcomes(0), Budget(restarts=0)).restart
+
+
+@pytest.mark.parametrize(("code", "asked"), [(0, False), (PREEMPTED, False), (CRASH, True)])
+def test_a_job_that_is_done_or_was_asked_to_end_is_not_started_again(code: int, asked: bool) -> None:
+    assert not answer(outcomes(10, code=code), Budget(), asked).restart
+
+
+@pytest.mark.parametrize(
+    "values", [{"restarts": -1}, {"restarts": 1.5}, {"without_progress": 0}, {"pause_seconds": float("nan")}]
+)
+def test_a_budget_that_cannot_be_meant_is_refused(values: dict[str, float]) -> None:
+    with pytest.raises(Refused, match=next(iter(values))):
+        Budget(**values)  # type: ignore[arg-type]
+
+
+# ---- blame -----------------------------------------------------------------------------------------------------
+
+RESET = "RuntimeError: [pair.cc:537] Read error [127.0.0.1]:1925: Connection reset by peer."
+CLOSED = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:28084."
+NCCL = "torch.distributed.DistBackendError: NCCL communicator was aborted on rank 1."
+LASTGOOD = "RankFailed: rank 2 has sent no message for 30 s"
+
+
+@pytest.mark.parametrize("follower", [RESET, CLOSED, NCCL, LASTGOOD])
+@pytest.mark.parametrize("cause", [Ended(2, 5.0, -9), Ended(2, 5.0, 137), Ended(2, 5.0, 1, "ValueError: bad batch")])
+def test_ranks_that_lost_their_connection_are_not_blamed(follower: str, cause: Ended) -> None:
+    """A killed rank is noticed after the others, whose errors are printed while it is still being taken down."""
+    others = [Ended(0, 4.9, 1, follower), Ended(1, 4.95, 1, follower)]
+    assert first_cause([*others, cause]) == cause
+
+
+def test_the_earliest_failure_is_the_cause() -> None:
+    early, late = Ended(3, 1.0, 1, "KeyError: 'x'"), Ended(0, 2.0, 1, "KeyError: 'x'")
+    assert first_cause([late, early]) == early
+    alone = Ended(1, 1.0, 1, CLOSED)
+    assert first_cause([Ended(0, 0.5, 0), alone]) == alone
+
+
+def test_a_rank_that_nccl_has_aborted_is_not_blamed() -> None:
+    """The word "store" in the name of a folder made the first error look like that of a lost connection."""
+    cause = Ended(0, 1.0, 1, "FileNotFoundError: [Errno 2] No such file or directory: '/mnt/datastore/x.bin'")
+    assert first_cause([cause, Ended(1, 0.9, -6)]) == cause
+    assert first_cause([Ended(1, 0.9, -6)]) == Ended(1, 0.9, -6)
+
+
+def test_regular_ends_are_no_failures() -> None:
+    assert first_cause([Ended(0, 1.0, 0), Ended(1, 1.0, PREEMPTED)]) is None

@@ -1,0 +1,88 @@
+"""The arguments of `lastgood run` are those of torchrun."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from lastgood.errors import Refused
+from lastgood.supervisor.arguments import Job, parsed, parser
+
+WITHOUT_BOUND = {"max_restarts"}
+"""torchrun's default is 0; a supervisor is there to start again"""
+TYPED_OTHERWISE = {"duplicate_stdout_filters", "duplicate_stderr_filters", "shutdown_timeout"}
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.touch()
+    return str(path)
+
+
+def test_each_option_of_torchrun_has_the_same_names_and_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = {one.dest: one for one in parser({})._actions}
+    for theirs in get_args_parser()._actions:
+        if theirs.dest == "help":
+            continue
+        assert set(theirs.option_strings) == set(ours[theirs.dest].option_strings)
+        assert theirs.choices == ours[theirs.dest].choices
+        if theirs.dest not in WITHOUT_BOUND | TYPED_OTHERWISE:
+            assert (theirs.default or None) == (ours[theirs.dest].default or None), theirs.dest
+
+
+def test_what_follows_the_script_is_its_own(script: str) -> None:
+    job = parsed(["--nproc-per-node", "4", script, "--nproc-per-node", "7", "-m"], {})
+    assert job.ranks == 4 and job.program.arguments == ["--nproc-per-node", "7", "-m"]
+    assert job.program.kind == "script" and not job.spawn
+
+
+def test_variables_of_torchrun_are_defaults(script: str) -> None:
+    assert parsed([script], {"PET_NPROC_PER_NODE": "3", "PET_MAX_RESTARTS": "5"}).ranks == 3
+    assert parsed([script], {"PET_MAX_RESTARTS": "5"}).budget.restarts == 5
+    assert parsed(["-m", "json.tool"], {}).program.kind == "module"
+
+
+def redirects(text: str, script: str) -> dict[int, int]:
+    job: Job = parsed(["--nproc-per-node=2", "--redirects", text, script], {})
+    return dict(job.redirects)
+
+
+def test_output_of_some_ranks_may_go_to_files(script: str) -> None:
+    assert redirects("3", script) == {0: 3, 1: 3}
+    assert redirects("0:1,1:2", script) == {0: 1, 1: 2}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--nprocs", "2", "SCRIPT"], "--nprocs"),
+        (["--nproc-per-node", "many", "SCRIPT"], "many"),
+        (["--nproc-per-node", "0", "SCRIPT"], "0"),
+        (["--nnodes", "2", "SCRIPT"], "--nnodes 2"),
+        (["--nnodes", "1:4", "SCRIPT"], "--nnodes 1:4"),
+        (["--tee", "3", "SCRIPT"], "--tee"),
+        (["--numa-binding", "node", "SCRIPT"], "--numa-binding"),
+        (["--redirects", "7", "SCRIPT"], "--redirects 7"),
+        (["--redirects", "5:1", "SCRIPT"], "--redirects 5:1"),
+        (["--no-python", "-m", "SCRIPT"], "contradict"),
+        (["--max-restarts", "-1", "SCRIPT"], "restarts"),
+        (["/there/is/no/script.py"], "no file"),
+        (["--no-python", "no-such-command"], "no command no-such-command"),
+        (["--signals-to-handle", "SIGTERM,SIGFOO", "SCRIPT"], "SIGFOO"),
+        (["--signals-to-handle", "SIGKILL", "SCRIPT"], "SIGKILL"),
+        ([], "required"),
+    ],
+)
+def test_what_cannot_be_meant_or_is_not_done_is_refused_by_name(arguments: list[str], says: str, script: str) -> None:
+    with pytest.raises(Refused, match=says) as found:
+        parsed([script if one == "SCRIPT" else one for one in arguments], {})
+    assert found.value.safe == "Nothing was started." or "Nothing was touched" in found.value.safe
+
+
+def test_a_mistyped_option_is_answered_with_a_near_one(script: str) -> None:
+    with pytest.raises(Refused) as found:
+        parsed(["--nproc-per-nod3", "2", script], {})
+    assert "Did you mean --nproc-per-node?" in found.value.todo

@@ -1,0 +1,237 @@
+"""`lastgood run`: real ranks that are killed, fail and are asked to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from agents import until
+from lastgood.errors import Refused
+from lastgood.format import commit
+from lastgood.policy.recovery import GAVE_UP, PREEMPTED
+from lastgood.run import access
+from lastgood.run.content import Content
+from lastgood.supervisor import attempt_log
+
+pytestmark = pytest.mark.slow
+
+SUPERVISOR = [str(Path(sys.executable).with_name("lastgood")), "run"]
+
+TRAINING = """
+import os, signal, sys, time
+import numpy, torch, torch.distributed as dist
+import lastgood
+
+run, last, troubles = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
+dist.init_process_group("gloo")
+rank, attempt = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+torch.manual_seed(0)
+numpy.random.seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.AdamW(model.parameters())
+state = {"model": model, "optimizer": optimizer}
+with lastgood.Checkpointer(run, state, cadence=lastgood.Every(steps=5), preemption=lastgood.Preemption()) as ckpt:
+    for n in range(ckpt.restore().step + 1, last + 1):
+        if f"kill:{attempt}:{rank}:{n}" in troubles:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if f"raise:{attempt}:{rank}:{n}" in troubles:
+            raise ValueError(f"batch {n} is bad")
+        if f"wait:{attempt}:{rank}:{n}" in troubles:
+            open(run + ".waits", "w").close()
+            time.sleep(0.5)
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(100 * n + rank)
+        model(torch.randn(2, 4, generator=generator)).pow(2).mean().backward()
+        optimizer.step()
+        save = ckpt.step(n)
+        if save is not None:
+            save.committed()
+"""
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text(TRAINING)
+    return str(path)
+
+
+def supervised(*arguments: object, **settings: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*SUPERVISOR, *map(str, arguments)], capture_output=True, text=True, **settings)  # type: ignore[call-overload,no-any-return]
+
+
+def script(folder: Path, text: str) -> str:
+    path = folder / "script.py"
+    path.write_text(textwrap.dedent(text))
+    return str(path)
+
+
+def digests(run: Path) -> dict[str, str]:
+    """The content digest of each tensor of the newest generation."""
+    tier = access.for_reading(run)
+    content = Content(tier, max(commit.survey(tier).generations.values(), key=lambda one: one.step))
+    return {name: content.digest(name) for name in content.tensors()}
+
+
+def test_a_job_goes_on_exactly_after_a_killed_rank_and_an_exception(tmp_path: Path, training: str) -> None:
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    assert supervised("--nproc-per-node", 2, training, whole, 20).returncode == 0
+    found = supervised("--nproc-per-node", 2, training, run, 20, "kill:0:1:8", "raise:1:0:13")
+    assert found.returncode == 0, found.stderr
+    first, second, third = attempt_log.read(access.for_reading(run))
+    assert first.cause is not None and (first.cause.rank, first.cause.what) == (1, "SIGKILL")
+    assert (first.restored_step, first.last_step, second.restored_step) == (0, 7, 5)
+    assert second.replayed_steps == 2
+    assert second.cause is not None and (second.cause.rank, second.cause.what) == (0, "ValueError: batch 13 is bad")
+    assert "train.py" in second.cause.stack and "runpy" not in second.cause.stack
+    assert third.cause is None and (third.restored_step, third.last_step) == (10, 20)
+    assert "rank 1 failed first: SIGKILL, at step 7" in found.stderr
+    assert digests(run) == digests(whole)
+
+
+def test_a_signal_ends_the_job_with_a_last_save(tmp_path: Path, training: str) -> None:
+    run = tmp_path / "run"
+    command = [*SUPERVISOR, "--nproc-per-node", "2", training, str(run), "100000", "wait:0:0:3"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as job:
+        until((tmp_path / "run.waits").exists)
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(60) == PREEMPTED
+    (only,) = attempt_log.read(access.for_reading(run))
+    assert only.cause is None and only.answer == "end: the job was asked to end"
+
+
+def test_no_rank_outlives_a_killed_supervisor(tmp_path: Path) -> None:
+    name = script(
+        tmp_path,
+        "import os, time, sys; open(sys.argv[1] + os.environ['RANK'], 'w').write(str(os.getpid())); time.sleep(600)",
+    )
+    job = subprocess.Popen([*SUPERVISOR, "--spawn", "--nproc-per-node", "2", name, str(tmp_path / "pid")])
+    pids = [tmp_path / "pid0", tmp_path / "pid1"]
+    until(lambda: all(one.exists() and one.read_text() for one in pids))
+    job.kill()
+    job.wait()
+    until(lambda: not any(os.path.exists(f"/proc/{one.read_text()}") for one in pids))
+
+
+@pytest.mark.parametrize("option", ["--spawn", "--preload=json"])
+def test_a_script_that_fails_at_import_is_given_up_with_one_report(tmp_path: Path, option: str) -> None:
+    found = supervised(option, "--without-progress", 2, script(tmp_path, "import no_such_module"))
+    assert found.returncode == GAVE_UP
+    assert found.stderr.count("lastgood: attempt") == 2
+    assert "ModuleNotFoundError: No module named 'no_such_module', before a state was restored" in found.stderr
+    assert "runpy" not in found.stderr, "frames that the user did not write are left out"
+
+
+def test_a_module_that_cannot_be_imported_before_the_fork_is_refused(tmp_path: Path) -> None:
+    found = supervised("--preload", "no_such_module", script(tmp_path, "print('started')"))
+    assert found.returncode == Refused.exit_code and "no_such_module cannot be imported" in found.stderr
+    assert "started" not in found.stdout
+
+
+def test_a_rank_that_ignores_the_signal_is_ended_and_the_job_is_no_success(tmp_path: Path) -> None:
+    """The code was 0: ranks that the supervisor had killed did not count."""
+    text = f"""
+        import os, signal, time
+        if os.environ["RANK"] == "1":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        else:
+            signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+        open({str(tmp_path)!r} + "/ready" + os.environ["RANK"], "w").close()
+        time.sleep(600)
+    """
+    options = ["--spawn", "--nproc-per-node", "2", "--shutdown-timeout", "0.5"]
+    with subprocess.Popen([*SUPERVISOR, *options, script(tmp_path, text)]) as job:
+        until(lambda: all((tmp_path / f"ready{rank}").exists() for rank in (0, 1)))
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(60) == 128 + signal.SIGTERM
+
+
+def test_a_scheduler_that_announces_the_end_reaches_the_ranks(tmp_path: Path) -> None:
+    """SIGUSR1 ended the supervisor, and with it the ranks within their last save."""
+    text = f"""
+        import os, signal, sys, time
+        signal.signal(signal.SIGUSR1, lambda *_: sys.exit({PREEMPTED}))
+        open({str(tmp_path)!r} + "/ready", "w").close()
+        time.sleep(600)
+    """
+    with subprocess.Popen([*SUPERVISOR, "--spawn", script(tmp_path, text)]) as job:
+        until((tmp_path / "ready").exists)
+        job.send_signal(signal.SIGUSR1)
+        assert job.wait(60) == PREEMPTED
+
+
+def test_a_command_ends_with_its_supervisor_too(tmp_path: Path) -> None:
+    command = [
+        "--no-python",
+        "sh",
+        "-c",
+        f"echo $$ > {tmp_path}/pid.new; mv {tmp_path}/pid.new {tmp_path}/pid; sleep 600",
+    ]
+    job = subprocess.Popen([*SUPERVISOR, *command])
+    until((tmp_path / "pid").exists)
+    job.kill()
+    job.wait()
+    until(lambda: not os.path.exists(f"/proc/{(tmp_path / 'pid').read_text().strip()}"))
+
+
+@pytest.mark.parametrize("option", ["--spawn", "--preload=json"])
+def test_a_script_finds_what_it_finds_under_torchrun(tmp_path: Path, option: str) -> None:
+    """Modules beside a script that is a link, its path after a change of folder, output that a killed rank has printed,
+    bytes in the environment that are no text, and one thread where several ranks share the processors."""
+    real, work = tmp_path / "real", tmp_path / "work"
+    real.mkdir()
+    work.mkdir()
+    (real / "beside.py").write_text("HERE = True")
+    (work / "token.py").write_text("raise ImportError('not the token of the standard library')")
+    text = """
+        import os, signal, sys, torch, beside
+        import token
+        os.chdir("/")
+        assert os.path.exists(__file__) and sys.argv == ["train.py", "x"]
+        print("threads", torch.get_num_threads(), os.environb[b"ODD"])
+        if os.environ["RANK"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+    """
+    os.symlink(script(real, text), work / "train.py")
+    arguments = ["--nproc-per-node", "2", "--max-restarts", "0", option, "--log-dir", "logs", "train.py", "x"]
+    environment = {key: value for key, value in os.environb.items() if key != b"OMP_NUM_THREADS"} | {b"ODD": b"\xff"}
+    found = subprocess.run([*SUPERVISOR, *arguments], cwd=work, env=environment, capture_output=True, text=True)
+    assert found.returncode == GAVE_UP and "rank 0 failed first: SIGKILL" in found.stderr, found.stderr
+    assert found.stdout.count("threads 1 b'\\xff'") == 2
+
+
+def test_what_a_rank_has_started_ends_with_its_attempt(tmp_path: Path) -> None:
+    text = f"""
+        import subprocess, sys
+        child = subprocess.Popen(["sleep", "600"])
+        open({str(tmp_path / "pid")!r}, "w").write(str(child.pid))
+        sys.exit(3)
+    """
+    assert supervised("--spawn", "--max-restarts", 0, script(tmp_path, text)).returncode == GAVE_UP
+    assert not os.path.exists(f"/proc/{(tmp_path / 'pid').read_text()}")
+
+
+def test_ranks_have_torchruns_environment_and_a_new_port_each_attempt(tmp_path: Path) -> None:
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"]
+    text = f"""
+        import json, os, random, sys
+        attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
+        import numpy
+        seen = {{name: os.environ[name] for name in {names!r}}} | {{"drawn": [random.random(), numpy.random.rand()]}}
+        json.dump(seen, open({str(tmp_path)!r} + f"/seen{{attempt}}{{rank}}", "w"))
+        sys.exit(attempt == "0")
+    """
+    found = supervised("--nproc-per-node", 2, "--rdzv-id", "job7", script(tmp_path, text))
+    assert found.returncode == 0, found.stderr
+    seen = {(a, rank): json.loads((tmp_path / f"seen{a}{rank}").read_text()) for a in "01" for rank in "01"}
+    assert seen["0", "1"]["RANK"] == seen["0", "1"]["LOCAL_RANK"] == "1" and seen["0", "1"]["WORLD_SIZE"] == "2"
+    assert seen["0", "0"]["TORCHELASTIC_RUN_ID"] == "job7"
+    assert seen["0", "0"]["MASTER_PORT"] == seen["0", "1"]["MASTER_PORT"] != seen["1", "0"]["MASTER_PORT"]
+    assert len({number for one in seen.values() for number in one["drawn"]}) == 8, "a fork draws numbers of its own"
