@@ -59,7 +59,6 @@ SAFEGUARDS = (
     "doubt-survives-lost-store",
     "commit-copied-after-all-parts",
     "copy-counts-with-its-manifest",
-    "finished-copy-not-replaced",
     "held-until-all-have-it",
     "copied-generation-held",
     "uncommit-before-delete",
@@ -67,7 +66,8 @@ SAFEGUARDS = (
     "newest-incarnation-first",
 )
 """Those of the commit whose removal can break a rule here. Of the others in the same code each has a second one behind
-it: without "commit-copied-after-all-nodes" the copy of the records fails, because a manifest is missing."""
+it: without "commit-copied-after-all-nodes" the copy of the records fails, because a manifest is missing; without
+"finished-copy-not-replaced" a finished copy is replaced whole, by the same bytes, as nothing is damaged here."""
 
 
 class Explored(NamedTuple):
