@@ -141,12 +141,18 @@ def test_only_listed_exceptions_exceed_their_limit(kind: str, over) -> None:
     assert not (listed.keys() - today.keys()), f"{kind}: fits again, remove it from the list"
 
 
+def files_of_tests() -> list[Path]:
+    return [path for root in ("tests", "lab/tests") for path in (REPOSITORY / root).rglob("test_*.py")]
+
+
+def test_each_file_of_tests_has_a_name_of_its_own() -> None:
+    """Two files of the same name in two folders are one module for pytest: the second fails, and only in a full run."""
+    names = Counter(path.name for path in files_of_tests())
+    assert [name for name, count in names.items() if count > 1] == []
+
+
 def names_of_tests() -> list[str]:
-    trees = [
-        ast.parse(path.read_text())
-        for root in ("tests", "lab/tests")
-        for path in (REPOSITORY / root).rglob("test_*.py")
-    ]
+    trees = [ast.parse(path.read_text()) for path in files_of_tests()]
     functions = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     return [one.name for one in functions if one.name.startswith("test_")]
 
