@@ -191,17 +191,22 @@ def test_a_script_finds_what_it_finds_under_torchrun(tmp_path: Path, option: str
     (real / "beside.py").write_text("HERE = True")
     (work / "token.py").write_text("raise ImportError('not the token of the standard library')")
     text = """
-        import os, signal, sys, torch, beside
+        import os, signal, sys, time, torch, beside
         import token
         os.chdir("/")
         assert os.path.exists(__file__) and sys.argv == ["train.py", "x"]
         print("threads", torch.get_num_threads(), os.environb[b"ODD"])
         if os.environ["RANK"] == "0":
+            while not os.path.exists(os.environ["PRINTED"]):
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
+        open(os.environ["PRINTED"], "w").close()
+        time.sleep(600)
     """
     os.symlink(script(real, text), work / "train.py")
     arguments = ["--nproc-per-node", "2", "--max-restarts", "0", option, "--log-dir", "logs", "train.py", "x"]
-    environment = {key: value for key, value in os.environb.items() if key != b"OMP_NUM_THREADS"} | {b"ODD": b"\xff"}
+    environment = {key: value for key, value in os.environb.items() if key != b"OMP_NUM_THREADS"}
+    environment |= {b"ODD": b"\xff", b"PRINTED": os.fsencode(tmp_path / "printed")}
     found = subprocess.run([*SUPERVISOR, *arguments], cwd=work, env=environment, capture_output=True, text=True)
     assert found.returncode == GAVE_UP and "rank 0 failed first: SIGKILL" in found.stderr, found.stderr
     assert found.stdout.count("threads 1 b'\\xff'") == 2

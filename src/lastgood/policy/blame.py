@@ -48,9 +48,10 @@ def first_cause(ended: Sequence[Ended]) -> Ended | None:
     of a rank that was killed and one with "Connection closed by peer" it is the former, whatever was noticed first.
     """
     failed = [one for one in ended if one.failed]
-    causes = [one for one in failed if not _follows(one)] or failed  # guard: followers-are-not-blamed
+    causes = [one for one in failed if not follows(one)] or failed  # guard: followers-are-not-blamed
     return min(causes, key=lambda one: (one.at_seconds, one.rank), default=None)
 
 
-def _follows(one: Ended) -> bool:
+def follows(one: Ended) -> bool:
+    """Whether a rank looks as if it had failed only because another one did."""
     return bool(FOLLOWERS.search(one.error)) or (one.code == ABORTED and not one.error)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import signal
@@ -19,13 +20,13 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
 
 from ..io import heartbeat
-from ..policy.blame import Ended
+from ..policy.blame import Ended, follows
 from .arguments import Job
 from .program import ERROR_FILE, PYTHON
 from .signals import Signals
@@ -33,8 +34,8 @@ from .zygote import Fork, Zygote
 
 MEMORY = "/dev/shm"
 FOLLOWERS_SECONDS = 1.0
-"""How long other ranks have to end by themselves after the first has failed: one of them may be the cause, whose error
-takes longer to be reported."""
+"""How long other ranks have to report an error after one has ended that looks like a follower: one of them is the
+cause, and takes longer to end."""
 
 
 @dataclass
@@ -169,9 +170,10 @@ class Attempt:
                     one = by_descriptor.pop(descriptor)
                     poll.unregister(descriptor)
                     one.ended = _ended(one)
-                    if one.ended.failed and lived.failed is None:
-                        lived.failed = time.monotonic()
-                        until = until or lived.failed + FOLLOWERS_SECONDS
+                    if one.ended.failed:
+                        lived.failed = lived.failed or time.monotonic()
+                        if not asked:
+                            until = min(until or math.inf, time.monotonic() + _grace_seconds(one))
             for number in signals.taken():
                 for one in by_descriptor.values():
                     self._pass_on(one, number)
@@ -230,6 +232,12 @@ def _ended(one: RankProcess) -> Ended:
     assert found is not None
     code = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
     return Ended(one.rank, time.monotonic(), code)
+
+
+def _grace_seconds(one: RankProcess) -> float:
+    """How long the other ranks are waited for after this one has failed."""
+    assert one.ended is not None
+    return FOLLOWERS_SECONDS if follows(replace(one.ended, error=_error(one.folder / "error.json")[0])) else 0.0
 
 
 def _error(path: Path) -> tuple[str, str, float]:

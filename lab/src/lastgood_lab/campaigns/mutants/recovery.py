@@ -12,7 +12,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "ranks that lost their connection are blamed",
             "followers-are-not-blamed",
-            Swap("not _follows", "_follows"),
+            Swap("not follows", "follows"),
         ),
         ("a bound of the user is not kept", "restarts-bounded", Never()),
         ("a job that fails for ever is started for ever", "no-endless-restarts", Never()),
