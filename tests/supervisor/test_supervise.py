@@ -194,6 +194,8 @@ def test_a_script_finds_what_it_finds_under_torchrun(tmp_path: Path, option: str
         import os, signal, sys, time, torch, beside
         import token
         os.chdir("/")
+        def annotated(x: int): pass
+        assert annotated.__annotations__["x"] is int, "no future statement of ours"
         assert os.path.exists(__file__) and sys.argv == ["train.py", "x"]
         print("threads", torch.get_num_threads(), os.environb[b"ODD"])
         if os.environ["RANK"] == "0":

@@ -67,10 +67,16 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
         raise typer.Exit
 
 
+PASSED_ON = {
+    "ignore_unknown_options": True,
+    "allow_extra_args": True,
+    "allow_interspersed_args": False,
+    "help_option_names": [],
+}
+"""Settings of `run`, which parses its arguments as torchrun does."""
+
 # Help lists the commands in this order.
-PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
-"""`run` parses its arguments as torchrun does."""
-app.command("run", context_settings={**PASSED_ON, "help_option_names": []})(run.run)
+app.command("run", context_settings=PASSED_ON)(run.run)
 app.command("attempts")(attempts.attempts)
 app.command("ls")(listing.list_run)
 app.command("show")(show.show)

@@ -6,15 +6,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-import msgspec
-
-from ..errors import LastgoodError
-from ..format import layout
+from ..format import commit, layout
 from ..io.files import PosixFiles
 from ..ports import Tier
-from ..records import Extent, Record
+from ..records import Record
 from ..run import access, paths
 from ..storage.directory import Disk
 
@@ -69,27 +66,16 @@ def opened(run: str) -> Iterator[Tier]:
         yield Disk(PosixFiles(), place.root, shared=True)
 
 
-def name_of(number: int) -> str:
-    """The name of a record in a run."""
-    return f"{FOLDER}/{number:06d}.json"
-
-
 def write(tier: Tier, attempt: Attempt) -> None:
     """Create the record of an attempt in a run. Raises what `put_new` raises."""
-    tier.put_new(name_of(attempt.number), msgspec.json.encode(attempt))
+    tier.put_new(f"{FOLDER}/{attempt.number:06d}.json", layout.encode(attempt))
 
 
 def read(tier: Tier) -> list[Attempt]:
-    """The attempts of a run, oldest first. Records that cannot be read are left out: they are evidence, not state."""
-    found = list[Attempt]()
-    listing: Mapping[str, int | None] = tier.list(FOLDER)
-    for name, length in sorted(listing.items()):
-        if not length or not name.endswith(".json"):
-            continue
-        data = bytearray(length)
-        try:
-            tier.read_into(Extent(blob=f"{FOLDER}/{name}", offset=0, length=length), memoryview(data))
-            found.append(msgspec.json.decode(bytes(data), type=Attempt))
-        except (LastgoodError, msgspec.MsgspecError):
-            continue
-    return [one for one in found if one.format == layout.FORMAT]
+    """The attempts of a run, oldest first. Damaged records are left out: they are evidence, not state.
+
+    Raises UnknownFormat if a newer version wrote one of them, and Unavailable.
+    """
+    listing = sorted(tier.list(FOLDER).items())
+    found = (commit.read_hint(tier, f"{FOLDER}/{name}", length, Attempt) for name, length in listing)
+    return [one for one in found if one is not None]

@@ -77,7 +77,7 @@ def run(program: Program) -> None:
     sys.modules["__main__"] = main_module = types.ModuleType("__main__")
     main_module.__dict__.update({"__file__": path, "__builtins__": builtins})
     with open(path, "rb") as file:
-        code = compile(file.read(), path, "exec")
+        code = compile(file.read(), path, "exec", dont_inherit=True)  # not with the future statements of this file
     exec(code, main_module.__dict__)
 
 
