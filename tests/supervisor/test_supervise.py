@@ -41,6 +41,13 @@ with lastgood.Checkpointer(run, state, cadence=lastgood.Every(steps=5), preempti
     for n in range(ckpt.restore().step + 1, last + 1):
         if f"kill:{attempt}:{rank}:{n}" in troubles:
             os.kill(os.getpid(), signal.SIGKILL)
+        if f"stop:{attempt}:{rank}:{n}" in troubles:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if f"hang:{attempt}:{rank}:{n}" in troubles:
+            time.sleep(1000)
+        if f"evaluate:{attempt}:{rank}:{n}" in troubles:
+            with ckpt.phase("eval"):
+                time.sleep(3)
         if f"raise:{attempt}:{rank}:{n}" in troubles:
             raise ValueError(f"batch {n} is bad")
         if f"wait:{attempt}:{rank}:{n}" in troubles:
@@ -94,6 +101,48 @@ def test_a_job_goes_on_exactly_after_a_killed_rank_and_an_exception(tmp_path: Pa
     assert third.cause is None and (third.restored_step, third.last_step) == (10, 20)
     assert "rank 1 failed first: SIGKILL, at step 7" in found.stderr
     assert digests(run) == digests(whole)
+
+
+@pytest.mark.parametrize(("trouble", "where"), [("stop", "is stopped by a signal"), ("hang", "train.py")])
+def test_a_rank_that_hangs_is_named_and_the_job_goes_on(
+    tmp_path: Path, training: str, trouble: str, where: str
+) -> None:
+    run = tmp_path / "run"
+    done = supervised("--nproc-per-node", 2, "--hang-timeout", 1, training, run, 12, f"{trouble}:0:1:8")
+    assert done.returncode == 0, done.stderr
+    first, second = attempt_log.read(access.for_reading(run))
+    assert first.cause is not None and (first.cause.kind, first.cause.rank) == ("hang", 1)
+    assert "in the step after step 7" in first.cause.what and where in first.cause.what
+    assert "backward" in first.cause.stacks["0"], "the other rank waits for it"
+    assert (second.restored_step, second.last_step) == (5, 12)
+
+
+def test_the_rank_that_others_have_waited_for_is_named_and_not_those(tmp_path: Path) -> None:
+    """A rank that never joins, or never comes to a collective, made all others fail: one of them was named."""
+    path = script(
+        tmp_path,
+        """
+        import datetime, os, time, torch, torch.distributed as dist
+        rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        if (rank, attempt) == (2, 0):
+            time.sleep(1000)
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=3))
+        if (rank, attempt) == (1, 1):
+            time.sleep(1000)
+        dist.all_reduce(torch.ones(1))
+        """,
+    )
+    done = supervised("--nproc-per-node", 3, path)
+    assert done.returncode == 0, done.stderr
+    report = [line for line in done.stderr.splitlines() if line.startswith("lastgood: attempt")]
+    assert "attempt 1: rank 2 hangs" in report[0] and "attempt 2: rank 1 hangs" in report[1], report
+
+
+def test_an_evaluation_that_is_named_is_no_hang(tmp_path: Path, training: str) -> None:
+    run = tmp_path / "run"
+    done = supervised("--nproc-per-node", 2, "--hang-timeout", 1, training, run, 12, "evaluate:0:0:8", "evaluate:0:1:8")
+    assert done.returncode == 0, done.stderr
+    assert [one.cause for one in attempt_log.read(access.for_reading(run))] == [None]
 
 
 def test_a_signal_ends_the_job_with_a_last_save(tmp_path: Path, training: str) -> None:

@@ -19,13 +19,16 @@ from typing import NamedTuple
 VARIABLE = "LASTGOOD_HEARTBEAT"
 """The environment variable that names the page of a rank. Without it nothing is shown."""
 PAGE_BYTES = 8192
-_TEXT_AT = 512
-_TEXT_LIMIT = PAGE_BYTES - _TEXT_AT
+_PHASE_AT, _TEXT_AT = 256, 512
+_PHASE_LIMIT, _TEXT_LIMIT = _TEXT_AT - _PHASE_AT, PAGE_BYTES - _TEXT_AT
 
 
 class _Field(IntEnum):
     """The position of each number. Times are nanoseconds of the system-wide monotonic clock; 0: it has not happened.
-    OWNER: the process that writes the page; negative: while one of its runs does.
+    OWNER: the process that writes the page; negative: while one of its runs does. SIGN: the newest sign of life after
+    the first step. LONGEST: the longest time between two signs, in which no phase was open. PHASE: when the phase that
+    is open began. EPOCH, WINDOW: position of the sampler at STEP; WINDOWS: how many windows STEP has trained.
+    FAILED: an exception has ended the script.
     """
 
     BEGUN = 0
@@ -37,6 +40,22 @@ class _Field(IntEnum):
     BEAT = 6
     TEXT = 7
     OWNER = 8
+    SIGN = 9
+    LONGEST = 10
+    PHASE = 11
+    PHASE_TEXT = 12
+    EPOCH = 13
+    WINDOW = 14
+    WINDOWS = 15
+    FAILED = 16
+
+
+class Position(NamedTuple):
+    """Where a sampler stands: the epoch, the first window that is not trained, and the windows of the last step."""
+
+    epoch: int
+    window: int
+    windows: int
 
 
 class Progress(NamedTuple):
@@ -58,6 +77,19 @@ class Progress(NamedTuple):
     """when"""
     run: str
     """the path or URL of the run; empty until it is open"""
+    sign: float | None
+    """the newest sign of life after the first step: a step, or the begin or end of a phase"""
+    longest_seconds: float
+    """the longest time between two signs outside of phases, after the first step; 0.0: not known"""
+    phase: str
+    """name of the phase that is open; empty: none is"""
+    phase_began: float | None
+    closed: bool
+    """whether the run was open and is closed again"""
+    failed: float | None
+    """when an exception has ended the script"""
+    position: Position
+    """of the sampler at `step`; windows is 0 if it is not known"""
 
 
 class Heartbeat:
@@ -98,13 +130,43 @@ class Heartbeat:
             self._numbers[_Field.RESTORED_STEP] = step
             self._numbers[_Field.RESTORED] = time.monotonic_ns()
 
-    def beat(self, step: int) -> None:
-        """A step is completed."""
+    def beat(self, step: int, position: Position | None = None) -> None:
+        """A step is completed. `position`: of the sampler; None: not known."""
+        numbers = self._numbers
+        now = self._sign()
+        if not numbers[_FIRST]:
+            numbers[_FIRST] = now
+        if position is not None:
+            numbers[_Field.EPOCH], numbers[_Field.WINDOW], numbers[_Field.WINDOWS] = position
+        numbers[_STEP] = step
+        numbers[_BEAT] = now
+
+    def phase(self, name: str) -> None:
+        """A phase begins, in place of the one that was open; with an empty name: none is open."""
+        numbers, text = self._numbers, name.encode()[:_PHASE_LIMIT]
+        now = self._sign()
+        numbers[_PHASE] = 0
+        self._memory[_PHASE_AT : _PHASE_AT + len(text)] = text
+        numbers[_Field.PHASE_TEXT] = len(text)
+        numbers[_PHASE] = now if text else 0
+
+    def failed(self) -> None:
+        """An exception has ended the script."""
+        self._numbers[_Field.FAILED] = time.monotonic_ns()
+
+    def _sign(self) -> int:
+        """Note a sign of life, and how long there was none. Returns the time."""
         numbers, now = self._numbers, time.monotonic_ns()
-        if not numbers[_Field.FIRST]:
-            numbers[_Field.FIRST] = now
-        numbers[_Field.STEP] = step
-        numbers[_Field.BEAT] = now
+        before = numbers[_SIGN]
+        if numbers[_FIRST] and not numbers[_PHASE] and now - before > numbers[_LONGEST]:
+            numbers[_LONGEST] = now - before
+        numbers[_SIGN] = now
+        return now
+
+
+# Attributes of an Enum take longer to read than the stores themselves.
+_FIRST, _STEP, _BEAT = int(_Field.FIRST), int(_Field.STEP), int(_Field.BEAT)
+_SIGN, _LONGEST, _PHASE = int(_Field.SIGN), int(_Field.LONGEST), int(_Field.PHASE)
 
 
 def own(environ: Mapping[str, str] = os.environ) -> Heartbeat | None:
@@ -120,6 +182,12 @@ def begin(environ: Mapping[str, str] = os.environ) -> None:
     """Show that the training script begins in this process, if it is supervised."""
     with contextlib.suppress(KeyError, OSError, ValueError):
         Heartbeat(environ[VARIABLE]).begin()
+
+
+def note_failed(environ: Mapping[str, str] = os.environ) -> None:
+    """Show that an exception has ended the script in this process, if it is supervised."""
+    with contextlib.suppress(KeyError, OSError, ValueError):
+        Heartbeat(environ[VARIABLE]).failed()
 
 
 def create(path: str) -> None:
@@ -149,4 +217,11 @@ def read(path: str) -> Progress:
         step=numbers[_Field.STEP],
         beat=seconds(_Field.BEAT),
         run=page[_TEXT_AT : _TEXT_AT + numbers[_Field.TEXT]].decode(errors="replace"),
+        sign=seconds(_Field.SIGN),
+        longest_seconds=numbers[_Field.LONGEST] / 1e9,
+        phase=page[_PHASE_AT : _PHASE_AT + numbers[_Field.PHASE_TEXT]].decode(errors="replace"),
+        phase_began=seconds(_Field.PHASE),
+        closed=bool(numbers[_Field.OPENED]) and numbers[_Field.OWNER] > 0,
+        failed=seconds(_Field.FAILED),
+        position=Position(numbers[_Field.EPOCH], numbers[_Field.WINDOW], numbers[_Field.WINDOWS]),
     )

@@ -3,12 +3,14 @@
     saver.py       a save: place, plan, start                restore.py    around a restore; load.py loads
     schedule.py    when a save is due                        progress.py   which steps are completed
     ending.py      the last save and the closing line        reports.py    events and failures of other threads
+    beat.py        what a supervisor sees
 
 The training thread makes a snapshot and goes on; run/pipeline.py does the rest behind it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -32,6 +34,7 @@ from ..run.save_handle import Save
 from ..run.watched import Sources
 from ..state.live_check import require_live
 from ..state.patterns import Patterns
+from .beat import Beat
 from .ending import Ending, refresh
 from .load import LoadRequest, Restored, load, report
 from .metrics import numbers
@@ -165,9 +168,8 @@ class Checkpointer:
         self._saver = saver = Saver(request, options, pipeline, planner, ranks, reports)
         self._ending = Ending(pipeline, saver, progress, ranks, end_request)
         self._restorer = Restorer(request, pipeline, planner, ranks, saver, progress, reports)
-        self._heartbeat = heartbeat.own()
-        if self._heartbeat is not None:
-            self._heartbeat.opened(paths.parsed(path).url)
+        self._beat = Beat(heartbeat.own(), progress)
+        self._beat.opened(paths.parsed(path).url)
 
     # ---- the loop ------------------------------------------------------------------------------------------
 
@@ -213,8 +215,7 @@ class Checkpointer:
             restorer.run.release()
         found = replace(found, repaired=restorer.run.repaired(), sources=restorer.run.sources.found())
         restorer.continue_from(found)
-        if self._heartbeat is not None:
-            self._heartbeat.restored(found.step)
+        self._beat.restored(found.step)
         report(found, "resumed from")
         self._reports.deliver()
         return found
@@ -233,8 +234,7 @@ class Checkpointer:
             ckpt.step(step, metrics={"loss": loss})
         """
         n = self._advance(n)
-        if self._heartbeat is not None:
-            self._heartbeat.beat(n)
+        self._beat.step(n)
         saver = self._saver
         if saver.announcements is not None and saver.expects_announcements:
             with self._reports.deferring_problems():
@@ -245,7 +245,8 @@ class Checkpointer:
         self._pipeline.outcomes.require_durable(n, self._options.durable_within_seconds)
         if not saver.due(n, time.monotonic()):
             return None
-        return saver.save(n, False, numbers(metrics), must=False)
+        with self._beat.saving():
+            return saver.save(n, False, numbers(metrics), must=False)
 
     def save(self, n: int, milestone: bool = False, metrics: Mapping[str, Any] | None = None) -> Save:
         """Save now. Returns as soon as training may go on; `Save.result()` waits until the save is durable.
@@ -270,7 +271,8 @@ class Checkpointer:
             "Save it to a directory: lastgood.save(path, ...).",
         )
         pinned = bool(milestone)
-        save = self._saver.existing(n, pinned, found) or self._saver.save(n, pinned, found, must=True)
+        with self._beat.saving():
+            save = self._saver.existing(n, pinned, found) or self._saver.save(n, pinned, found, must=True)
         assert save is not None, "a save that must be made was skipped"
         return save
 
@@ -287,8 +289,21 @@ class Checkpointer:
         `timeout`: in seconds; default None: no limit. Raises TimedOut after it, and what `on_error` says.
         """
         require_seconds(timeout)
-        self._pipeline.wait(timeout)
+        with self._beat.saving():
+            self._pipeline.wait(timeout)
         self._surface()
+
+    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Around a part of the loop that makes no steps, such as an evaluation, for `lastgood run` (docs/recovery.md).
+
+        `name`: of the part, for reports. A rank that shows no step for much longer than its steps take is taken for
+        hung and started again. In the block it has an hour the first time, and then 20 times as long as the longest
+        block of this name took, at least a minute. Does nothing without `lastgood run`. Raises Refused for no name.
+
+            with ckpt.phase("eval"):
+                evaluate(model)
+        """
+        return self._beat.phase(name)
 
     def latest(self) -> int | None:
         """The step of the newest verified generation of the lineage; None if there is none."""
@@ -314,8 +329,7 @@ class Checkpointer:
             return  # a fork of the process that has the run open; or closed before
         require_seconds(timeout)
         self._closed = self._pipeline.outcomes.was_closed = True
-        if self._heartbeat is not None:
-            self._heartbeat.released()
+        self._beat.released()
         try:
             self._pipeline.close(timeout)
         except BaseException:

@@ -10,6 +10,7 @@ import operator
 from ..coordination.single_rank import AnyRanks
 from ..data.step_counting import count_step, samplers_in
 from ..errors import StepTaken
+from ..io.heartbeat import Position
 from ..limits import STEP_LIMIT
 from ..policy.arguments import is_whole, require
 from ..records import Generation
@@ -34,6 +35,7 @@ class Progress:
         self.restored_generation = False
         """whether the state was restored from a generation"""
         self._version = version(self._state)
+        self._before = self._position()
 
     def checked(self, n: object) -> int:
         """`n` as the number of a step that may follow. Raises Refused unless it is one, StepTaken if it is smaller."""
@@ -55,6 +57,23 @@ class Progress:
             count_step(self._state, n, self.step, rank=rank, ranks=ranks, first=first)
             self.step = self._outcomes.completed = n
 
+    def position(self) -> Position | None:
+        """Where the sampler of the state stands, and how many windows the last step has trained.
+
+        None if there is not exactly one sampler. Counted from the position at the last call.
+        """
+        now, before = self._position(), self._before
+        self._before = now
+        if now is None or before is None:
+            return None
+        (epoch, window, each), (epoch_before, window_before, _) = now, before
+        return Position(epoch, window, max(0, window - window_before + each * (epoch - epoch_before)))
+
+    def _position(self) -> tuple[int, int, int] | None:
+        """Epoch and window of the first batch that is not counted, and the windows of an epoch."""
+        samplers = list({id(one): one for one in samplers_in(self._state)}.values())
+        return (*samplers[0].position, samplers[0].steps_per_epoch) if len(samplers) == 1 else None
+
     def restored(self, step: int, generation: Generation | None) -> None:
         """Record that the state is that of `step`, restored from `generation`, or (None) that the loop starts over."""
         self.step = self.resumed_step = step
@@ -62,6 +81,7 @@ class Progress:
         self._outcomes.restored(step if generation else None)
         for one in samplers_in(self._state):
             one.restart_after(step)  # guard: sampler-restarts-after-restore
+        self._before = self._position()
 
     def parameters_changed(self) -> bool:
         """Whether parameters have changed since the run was opened or restored."""

@@ -19,6 +19,8 @@ FOLLOWERS = re.compile(
     re.IGNORECASE,
 )
 """What errors of ranks say that fail because another one did."""
+TIMEOUTS = re.compile(r"time(d )?[ -]?out|has sent no message for", re.IGNORECASE)
+"""What errors of ranks say that have waited for another one for too long."""
 ABORTED = -6
 """SIGABRT: so NCCL ends a process whose peers are gone."""
 
@@ -55,3 +57,8 @@ def first_cause(ended: Sequence[Ended]) -> Ended | None:
 def follows(one: Ended) -> bool:
     """Whether a rank looks as if it had failed only because another one did."""
     return bool(FOLLOWERS.search(one.error)) or (one.code == ABORTED and not one.error)
+
+
+def timed_out(one: Ended) -> bool:
+    """Whether a rank has failed because it had waited for another one until a timeout."""
+    return bool(TIMEOUTS.search(one.error))

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..errors import Refused
+from ..policy.hang import Limits
 from ..policy.recovery import Budget
 from .program import Program
 
@@ -30,6 +31,8 @@ class Job:
     program: Program
     ranks: int
     budget: Budget
+    limits: Limits
+    """of the time without progress"""
     master: tuple[str, int | None]
     """address, and port; None: a new one for each attempt"""
     role: str
@@ -76,6 +79,7 @@ def parsed(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) ->
         program=Program(kind=kind, name=name, arguments=rest),
         ranks=ranks,
         budget=Budget(restarts=args.max_restarts, without_progress=args.without_progress),
+        limits=Limits(least_seconds=args.hang_timeout),
         master=(args.master_addr, args.master_port),
         role=args.role,
         run_id=args.rdzv_id,
@@ -135,6 +139,7 @@ def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     option("--spawn", action="store_true", help="Start each rank as a new process; it imports torch by itself.")
     option("--preload", default="", help="Further modules that are imported before ranks are forked: a,b.")
     option("--without-progress", type=int, default=3, help="Attempts in a row that save nothing newer. Default 3.")
+    option("--hang-timeout", type=float, default=60.0, help="Least limit of a step in seconds; 0: none. Default 60.")
     made.add_argument("training_script", help="The script, with its arguments after it.")
     made.add_argument("training_script_args", nargs=argparse.REMAINDER)
     return made

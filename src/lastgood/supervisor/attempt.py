@@ -1,7 +1,7 @@
 """One attempt of a job on this node: all ranks are started, watched, and ended together. Decides nothing.
 
     start     a folder for the attempt, a heartbeat page a rank, a free port, one process a rank
-    watch     until every rank has ended, one has failed, or the job was asked to end
+    watch     until every rank has ended, one has failed or hangs, or the job was asked to end
     end       SIGKILL to the process group of each rank that is left
 
 Invariant: after `run` no process of the attempt is left.
@@ -26,30 +26,32 @@ from pathlib import Path
 import msgspec
 
 from ..io import heartbeat
-from ..policy.blame import Ended, follows
+from ..policy.blame import Ended, follows, timed_out
+from ..policy.hang import Silent, Stuck, awaited, behind
 from .arguments import Job
 from .program import ERROR_FILE, PYTHON
 from .signals import Signals
+from .watch import ProgressWatch, RankProcess, stacks, stuck
 from .zygote import Fork, Zygote
 
 MEMORY = "/dev/shm"
 FOLLOWERS_SECONDS = 1.0
 """How long other ranks have to report an error after one has ended that looks like a follower: one of them is the
 cause, and takes longer to end."""
+EXIT_SECONDS = 0.5
+"""How long a rank has to end once its program has failed with an exception: for what it has registered with atexit."""
+POLL_SECONDS = 0.1
+"""how often the pages of the ranks are read"""
 
 
-@dataclass
-class RankProcess:
-    """One rank. `descriptor`: a pidfd of its process."""
+@dataclass(frozen=True)
+class Hang:
+    """`behind`: the rank for which the others wait. `silent`: which rank was silent for too long; None: a rank has
+    failed because it waited for too long. `stacks`: rank -> the stacks of its threads."""
 
-    rank: int
-    pid: int
-    descriptor: int
-    folder: Path
-    page: Path
-    ended: Ended | None = None
-    killed: bool = False
-    """whether this supervisor has ended it"""
+    behind: Stuck
+    silent: Silent | None
+    stacks: dict[int, str]
 
 
 @dataclass
@@ -69,6 +71,8 @@ class Lived:
     progress: list[heartbeat.Progress] = field(default_factory=list)
     stacks: dict[int, str] = field(default_factory=dict)
     """rank -> the stack of the exception that ended it"""
+    hang: Hang | None = None
+    """None: no rank was hung"""
 
 
 class Attempt:
@@ -158,27 +162,44 @@ class Attempt:
     # ---- watch ---------------------------------------------------------------------------------------------
 
     def _watch(self, lived: Lived) -> None:
-        poll, until, signals = select.poll(), None, self._signals
+        poll, until, signals = select.poll(), math.inf, self._signals
         by_descriptor = {one.descriptor: one for one in self._ranks}
         for descriptor in (signals.descriptor, *by_descriptor):
             poll.register(descriptor, select.POLLIN)
-        asked = False
-        while by_descriptor and (until is None or time.monotonic() < until):
-            left = None if until is None else max(0, int(1000 * (until - time.monotonic())) + 1)
-            for descriptor, _ in poll.poll(left):
+        asked, watch = False, ProgressWatch(self._job.limits)
+        while by_descriptor and (now := time.monotonic()) < until:
+            left = min(POLL_SECONDS, until - now)
+            for descriptor, _ in poll.poll(int(1000 * left) + 1):
                 if descriptor in by_descriptor:
                     one = by_descriptor.pop(descriptor)
                     poll.unregister(descriptor)
                     one.ended = _ended(one)
-                    if one.ended.failed:
-                        lived.failed = lived.failed or time.monotonic()
-                        if not asked:
-                            until = min(until or math.inf, time.monotonic() + _grace_seconds(one))
+            for one in self._ranks:
+                if not one.failed and _has_failed(one):
+                    one.failed, lived.failed = True, lived.failed or time.monotonic()
+                    if not asked:
+                        until = min(until, time.monotonic() + _grace_seconds(one))
             for number in signals.taken():
                 for one in by_descriptor.values():
                     self._pass_on(one, number)
             if signals.end is not None and not asked:
                 asked, until = True, time.monotonic() + self._job.shutdown_seconds
+            live = [*by_descriptor.values()]
+            if lived.failed is None and not asked and (silent := watch.silent(live, time.monotonic())) is not None:
+                lived.failed, texts = time.monotonic(), stacks(live)
+                lived.hang = Hang(behind(stuck(live, texts)), silent, texts)
+                return
+        if not asked:
+            self._note_awaited(lived)
+
+    def _note_awaited(self, lived: Lived) -> None:
+        """If a rank has waited for others until a timeout, note which of them it was."""
+        failed = [_as_ended(one) for one in self._ranks if one.failed]
+        live = [one for one in self._ranks if not one.failed and one.ended is None]
+        if live and any(map(timed_out, failed)) and all(map(follows, failed)):  # guard: timeouts-name-who-hangs
+            texts = stacks(live)
+            one = awaited(stuck(live, texts))
+            lived.hang = None if one is None else Hang(one, None, texts)
 
     def _pass_on(self, one: RankProcess, number: int) -> None:
         """Send a signal to a rank that has not ended. A command may be a shell: what it has started gets it too."""
@@ -234,10 +255,22 @@ def _ended(one: RankProcess) -> Ended:
     return Ended(one.rank, time.monotonic(), code)
 
 
+def _has_failed(one: RankProcess) -> bool:
+    if one.ended is not None:
+        return one.ended.failed
+    return heartbeat.read(str(one.page)).failed is not None
+
+
 def _grace_seconds(one: RankProcess) -> float:
-    """How long the other ranks are waited for after this one has failed."""
-    assert one.ended is not None
-    return FOLLOWERS_SECONDS if follows(replace(one.ended, error=_error(one.folder / "error.json")[0])) else 0.0
+    """How long ranks are waited for after this one has failed."""
+    wait = FOLLOWERS_SECONDS if follows(_as_ended(one)) else 0.0
+    return max(wait, EXIT_SECONDS if one.ended is None else 0.0)
+
+
+def _as_ended(one: RankProcess) -> Ended:
+    """How a rank has failed, with its error."""
+    ended = one.ended or Ended(one.rank, time.monotonic(), 1)
+    return replace(ended, error=_error(one.folder / "error.json")[0])
 
 
 def _error(path: Path) -> tuple[str, str, float]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import msgspec
+
 from ..format import commit, layout
 from ..io.files import PosixFiles
 from ..ports import Tier
@@ -19,15 +21,18 @@ FOLDER = "attempts"
 
 
 class Cause(Record, frozen=True, kw_only=True):
-    """Why an attempt has failed. `kind`: "signal", "exit" or "exception". `rank`: that failed first."""
+    """Why an attempt has failed. `kind`: "signal", "exit", "exception" or "hang". `rank`: that failed first, or, of
+    ranks that hang, the one for which the others wait."""
 
     kind: str
     rank: int
     code: int
     what: str
-    """for people: the name of the signal, the exit code, or type and message of the exception"""
+    """for people: the name of the signal, the exit code, type and message of the exception, or where the rank hangs"""
     stack: str = ""
     """the stack of the exception"""
+    stacks: dict[str, str] = msgspec.field(default_factory=dict)
+    """of a hang: rank -> the stacks of its threads"""
 
 
 class Attempt(Record, frozen=True, kw_only=True):

@@ -3,12 +3,14 @@
 Invariants
   1. The process ends when its supervisor ends, however that happens.
   2. An exception that ends the program is written to the rank's error file at once, before other ranks can notice it.
+     Once it is printed too, the supervisor is shown that the program has failed, and need not wait for its end.
 """
 
 from __future__ import annotations
 
 import builtins
 import ctypes
+import faulthandler
 import json
 import os
 import runpy
@@ -32,6 +34,10 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Names the file to which a rank writes the error that ends it, in the format of torch.distributed.elastic."""
 PYTHON = [sys.executable, "-u", *(["-P"] if sys.version_info >= (3, 11) else []), "-m"]
 """How Python is started: as torchrun does, with output that is not held back."""
+STACKS = signal.SIGRTMIN + 9
+"""The signal that makes a rank write the stacks of its threads. Neither Python, torch nor a scheduler uses it."""
+STACKS_FILE = "stacks.txt"
+"""beside the error file; it is there once the rank can write its stacks"""
 _DIES_WITH_PARENT, _ADOPTS_ORPHANS = 1, 36
 """PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER"""
 
@@ -62,6 +68,7 @@ def run(program: Program) -> None:
     """Run the program as `__main__` in this process. Returns at its end; raises what it raises."""
     if program.kind == "command":
         os.execvp(program.name, [program.name, *program.arguments])
+    write_stacks_on_signal(os.environ.get(ERROR_FILE, ""))
     heartbeat.begin()
     sys.argv = [program.name, *program.arguments]
     if program.kind == "module":
@@ -79,6 +86,18 @@ def run(program: Program) -> None:
     with open(path, "rb") as file:
         code = compile(file.read(), path, "exec", dont_inherit=True)  # not with the future statements of this file
     exec(code, main_module.__dict__)
+
+
+def write_stacks_on_signal(error_file: str) -> None:
+    """Let this process write the stacks of its threads to STACKS_FILE when it receives STACKS.
+
+    Python's faulthandler does that within the signal handler, also while the main thread waits in C.
+    """
+    if error_file:
+        path = os.path.join(os.path.dirname(error_file), STACKS_FILE)
+        descriptor = os.open(f"{path}.new", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        faulthandler.register(STACKS, file=descriptor, all_threads=True)
+        os.rename(f"{path}.new", path)  # guard: stacks-asked-only-of-who-can
 
 
 def forget_current_folder() -> None:
@@ -107,13 +126,16 @@ def _noting(path: str) -> Hook:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         while trace is not None and trace.tb_next is not None and _leads_to_program(trace):
             trace = trace.tb_next
-        if path and not os.path.exists(path):
+        ends = error is getattr(sys, "last_value", None)  # otherwise the program itself prints an error by this hook
+        if ends and path and not os.path.exists(path):
             lines = "".join(traceback.format_exception(kind, error, trace))
             extra = {"py_callstack": lines, "timestamp": str(int(time.time())), "monotonic": time.monotonic()}
             text = {"message": {"message": f"{kind.__name__}: {error}", "extraInfo": extra}}
             with open(path, "w") as file:
                 json.dump(text, file)
         sys.__excepthook__(kind, error.with_traceback(trace), trace)
+        if ends:
+            heartbeat.note_failed()
 
     return hook
 

@@ -21,6 +21,7 @@ import msgspec
 from .. import reporting
 from ..errors import Cancelled, LastgoodError
 from ..format import layout
+from ..policy import hang
 from ..policy.blame import Ended, first_cause
 from ..policy.recovery import GAVE_UP, PREEMPTED, Answer, Outcome, answer
 from . import attempt_log, signals
@@ -122,7 +123,7 @@ class Supervisor:
             last_step=outcome.last_step,
             replayed_steps=replayed,
             phases=phases(lived),
-            cause=None if cause is None else _described(cause, lived.stacks.get(cause.rank, "")),
+            cause=_described(lived, cause),
             answer=f"{'restart' if follows.restart else 'end'}: {follows.why}",
         )
         if record.cause is not None or follows.restart:
@@ -158,8 +159,15 @@ def phases(lived: Lived) -> dict[str, float]:
     return found
 
 
-def _described(cause: Ended, stack: str) -> Cause:
+def _described(lived: Lived, cause: Ended | None) -> Cause | None:
+    if lived.hang is not None:
+        one, texts = lived.hang.behind, {str(rank): text for rank, text in lived.hang.stacks.items()}
+        what = hang.described(one, lived.hang.silent)
+        return Cause(kind="hang", rank=one.signs.rank, code=-signal.SIGKILL, what=what, stacks=texts)
+    if cause is None:
+        return None
     if cause.error:
+        stack = lived.stacks.get(cause.rank, "")
         return Cause(kind="exception", rank=cause.rank, code=cause.code, what=cause.error, stack=stack)
     if cause.code < 0:
         return Cause(kind="signal", rank=cause.rank, code=cause.code, what=signal.Signals(-cause.code).name)
@@ -169,6 +177,8 @@ def _described(cause: Ended, stack: str) -> Cause:
 def _sentence(one: attempt_log.Attempt) -> str:
     """One line about an attempt, for people."""
     cause = one.cause
+    if cause is not None and cause.kind == "hang":
+        return f"attempt {one.number}: rank {cause.rank} {cause.what}, after {one.seconds:.1f} s. {one.answer}."
     what = "ended" if cause is None else f"rank {cause.rank} failed first: {cause.what.splitlines()[0]}"
     since = "before a state was restored" if one.restored_step is None else f"at step {one.last_step}"
     return f"attempt {one.number}: {what}, {since}, after {one.seconds:.1f} s. {one.answer}."

@@ -8,7 +8,7 @@ from .record import Mutant, table
 MUTANTS: tuple[Mutant, ...] = (
     *table(
         "supervisor",
-        ("recovery", "supervise", "heartbeat"),
+        ("recovery", "hang", "supervise", "heartbeat"),
         (
             "ranks that lost their connection are blamed",
             "followers-are-not-blamed",
@@ -19,6 +19,9 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a rank outlives its supervisor", "rank-dies-with-supervisor", Remove()),
         ("what ranks have started is left", "processes-of-ranks-awaited", Remove()),
         ("a job counts as done although a rank was killed", "killed-rank-is-no-success", Swap("lived.killed", "False")),
+        ("a rank of slow steps is taken for hung", "limit-follows-own-steps", Swap("limit", "limits.least_seconds")),
+        ("the ranks that waited are named", "timeouts-name-who-hangs", Never()),
+        ("a rank that cannot write its stacks is killed", "stacks-asked-only-of-who-can", Remove()),
         ("another run of the process writes the page", "one-run-beats", Never()),
     ),
 )

@@ -1,0 +1,65 @@
+"""What a training loop shows of its progress to `lastgood run`: steps, and the phases in which it makes none.
+
+Without a supervisor nothing is shown. Nothing here is read by the loop, and nothing waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from ..io.heartbeat import Heartbeat
+from ..policy.arguments import require
+from ..policy.hang import SAVE
+from .progress import Progress
+
+
+class Beat:
+    """The progress of one open run. `page`: None if nobody supervises this process."""
+
+    def __init__(self, page: Heartbeat | None, progress: Progress) -> None:
+        self._page, self._progress = page, progress
+        self._phase = ""
+
+    def opened(self, run: str) -> None:
+        """The run is open."""
+        if self._page is not None:
+            self._page.opened(run)
+
+    def restored(self, step: int) -> None:
+        """The state is that of a step."""
+        if self._page is not None:
+            self._page.restored(step)
+
+    def step(self, n: int) -> None:
+        """Step `n` is completed, and counted on the samplers."""
+        if self._page is not None:
+            self._page.beat(n, self._progress.position())
+
+    def saving(self) -> contextlib.AbstractContextManager[None]:
+        """In the block, the loop waits for a save."""
+        return self._in(SAVE)
+
+    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """In the block, the loop is in a phase of this name. Raises Refused for an empty name."""
+        require(isinstance(name, str) and bool(name), f"phase({name!r})", 'Give a name: with ckpt.phase("eval").')
+        return self._in(name)
+
+    def released(self) -> None:
+        """The run is closed."""
+        if self._page is not None:
+            self._page.released()
+
+    @contextlib.contextmanager
+    def _in(self, name: str) -> Iterator[None]:
+        before, self._phase = self._phase, name
+        self._show()
+        try:
+            yield
+        finally:
+            self._phase = before
+            self._show()
+
+    def _show(self) -> None:
+        if self._page is not None:
+            self._page.phase(self._phase)

@@ -1,0 +1,144 @@
+"""When ranks that show no progress hang, and which of them is behind. Pure.
+
+Every rank shows its steps and phases (io/heartbeat.py). While it trains, a rank may be silent for a multiple of the
+longest time that it has needed for a step; before its first step, and in a phase, for a longer time. When one rank of a
+job hangs, the others soon wait for it, so what matters is who is behind.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from .arguments import is_number, require
+
+START, FIRST_STEP, STEP = "start", "first step", "step"
+"""where a rank may hang outside of phases: before its state is restored, before its first step, in a step"""
+SAVE = "lastgood: save"
+"""the phase in which a Checkpointer starts a save, or waits for saves: as long as the places need"""
+_WAITS = re.compile(r"/torch/(distributed|autograd|cuda|nn/parallel)/")
+"""files of torch in which a rank waits for others: collectives, and the backward pass that runs those of DDP"""
+STATES = {"T": "is stopped by a signal", "t": "is stopped by a debugger", "D": "waits for a disk, or another device"}
+"""letter of /proc/PID/stat -> what it says of a rank that hangs"""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long ranks may show no progress.
+
+    `least_seconds`: in a step at least (default 60.0; 0: ranks are never taken for hung). `times`: in a step, this
+    multiple of the longest one so far (default 20.0). `long_seconds`: until the first step after a restore, while a
+    save makes the loop wait, and in a phase of which none was completed before (default 3600.0). Later phases of the
+    same name have `times` the longest one, at least `least_seconds`. Raises Refused for values that cannot be meant.
+    """
+
+    least_seconds: float = 60.0
+    times: float = 20.0
+    long_seconds: float = 3600.0
+
+    def __post_init__(self) -> None:
+        for name in ("least_seconds", "times", "long_seconds"):
+            value = getattr(self, name)
+            require(is_number(value) and value >= 0, f"{name}={value!r}", "Give a number of at least 0.")
+
+
+@dataclass(frozen=True)
+class Signs:
+    """What one rank shows. Times: seconds of one clock; None: it has not happened.
+
+    `since`: its newest sign of life. `where`: START, FIRST_STEP, STEP, or the name of the phase that is open.
+    `longest_seconds`: the longest time between two steps so far.
+    """
+
+    rank: int
+    since: float | None
+    where: str
+    step: int = 0
+    longest_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Silent:
+    """A rank that has shown nothing for longer than it may. `limit_seconds`: how long it may."""
+
+    rank: int
+    where: str
+    step: int
+    seconds: float
+    limit_seconds: float
+
+
+@dataclass(frozen=True)
+class Stuck:
+    """How a rank looked when its job hung.
+
+    `state`: letter of /proc/PID/stat. `stack`: of its main thread, the innermost call first, as faulthandler writes it;
+    empty if it could not be had.
+    """
+
+    signs: Signs
+    state: str = "S"
+    stack: Sequence[str] = field(default=())
+
+
+def silent(ranks: Sequence[Signs], now: float, limits: Limits, completed: Mapping[str, float]) -> Silent | None:
+    """The rank that has been silent for the longest time beyond its limit; None if there is none.
+
+    `completed`: name of a phase -> seconds of the longest one that has ended.
+    """
+    if not limits.least_seconds:
+        return None
+    found = []
+    for one in ranks:
+        limit = _limit_seconds(one, limits, completed)
+        if one.since is not None and now - one.since > limit:  # guard: limit-follows-own-steps
+            found.append(Silent(one.rank, one.where, one.step, now - one.since, limit))
+    return max(found, key=lambda one: (one.seconds - one.limit_seconds, -one.rank), default=None)
+
+
+def _limit_seconds(one: Signs, limits: Limits, completed: Mapping[str, float]) -> float:
+    if one.where == STEP:
+        return max(limits.least_seconds, limits.times * one.longest_seconds)
+    if one.where in (START, FIRST_STEP, SAVE) or one.where not in completed:
+        return max(limits.least_seconds, limits.long_seconds)
+    return max(limits.least_seconds, limits.times * completed[one.where])
+
+
+def behind(ranks: Sequence[Stuck]) -> Stuck:
+    """The rank for which the others wait: one that is stopped, else one of an older step, else one that is not inside
+    of torch's collectives, else the one that has been silent for longest.
+    """
+
+    def order(one: Stuck) -> tuple[bool, int, bool, float, int]:
+        return one.state not in STATES, one.signs.step, _waits(one), one.signs.since or 0.0, one.signs.rank
+
+    return min(ranks, key=order)
+
+
+def awaited(ranks: Sequence[Stuck]) -> Stuck | None:
+    """The rank for which others have waited until their timeout. `ranks`: those that have not failed.
+
+    None if all of them wait themselves, so that nothing is known.
+    """
+    return behind(ranks) if any(one.state in STATES or not _waits(one) for one in ranks) else None
+
+
+def _waits(one: Stuck) -> bool:
+    """Whether a rank waits for others, as far as is known."""
+    return not one.stack or any(_WAITS.search(call) for call in one.stack[:8])
+
+
+def described(one: Stuck, silent: Silent | None) -> str:
+    """What is reported of the rank that is behind: "hangs in ...". `silent`: None: another rank had waited for it."""
+    where = {
+        START: "before its state was restored",
+        FIRST_STEP: f"in the first step after step {one.signs.step}",
+        STEP: f"in the step after step {one.signs.step}",
+        SAVE: f"while it waits for a save, after step {one.signs.step}",
+    }.get(one.signs.where, f'in the phase "{one.signs.where}" after step {one.signs.step}')
+    call = f", at {one.stack[0].strip().removeprefix('File ')}" if one.stack else ""
+    state = f": it {STATES[one.state]}" if one.state in STATES else ""
+    if silent is None:
+        return f"hangs {where}{call}{state} (others have waited for it until their timeout)"
+    return f"hangs {where}{call}{state} (no progress for {silent.seconds:.1f} s; limit {silent.limit_seconds:.1f} s)"

@@ -1,0 +1,120 @@
+"""What the supervisor sees of ranks that run: progress, and, of those that hang, their stacks. Decides nothing.
+
+A rank writes the stacks of its threads into a file of its own when it receives a signal (program.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..io import heartbeat
+from ..policy import hang
+from ..policy.blame import Ended
+from ..policy.hang import FIRST_STEP, START, STEP, Limits, Signs, Silent, Stuck
+from .program import STACKS, STACKS_FILE
+
+DUMP_SECONDS, POLL_SECONDS = 1.0, 0.02
+"""how long ranks have to write their stacks, and how often their files are read"""
+
+
+@dataclass
+class RankProcess:
+    """One rank. `descriptor`: a pidfd of its process."""
+
+    rank: int
+    pid: int
+    descriptor: int
+    folder: Path
+    page: Path
+    ended: Ended | None = None
+    killed: bool = False
+    """whether this supervisor has ended it"""
+    failed: bool = False
+    """whether it has ended with a failure, or has shown that an exception has ended its program"""
+
+
+class ProgressWatch:
+    """The progress of the ranks of one attempt. `limits`: how long they may show none."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._open = dict[int, tuple[str, float]]()
+        """rank -> the phase that was open when it was looked at last, and when it began"""
+        self._completed = dict[str, float]()
+
+    def silent(self, ranks: Sequence[RankProcess], now: float) -> Silent | None:
+        """The rank that hangs; None if none does. `ranks`: those that have not ended."""
+        found = list[Signs]()
+        for one in ranks:
+            shown = heartbeat.read(str(one.page))
+            self._note_phase(one.rank, shown, now)
+            found.append(signs(one.rank, shown))
+        return hang.silent(found, now, self._limits, self._completed)
+
+    def _note_phase(self, rank: int, shown: heartbeat.Progress, now: float) -> None:
+        now_open = None if shown.phase_began is None else (shown.phase, shown.phase_began)
+        before = self._open.pop(rank, None)
+        if before is not None and before != now_open:
+            name, began = before
+            self._completed[name] = max(self._completed.get(name, 0.0), (shown.sign or now) - began)
+        if now_open is not None:
+            self._open[rank] = now_open
+
+
+def signs(rank: int, shown: heartbeat.Progress) -> Signs:
+    """What a rank has shown, as the policy takes it. A rank whose run is not open, or is closed, cannot hang."""
+    if shown.closed or shown.opened is None:
+        return Signs(rank, None, START, shown.step)
+    if shown.phase_began is not None:
+        return Signs(rank, shown.phase_began, shown.phase, shown.step)
+    if shown.first is not None:
+        return Signs(rank, shown.sign, STEP, shown.step, shown.longest_seconds)
+    if shown.restored is not None:
+        return Signs(rank, max(shown.restored, shown.sign or 0.0), FIRST_STEP, shown.step)
+    return Signs(rank, shown.opened, START)
+
+
+def stacks(ranks: Sequence[RankProcess]) -> dict[int, str]:
+    """rank -> the stacks of its threads; ranks that do not answer in time, or cannot, are left out."""
+    asked = [one for one in ranks if (one.folder / STACKS_FILE).exists() and _state(one.pid) not in hang.STATES]
+    for one in asked:
+        signal.pidfd_send_signal(one.descriptor, STACKS)
+    until, sizes = time.monotonic() + DUMP_SECONDS, dict[int, int]()
+    while time.monotonic() < until:
+        time.sleep(POLL_SECONDS)
+        now = {one.rank: (one.folder / STACKS_FILE).stat().st_size for one in asked}
+        if now == sizes and all(now.values()):
+            break
+        sizes = now
+    found = {one.rank: (one.folder / STACKS_FILE).read_text(errors="replace") for one in asked}
+    return {rank: text for rank, text in found.items() if text}
+
+
+def stuck(ranks: Sequence[RankProcess], texts: dict[int, str]) -> list[Stuck]:
+    """How ranks look now. `texts`: their stacks."""
+    return [
+        Stuck(signs(one.rank, heartbeat.read(str(one.page))), _state(one.pid), main_stack(texts.get(one.rank, "")))
+        for one in ranks
+    ]
+
+
+def main_stack(text: str) -> list[str]:
+    """The calls of the main thread in a text of faulthandler, the innermost first.
+
+    The main thread is the last one there: threads are listed from the newest to the oldest.
+    """
+    calls = re.split(r"^(?:Current thread|Thread) .*:$", text, flags=re.MULTILINE)[-1]
+    return [line.strip() for line in calls.splitlines() if line.strip().startswith("File ")]
+
+
+def _state(pid: int) -> str:
+    """The letter of a process's state; empty if it has ended."""
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
