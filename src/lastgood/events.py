@@ -208,9 +208,10 @@ class SteppedOver(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Copied(Event):
-    """A generation was copied to a further place of the run, and read back there.
+    """A generation was copied to a further place of the run, and read back there; or other nodes hold copies or parity
+    of it, compared with its digests on their way.
 
-    `seconds`: of the copy. `bytes`: of the generation's files there. `detail`: the place.
+    `seconds`: of the copy. `bytes`: of the generation's files there. `detail`: the place, as in `Save.where`.
     """
 
     kind: Literal["copied"] = "copied"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -142,8 +144,10 @@ def test_a_job_that_opens_its_home_waits_until_an_agent_gives_way(run: Run) -> N
     run.home.mkdir()
     lock = Lock(str(run.home / access.LOCK), access.AGENTS_MARK)
 
+    wanted = access.Wanted(str(run.home))
+
     def gives_way() -> None:
-        until(lambda: access.is_wanted(str(run.home)))
+        until(wanted)
         lock.close()
 
     with ThreadPoolExecutor(1) as other:
@@ -151,7 +155,22 @@ def test_a_job_that_opens_its_home_waits_until_an_agent_gives_way(run: Run) -> N
         with run.opened() as ckpt:
             ckpt.restore()
         waiting.result()
-    assert not access.is_wanted(str(run.home))
+    assert not (run.home / (access.LOCK + access.WANTED)).exists()
+
+
+def test_a_request_to_give_way_counts_whatever_the_clocks_show(tmp_path: Path) -> None:
+    """One whose time was in the future, left by a killed process, kept an agent from the run for an hour; one of a file
+    server whose clock was behind did not count at all."""
+    request = tmp_path / (access.LOCK + access.WANTED)
+    for hours in (-1, 1):
+        request.touch()
+        os.utime(request, times=(0, time.time() + 3600 * hours))
+        wanted = access.Wanted(str(tmp_path))
+        assert not wanted(), "nobody has renewed it since"
+        os.utime(request, times=(0, time.time() + 3600 * hours + 1))
+        assert wanted()
+    request.unlink()
+    assert not access.Wanted(str(tmp_path))()
 
 
 def test_memory_is_removed_once_it_is_copied_and_no_process_comes(run: Run) -> None:
@@ -305,6 +324,21 @@ def test_an_agent_that_hangs_is_replaced_by_the_next_opening(run: Run, monkeypat
         assert state(run.memory).process != process
 
 
+def test_an_agent_that_is_out_of_memory_harms_nothing(run: Run) -> None:
+    with run.opened() as ckpt:
+        ckpt.restore()
+        run.step(ckpt, 1)
+        ckpt.wait()
+        process = state(run.memory).process
+        used = int(Path(f"/proc/{process}/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.prlimit(process, resource.RLIMIT_AS, (used, used))
+        with reported("could not (copy|read) step 2 .*this process does it instead"):
+            run.step(ckpt, 2)
+            ckpt.wait()
+        assert ckpt.latest() == 2
+    assert steps(run.home)[-1] == 2
+
+
 def test_an_agent_of_another_version_is_replaced(run: Run, monkeypatch) -> None:
     run.killed_at(3, attached=True)
     process = state(run.memory).process
@@ -407,6 +441,17 @@ except ConnectionError:
         assert answers(run.memory)
 
 
+def test_an_agent_of_another_user_is_named_and_the_run_goes_on(run: Run, monkeypatch) -> None:
+    """The trainer started agents again and again, and reported "cannot be reached" without a cause."""
+    with agent(make(run.memory)):
+        monkeypatch.setattr(agent_link, "user_of", lambda connection: 4711)
+        with reported("belongs to user 4711.*Train as one user.*The run goes on"), run.opened() as ckpt:
+            ckpt.restore()
+            run.step(ckpt, 1)
+            ckpt.wait()
+    assert steps(run.home) == [1]
+
+
 def test_a_folder_has_one_agent(run: Run) -> None:
     with agent(make(run.memory)) as first, agent(run.memory) as second:
         assert second.wait(60) == 5
@@ -469,6 +514,22 @@ def test_stop_copies_removes_and_ends(run: Run, call_json) -> None:
     code, data = call_json("agent", "stop", str(run.home))
     assert code == 0 and data["removed"] and not run.memory.exists() and steps(run.home) == [2]
     assert call_json("agent", "stop", str(run.home))[0] == 3, "there is none any more"
+
+
+def test_stop_does_not_wait_for_an_agent_that_hangs(run: Run, call_json, monkeypatch) -> None:
+    """It waited for ever, and printed nothing."""
+    run.killed_at(2, attached=True)
+    process = state(run.memory).process
+    monkeypatch.setattr(agent_link, "ATTACH_SECONDS", 0.3)
+    os.kill(process, signal.SIGSTOP)
+    try:
+        code, data = call_json("agent", "stop", str(run.home))
+        assert code == 5 and f"kill -CONT {process}" in str(data)
+        (row,) = call_json("agent", "status")[1]["runs"]
+        assert (row["agent"], row["process"]) == ("silent", process)
+    finally:
+        os.kill(process, signal.SIGCONT)
+    assert call_json("agent", "stop", str(run.home))[0] == 0
 
 
 def test_stop_is_refused_while_a_training_process_is_attached(run: Run, call_json) -> None:

@@ -58,7 +58,7 @@ class Cluster:
 
     def __init__(self, root: Path, stack: contextlib.ExitStack, wire: str = "sockets") -> None:
         self.root, self.nodes = root, list[PeerNode]()
-        self.peers = Peers(JOB, KEY, "a", nixl_wire.chosen(wire))
+        self.peers = Peers(JOB, SharedKey(bytes.fromhex(KEY)), "a", nixl_wire.chosen(wire))
         stack.callback(self.peers.close)
         for rank in range(NODES):
             files = PeerFiles(lambda rank=rank: self.disk(rank))

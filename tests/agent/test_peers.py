@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -25,9 +26,11 @@ from lastgood.run.known import Environment, Holds, KnownRun
 from lastgood.run.node_copies import NodeCopies
 from lastgood.run.node_disks import NodeDisks, Nodes
 from lastgood.run.outcomes import Outcomes
-from lastgood.run.peer_opening import label, own_address, own_wire
+from lastgood.run.peer_opening import agreed, label, own_address, own_wire
 from lastgood.run.peer_reads import PeerReads
+from lastgood.run.peer_security import own_certificates
 from lastgood.run.peers import FileCall, PeerNode, PeerOrder, Peers, PeerTable
+from lastgood.run.planned_save import RunOptions
 from lastgood.run.watched import Sources
 from lastgood.storage.directory import Disk
 from lastgood.wire.channel import Channel
@@ -37,8 +40,10 @@ from lastgood.wire.security import SharedKey
 from lastgood.wire.serving import Server
 from lastgood.wire.window import Window
 from training import Training
+from wired import authority
 
 JOB, KEY = "0" * 16, "ab" * 32
+BY_KEY = SharedKey(bytes.fromhex(KEY))
 
 
 @pytest.fixture
@@ -77,7 +82,7 @@ def files_of(root: Path) -> dict[str, bytes]:
 
 def test_a_copy_on_another_node_has_the_same_bytes(tmp_path: Path, generation: Generation) -> None:
     commit_on(tmp_path / "b", generation)
-    with served(tmp_path / "b") as node, contextlib.closing(Peers(JOB, KEY, "a")) as peers:
+    with served(tmp_path / "b") as node, contextlib.closing(Peers(JOB, BY_KEY, "a")) as peers:
         (seal,) = generation.commit.seals
         sent = peers.send(disk(tmp_path / "a"), generation, seal, node)
         assert files_of(tmp_path / "b") == files_of(tmp_path / "a")
@@ -100,7 +105,7 @@ def test_a_rank_reads_from_a_node_that_answers_or_from_a_place_below(tmp_path: P
         gone = PeerNode(leader=2, name="c", domain="", host="127.0.0.1", port=closing.getsockname()[1])
         closing.close()
         reads = PeerReads(here, sources, PeerTable(job=JOB, key=KEY, nodes=[node, gone]))
-        with contextlib.closing(Peers(JOB, KEY, "x")) as peers, contextlib.closing(reads):
+        with contextlib.closing(Peers(JOB, BY_KEY, "x")) as peers, contextlib.closing(reads):
             peers.send(below, generation, generation.commit.seals[0], node)
             reads.note({name: [2, 1]}, [below])
             for start in (0, 100):
@@ -154,6 +159,49 @@ def test_copies_are_sent_over_nixl_where_that_is_chosen(tmp_path: Path, generati
     assert files_of(tmp_path / "b") == files_of(tmp_path / "a")
 
 
+@pytest.mark.parametrize("days", [30, -1])
+def test_nodes_know_each_other_by_the_certificates_that_are_named(
+    tmp_path: Path, generation: Generation, days: int
+) -> None:
+    commit_on(tmp_path / "b", generation)
+    signer = authority(tmp_path)
+    serve = Serve(job=JOB, key=KEY, node="", host="127.0.0.1", port=0)
+    with (
+        nodes.Nodes(lambda: disk(tmp_path / "a"), lambda: None) as near,
+        nodes.Nodes(lambda: disk(tmp_path / "b"), lambda: None) as far,
+    ):
+        for one, name, valid in ((near, "a", 30), (far, "b", days)):
+            certificate, key = signer.certificate(name, valid)
+            variables = {"CERTIFICATE": certificate, "KEY": key, "AUTHORITY": signer.file}
+            named = own_certificates({f"LASTGOOD_TLS_{name}": value for name, value in variables.items()})
+            assert one.serve(msgspec.structs.replace(serve, node=name, certificates=named)) == ""
+        to = PeerNode(leader=1, name="b", domain="", host="127.0.0.1", port=far.port)
+        problem = near.send(Send(at=generation.id, orders=[PeerOrder(rank=0, to=to)])).result()
+        with (
+            pytest.raises((errors.Unavailable, errors.PeerRefused)),
+            contextlib.closing(Peers(JOB, BY_KEY, "a")) as peers,
+        ):
+            peers.list(to, "gen/000000000001-0a0b0c0d")
+    if days > 0:
+        assert problem == "" and files_of(tmp_path / "b") == files_of(tmp_path / "a")
+    else:
+        assert "PeerRefused" in problem and "certificate expired" in problem and "Renew the certificate" in problem
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"CERTIFICATE": "a", "KEY": "b"}, "LASTGOOD_TLS_AUTHORITY not"),
+        ({"CERTIFICAT": "a"}, "no variable LASTGOOD_TLS_CERTIFICAT"),
+        ({"CERTIFICATE": "a", "KEY": "b", "AUTHORITY": "c", "ENCRYPT": "yes"}, "LASTGOOD_TLS_ENCRYPT=yes"),
+    ],
+)
+def test_variables_of_certificates_that_cannot_be_meant_are_refused(variables: dict[str, str], message: str) -> None:
+    with pytest.raises(errors.Refused, match=message):
+        own_certificates({f"LASTGOOD_TLS_{name}": value for name, value in variables.items()})
+    assert own_certificates({}) is None
+
+
 def test_a_wire_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     with nodes.Nodes(lambda: disk(tmp_path / "a"), lambda: None) as node:
         serve = Serve(job=JOB, key=KEY, node="a", host="127.0.0.1", port=0, wire="pigeons")
@@ -170,7 +218,7 @@ def test_a_copy_that_was_interrupted_is_begun_anew(tmp_path: Path, generation: G
     commit_on(tmp_path / "b", generation)
     (folder / "r00000.safetensors").write_bytes(b"half")
     commit_on(tmp_path / "b", generation)
-    with served(tmp_path / "b") as node, contextlib.closing(Peers(JOB, KEY, "a")) as peers:
+    with served(tmp_path / "b") as node, contextlib.closing(Peers(JOB, BY_KEY, "a")) as peers:
         peers.send(disk(tmp_path / "a"), generation, generation.commit.seals[0], node)
     assert files_of(tmp_path / "b") == files_of(tmp_path / "a")
 
@@ -228,7 +276,7 @@ def test_two_sendings_of_a_file_do_not_mix(tmp_path: Path, generation: Generatio
 def test_a_finished_copy_is_not_replaced(tmp_path: Path, generation: Generation) -> None:
     name = f"{layout.folder(generation.id)}/r00000.safetensors"
     commit_on(tmp_path / "b", generation)
-    with served(tmp_path / "b") as node, contextlib.closing(Peers(JOB, KEY, "a")) as peers:
+    with served(tmp_path / "b") as node, contextlib.closing(Peers(JOB, BY_KEY, "a")) as peers:
         peers.send(disk(tmp_path / "a"), generation, generation.commit.seals[0], node)
         with pytest.raises(errors.NameTaken):
             call(node, FileCall(call="create", name=name, length=9))
@@ -259,7 +307,7 @@ def test_a_generation_that_was_deleted_meanwhile_gets_no_copies(tmp_path: Path, 
     """Copies that came after the deletion would have stayed in memory until the end of the run."""
     with (
         served(tmp_path / "b") as node,
-        contextlib.closing(Peers(JOB, KEY, "a")) as peers,
+        contextlib.closing(Peers(JOB, BY_KEY, "a")) as peers,
         pytest.raises(errors.Refused, match="was deleted on this node"),
     ):
         peers.send(disk(tmp_path / "a"), generation, generation.commit.seals[0], node)
@@ -354,3 +402,52 @@ def test_the_address_and_the_label_of_a_node_come_from_its_environment() -> None
     assert own_address({"LASTGOOD_ADDRESS": "10.0.0.7"}) == "10.0.0.7"
     assert own_address({"MASTER_ADDR": "127.0.0.1"}) == "127.0.0.1" == own_address({})
     assert label("rack", {"LASTGOOD_RACK": "r7"}) == "r7" and label(None, {"LASTGOOD_RACK": "r7"}) == ""
+    slurm = {"SLURM_TOPOLOGY_ADDR": "s0.s4.n17", "SLURM_TOPOLOGY_ADDR_PATTERN": "switch.switch.node"}
+    assert label("rack", slurm) == "s0.s4" and label("rack", {**slurm, "LASTGOOD_RACK": "r7"}) == "r7"
+    assert label("zone", slurm) == "" == label("rack", {**slurm, "SLURM_TOPOLOGY_ADDR_PATTERN": "node"})
+
+
+class Listens:
+    """An agent that listens, or does not."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    def serve(self, serve: Serve) -> int:
+        return self._port
+
+
+class Alone:
+    """A topic of one rank, to which other nodes have posted too."""
+
+    def __init__(self, *others: object) -> None:
+        self._others = others
+
+    def agree(self, mine: object, decide) -> object:
+        return decide([mine, *self._others])
+
+
+OTHER = {"leader": 1, "name": "b", "domain": "", "host": "10.0.0.2", "port": 7}
+
+
+@pytest.mark.parametrize(
+    ("port", "others", "options", "message"),
+    [
+        (0, [OTHER], {"copies": 2}, "nothing is kept on other nodes: the agent of node .* does not listen"),
+        (7, ["the agent of node b does not listen at 10.0.0.2"], {"copies": 2}, "agent of node b does not listen"),
+        (7, [], {"copies": 2}, "nothing is kept on other nodes: there is one node only"),
+        (7, [OTHER], {"copies": 3}, "copies=3, and there are 2 nodes: each of them has every file"),
+        (7, [OTHER], {"node_parity": "2+1"}, "parity='2[+]1' needs 3 nodes, and there are 2: 2 copies of each file"),
+    ],
+)
+def test_a_job_reports_what_its_nodes_cannot_keep(
+    caplog: pytest.LogCaptureFixture, port: int, others: list[object], options: dict[str, object], message: str
+) -> None:
+    agreed(Listens(port), 0, RunOptions(**options), Alone(*others))  # type: ignore[arg-type]
+    assert re.search(message, caplog.text), caplog.text
+
+
+def test_a_node_without_the_label_of_its_failure_domain_is_refused() -> None:
+    with pytest.raises(errors.Refused, match="has no LASTGOOD_RACK") as raised:
+        agreed(Listens(7), 0, RunOptions(copies=2, spread="rack"), Alone(OTHER))  # type: ignore[arg-type]
+    assert "Set LASTGOOD_RACK on every node" in raised.value.todo

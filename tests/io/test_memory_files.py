@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from pathlib import Path
 
 import pytest
 
+from lastgood.errors import NoSpace
+from lastgood.io.files import PosixFile
 from lastgood.io.memory_files import MemoryFiles
 from lastgood.storage.directory import Disk
 
@@ -65,6 +68,20 @@ def test_a_file_that_does_not_fit_is_written_to_the_disk(two: Two, caplog: pytes
     assert two.files.list(str(two.memory)) == {"small": 5, "large": 11}
     assert two.read("small") == b"12345" and two.read("large") == b"12345678901"
     assert "memory is short" in caplog.text and str(two.disk) in caplog.text
+
+
+def test_a_spill_folder_that_is_full_too_is_named_with_its_remedy(two: Two, monkeypatch) -> None:
+    """The error named the folder in memory, and asked to free space on "this disk"."""
+
+    def full(self: PosixFile, length: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(PosixFile, "reserve", full)
+    with pytest.raises(NoSpace) as raised, Disk(two.files, str(two.memory)).create("large", 11) as file:
+        file.write_at(memoryview(b"12345678901"), 0)
+    assert f"{two.disk}, where it would be written instead, is full too" in raised.value.what
+    assert raised.value.todo.startswith(f"Free space on the disk of {two.disk}.") and "/dev/shm" in raised.value.todo
+    assert not [*two.disk.iterdir()] and not two.files.spilled
 
 
 def test_the_first_and_each_doubled_number_of_spilled_files_is_reported(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import lastgood
-from agents import ended
+from agents import ended, until
 from harness import reported, steps
 from lastgood import errors
 from lastgood.io import memory_files
@@ -140,6 +140,42 @@ def test_memory_that_is_short_sends_saves_to_the_home_disk(run: Run, monkeypatch
     monkeypatch.undo()
     assert Run(run.home).train(4).step == 3
     assert lastgood.open(run.home).verify(3).good, "the spill folder is no part of the home"
+
+
+IN_GROUP = """
+import os, sys
+open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
+import torch, lastgood
+state = {"w": torch.zeros(30_000_000), "n": 0}
+tier = lastgood.Tier("memory://", cadence=lastgood.Every(steps=1), retention=lastgood.Keep(last=8))
+with lastgood.Checkpointer(sys.argv[2], state, cadence=lastgood.Every(steps=8), tiers=[tier]) as ckpt:
+    ckpt.restore()
+    for n in range(1, 9):
+        state["w"].fill_(n)
+        ckpt.save(n).result()
+print(max(map(int, open(sys.argv[1] + "/memory.max_usage_in_bytes"))))
+"""
+
+
+@pytest.mark.slow
+def test_the_limit_of_a_control_group_is_kept_by_spilling(tmp_path: Path, memory: Path) -> None:
+    """Eight generations of 120 MB do not fit into the group: without the limit it would be killed."""
+    group, limit = Path("/sys/fs/cgroup/memory") / f"lastgood-test-{os.getpid()}", 1_000_000_000
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"needs root, and version 1 of control groups: {error}")
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(limit))
+        command = [sys.executable, "-c", IN_GROUP, str(group), str(tmp_path / "home")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert "memory is short" in done.stderr and int(done.stdout) <= limit
+        assert steps(tmp_path / "home")[-1] == 8
+    finally:
+        ended(memory_place.folder_of(tmp_path / "home"))
+        until(lambda: not (group / "cgroup.procs").read_text())
+        group.rmdir()
 
 
 def test_the_memory_of_another_user_is_refused(run: Run, memory: Path) -> None:

@@ -31,6 +31,7 @@ from lastgood.storage.directory import Disk
 from lastgood.storage.objects import Objects
 from lastgood.storage.slots import Slots
 from lastgood.testing import Call, Fault, FaultyFiles
+from peer_tier import PeerTier
 
 FOLDER = "gen/000000000001-0a0b0c0d"
 BLOB = f"{FOLDER}/r00000.safetensors"
@@ -54,19 +55,21 @@ TIERS: dict[str, Callable[[str], Tier]] = {
 }
 OBJECTS: dict[str, Callable[[Objects], Tier]] = {"objects": lambda objects: objects, "packed": PackedTier}
 """opened in a folder of a real S3 server, not in a directory"""
+OVER_THE_WIRE: dict[str, Callable[[str], PeerTier]] = {"memory of another node": PeerTier}
+"""opened with a server, which is closed at the end"""
 MANY_WRITERS = [kind for kind in TIERS if kind.startswith("disk")]
 """slots have one, who holds the lock of the run: a second one would overwrite what the first one wrote"""
 
 
-@pytest.fixture(params=[*TIERS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in OBJECTS)])
+@pytest.fixture(params=[*TIERS, *OVER_THE_WIRE, *(pytest.param(kind, marks=pytest.mark.slow) for kind in OBJECTS)])
 def tier(request, tmp_path) -> Iterator[Tier]:
     if request.param in OBJECTS:
         url = request.getfixturevalue("bucket")
         yield OBJECTS[request.param](Objects(object_store.opened(url, object_store.DEADLINES), url))
         return
-    tier = TIERS[request.param](str(tmp_path))
+    tier = (TIERS | OVER_THE_WIRE)[request.param](str(tmp_path))
     yield tier
-    if isinstance(tier, Slots):
+    if isinstance(tier, Slots | PeerTier):
         tier.close()
 
 

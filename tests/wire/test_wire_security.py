@@ -11,7 +11,7 @@ import pytest
 
 from lastgood.errors import FrameInvalid, PeerDown, PeerRefused, Refused, TimedOut
 from lastgood.wire.channel import Channel
-from lastgood.wire.frames import PUBLIC_KEY, FrameWriter
+from lastgood.wire.frames import HEADER, MAGIC, PUBLIC_KEY, VERSION, FrameWriter
 from lastgood.wire.messages import Hello, Join, Proof, Refusal, Welcome
 from lastgood.wire.port import Peer
 from lastgood.wire.security import MutualTls, Plain, SharedKey
@@ -127,6 +127,37 @@ def test_a_server_that_is_no_peer_receives_no_request(run, reason):
             wire.call(b"secret", timeout_seconds=SECONDS)
         thread.join()
     assert error.value.reason == reason and received[1] == b"" and KEY not in received[0]
+
+
+@pytest.mark.parametrize("other", ["server", "client"])
+def test_a_node_of_another_version_is_named_on_both_sides(other):
+    """The server closed without an answer: the client saw a reset connection, and was asked to repeat its request."""
+    hello = FrameWriter(PUBLIC_KEY).encode(Hello(RUN, CLIENT, "plain", b"n" * 32))
+    magic, version, *rest = HEADER.unpack(hello[: HEADER.size])
+    frame = HEADER.pack(magic, version + 1, *rest) + hello[HEADER.size :]
+    if other == "client":
+        with (
+            serving(SharedKey(KEY), Recorder()) as server,
+            socket.create_connection(server.address, timeout=SECONDS) as sock,
+        ):
+            sock.sendall(frame)
+            header = sock.recv(HEADER.size, socket.MSG_WAITALL)
+            assert HEADER.unpack(header)[:2] == (MAGIC, VERSION), "by which it sees the version of the server"
+        return
+
+    def answer(listener):
+        with listener.accept()[0] as sock:
+            sock.recv(4096)
+            sock.sendall(frame)
+            sock.recv(4096)
+
+    with socket.create_server((HOST, 0)) as listener, channel(listener.getsockname(), SharedKey(KEY)) as wire:
+        thread = threading.Thread(target=answer, args=(listener,))
+        thread.start()
+        with pytest.raises(FrameInvalid) as error:
+            wire.call(b"secret", timeout_seconds=SECONDS)
+        thread.join()
+    assert error.value.reason == "version" and error.value.todo == "Install the same version on all nodes."
 
 
 # ---- certificates ----------------------------------------------------------------------------------------------

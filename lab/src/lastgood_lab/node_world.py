@@ -310,8 +310,8 @@ class Access:
     def for_sharing(self, url: str, mode: str) -> Any:
         yield self._world.home(shared=True)
 
-    def is_wanted(self, root: str) -> bool:
-        return root in self._world.wanted
+    def Wanted(self, root: str) -> Callable[[], bool]:
+        return lambda: root in self._world.wanted
 
 
 def _is_free(world: World, path: str) -> bool:

@@ -40,10 +40,10 @@ def drained(memory: Tier, spec: AgentSpec, stop: Callable[[], bool]) -> list[str
     for place in spec.places:
         if stop():
             raise Cancelled("the copies were stopped")
-        root = place.url if paths.parsed(place.url).kind == "directory" else None
+        wanted = access.Wanted(place.url) if paths.parsed(place.url).kind == "directory" else lambda: False
 
-        def gives_way(root: str | None = root) -> bool:
-            return stop() or (root is not None and access.is_wanted(root))
+        def gives_way(wanted: Callable[[], bool] = wanted) -> bool:
+            return stop() or wanted()
 
         try:
             missing += _drained_to(place, memory, spec.order, gives_way)
@@ -52,7 +52,7 @@ def drained(memory: Tier, spec: AgentSpec, stop: Callable[[], bool]) -> list[str
                 raise
             missing.append(f"{place.url}: another process opens it")
         except (LastgoodError, OSError) as error:
-            missing.append(f"{place.url}: {type(error).__name__}: {getattr(error, 'what', error)}")
+            missing.append(f"{place.url}: {type(error).__name__}: {error}")
     return missing
 
 

@@ -13,10 +13,10 @@ from ..errors import LastgoodError
 from ..format import commit
 from ..ports import Mendable
 from ..run.agent_messages import KnownPeers, Send, Serve
+from ..run.peer_security import security
 from ..run.peers import PeerNode, Peers
 from ..wire import nixl
 from ..wire.port import Peer
-from ..wire.security import SharedKey
 from ..wire.serving import Server
 from .peer_files import PeerFiles
 
@@ -53,13 +53,13 @@ class Nodes:
         self._stop()
         files = PeerFiles(self._memory)
         self._serving.callback(files.close)
-        me, security = Peer(serve.job, serve.node), SharedKey(bytes.fromhex(serve.key))
+        me, at = Peer(serve.job, serve.node), (serve.host, serve.port)
         try:
-            windows = nixl.chosen(serve.wire)
-            server = self._serving.enter_context(Server((serve.host, serve.port), me, security, files, windows=windows))
+            windows, secured = nixl.chosen(serve.wire), security(serve.key, serve.certificates)
+            server = self._serving.enter_context(Server(at, me, secured, files, windows=windows))
         except LastgoodError as error:
             return str(error)
-        self._served, self.peers = serve, Peers(serve.job, serve.key, serve.node, windows)
+        self._served, self.peers = serve, Peers(serve.job, secured, serve.node, windows)
         self._serving.callback(self.peers.close)
         self.port = server.address[1]
         return ""
@@ -76,7 +76,8 @@ class Nodes:
         copies = [*self._receivers.values()]
         if self._served is None or not (copies or self.parity):
             return None
-        return KnownPeers(job=self._served.job, key=self._served.key, copies=copies, parity=self.parity)
+        job, key, certificates = self._served.job, self._served.key, self._served.certificates
+        return KnownPeers(job=job, key=key, copies=copies, parity=self.parity, certificates=certificates)
 
     def _sent(self, send: Send, peers: Peers | None) -> str:
         if peers is None:
@@ -88,7 +89,7 @@ class Nodes:
                 seal = next(one for one in generation.commit.seals if one.rank == order.rank)
                 peers.send(memory, generation, seal, order.to)
         except LastgoodError as error:
-            return f"{type(error).__name__}: {error.what}"
+            return f"{type(error).__name__}: {error}"
         return ""
 
     def _stop(self) -> None:

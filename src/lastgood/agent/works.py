@@ -78,7 +78,7 @@ class Works:
         except Cancelled:
             return [], "it was stopped"
         except (LastgoodError, OSError) as error:
-            return [], f"{type(error).__name__}: {getattr(error, 'what', error)}"
+            return [], f"{type(error).__name__}: {error}"
 
     def _worked(self, work: Work, stopped: Event) -> list[Finding]:
         memory = self._memory()

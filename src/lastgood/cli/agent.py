@@ -112,25 +112,37 @@ def stop(run: Run, as_json: Json = False) -> Answer:
     Exit code 5 if a training process has the run open, or if not everything could be copied; nothing is removed then.
     """
     folder = _place_of(run).root
-    try:
-        connection = agent_link.connected(folder)
-    except OSError as error:
+    process = agent_link.process_of(folder)
+    if process is None:
         raise NotARun(
             f"{folder} has no agent",
             safe="Nothing was touched.",
             todo="`lastgood agent run` copies the saves in it. `lastgood agent status` lists all memory of this user.",
+        )
+    request = agent_messages.Request(protocol=agent_link.PROTOCOL, call="end")
+    try:
+        answer = agent_link.answered(folder, request, stop=lambda: False)  # copies take as long as they take
+    except (OSError, ValueError) as error:
+        raise TierDown(
+            f"the agent of {folder}, process {process}, does not answer: {error}",
+            safe="What is in memory stays there.",
+            todo=_remedy(process, folder),
         ) from error
-    with contextlib.closing(connection):
-        connection.settimeout(None)  # copies take as long as they take
-        try:
-            answer = agent_link.asked(connection, agent_messages.Request(protocol=agent_link.PROTOCOL, call="end"))
-        except (OSError, ValueError) as error:
-            raise TierDown(f"the agent of {folder} ended without an answer: {error}", safe="", todo="") from error
     if answer.error:
         raise TierDown(f"{folder}: {answer.error}", safe="Nothing was removed.", todo="Try again later.")
     removed = not os.path.isdir(folder)
     text = "all is copied and removed" if removed else "all is copied, and nothing was removed"
     return Answer({"folder": folder, "removed": removed}, Text(f"{folder}: {text}"))
+
+
+def _remedy(process: int | None, folder: str) -> str:
+    """What to do about an agent that does not answer."""
+    if process is None:
+        return "Try again: it may just have ended."
+    return (
+        f"If it is stopped, kill -CONT {process} lets it go on; kill -9 {process} ends it. Then the next opening of "
+        f"the run, or `lastgood agent run {folder}`, copies what is in memory."
+    )
 
 
 def _require_one_run(run: str, other: str, survey: commit.Survey) -> None:
@@ -148,7 +160,7 @@ def state_of(folder: str) -> dict[str, Any]:
     try:
         answer = agent_link.status(folder)
     except (OSError, ValueError):
-        return {**row, "agent": "silent"}
+        return {**row, "agent": "silent", "process": agent_link.process_of(folder)}
     if answer is None:
         return {**row, "agent": "none"}
     state = "attached" if answer.attached else "copying" if answer.copying else "waiting"
@@ -190,4 +202,9 @@ def _view(rows: list[dict[str, Any]]) -> RenderableType:
         table.add_row(clean(row["folder"]), size(row["bytes"]), row["agent"], str(row["process"] or ""))
     missing = [Text(clean(f"{row['folder']}: {one}")) for row in rows for one in row["missing"]]
     heads = [Text(f"not copied: {plural(len(missing), 'place')}")] if missing else []
-    return Group(table, *heads, *missing)
+    silent = [row for row in rows if row["agent"] == "silent"]
+    remedies = [
+        Text(clean(f"{row['folder']}: its agent does not answer. {_remedy(row['process'], row['folder'])}"))
+        for row in silent
+    ]
+    return Group(table, *heads, *missing, *remedies)

@@ -24,10 +24,15 @@ from ..ports import OpenMode
 from . import files
 from .files import PosixFile, PosixFiles
 from .memory_limits import available_bytes
+from .os_errors import FULL, NoMemory
 from .reused_files import ReusedFiles, hold
 
 RECORDS_BYTES = 8 << 20
 """What files of tensors leave of a tmpfs for the records beside them."""
+SMALLER = (
+    "Save smaller states, keep fewer in memory (Tier(retention=Keep(last=1))), or give the job more memory; in a "
+    "container also a larger /dev/shm."
+)
 _RESERVING = ".reserving.lock"
 
 
@@ -150,19 +155,33 @@ class MemoryFiles:
         finally:
             os.close(fd)
 
-    def spill(self, path: str) -> PosixFile:
-        """Make an empty file of this path in the spill folder. Raises ENOSPC if there is none, and its errors."""
+    def spill(self, path: str, length: int) -> PosixFile:
+        """Make a file of this path in the spill folder, with room for `length` bytes.
+
+        Raises NoMemory if there is none, or if its disk is full too, and its other errors.
+        """
         elsewhere = self._spilled(path)
         if elsewhere is None or self._spill is None or not os.path.isdir(os.path.dirname(os.path.dirname(self._spill))):
-            raise OSError(errno.ENOSPC, "not enough memory, and no disk of this machine below it", path)
-        os.makedirs(os.path.dirname(elsewhere), mode=0o700, exist_ok=True)
-        file = self._files.open(elsewhere, "new")
+            raise NoMemory("not enough memory, and no disk of this machine below it", path, SMALLER)
+        try:
+            os.makedirs(os.path.dirname(elsewhere), mode=0o700, exist_ok=True)
+            file = self._files.open(elsewhere, "new")
+            try:
+                file.reserve(length)
+            except BaseException:
+                file.close()
+                self._files.remove(elsewhere)
+                raise
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            what = f"not enough memory, and {self._spill}, where it would be written instead, is full too"
+            raise NoMemory(what, path, f"Free space on the disk of {self._spill}. {SMALLER}") from error
         self.spilled += 1
         if reporting.is_reported(self.spilled):
             reporting.warning(
                 f"memory is short: {os.path.relpath(path, self._root)} was written to {self._spill} instead (spilled "
-                f"file {self.spilled}). Save smaller states, keep fewer in memory (Tier(retention=Keep(last=1))), or "
-                "give the job more memory; in a container also a larger /dev/shm."
+                f"file {self.spilled}). {SMALLER}"
             )
         return file
 
@@ -201,12 +220,11 @@ class MemoryFile:
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
-            spilled = self._files.spill(self._path)
+            spilled = self._files.spill(self._path, length)
             with contextlib.suppress(OSError):
                 os.unlink(self._path)  # not through `self._files`, which would remove the spilled one too
             self._file.close()
             self._file = spilled
-            spilled.reserve(length)
 
     def resize(self, length: int) -> None:
         self._file.resize(length)

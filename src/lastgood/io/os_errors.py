@@ -26,6 +26,14 @@ UNREADABLE = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN})
 """the medium cannot return the bytes of a read, or the file system has found them to be corrupt"""
 
 
+class NoMemory(OSError):
+    """ENOSPC for a file in memory. `what`: what is full. `todo`: the remedy, which is not that of a full disk."""
+
+    def __init__(self, what: str, path: str, todo: str) -> None:
+        super().__init__(errno.ENOSPC, what, path)
+        self.todo = todo
+
+
 class Row(NamedTuple):
     """What a group of errno values means."""
 
@@ -70,7 +78,8 @@ def in_run(error: OSError, place: str, blob: str) -> LastgoodError:
     what = f"{row.what} {os.path.join(place, blob)}: {error.strerror or error}"
     if issubclass(row.error, Damaged):
         return row.error(what, blob=blob)
-    return row.error(what, safe=row.safe or f"{_COMMITTED}.", todo=row.todo)
+    todo = error.todo if isinstance(error, NoMemory) else row.todo
+    return row.error(what, safe=row.safe or f"{_COMMITTED}.", todo=todo)
 
 
 def at_path(error: OSError, path: str) -> LastgoodError:

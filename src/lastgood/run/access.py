@@ -373,12 +373,27 @@ def _locked_place(place: paths.Place, of_agent: bool) -> Lock:
         raise os_errors.at_path(error, place.root) from error
 
 
-def is_wanted(root: str) -> bool:
-    """Whether another process waits until an agent gives a run in a directory free. It renews its request."""
-    try:
-        return time.time() - os.stat(os.path.join(root, LOCK + WANTED)).st_mtime < YIELD_SECONDS
-    except OSError:
-        return False
+class Wanted:
+    """Whether another process waits until an agent gives the run in the directory `root` free.
+
+    Who waits renews its request each POLL_SECONDS. A request counts once it was made or renewed since this object was
+    made: no clock is read, which may jump, or be that of a file server. So one that a killed process has left is none.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._path = os.path.join(root, LOCK + WANTED)
+        self._first = self._request()
+
+    def __call__(self) -> bool:
+        request = self._request()
+        return request is not None and request != self._first  # guard: request-counts-once-renewed
+
+    def _request(self) -> tuple[int, int] | None:
+        try:
+            found = os.stat(self._path)
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns
 
 
 def _held_by_agent(path: str) -> bool:

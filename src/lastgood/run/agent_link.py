@@ -34,14 +34,14 @@ from dataclasses import dataclass
 import msgspec
 
 from .. import reporting
-from ..errors import Cancelled, LastgoodError, PeerDown
+from ..errors import Cancelled, LastgoodError, NotWritable, PeerDown
 from ..format import layout
 from ..ports import Mendable
 from . import paths
 from .agent_messages import AgentSpec, Answer, KnownPeers, Request, Send, Serve, Work
 from .peers import Peers, PeerTable
 
-PROTOCOL = 4
+PROTOCOL = 5
 """The version of the messages. An agent of another version is ended, and a new one is started."""
 SOCKET, LOCK, LOG, SPEC = "agent.sock", "agent.lock", "agent.log", "AGENT.json"
 MESSAGE_LIMIT_BYTES = 1 << 20
@@ -81,18 +81,26 @@ class AgentLink:
         self._serve: Serve | None = None
         self._missed = 0
         """how often this process has found no agent, since one has lived for LIVED_SECONDS"""
-        self._started = 0
+        self._started = self._refused = 0
+        self._foreign = False
+        """whether the agent belongs to another user"""
         self._attached_at = 0.0
         os.register_at_fork(after_in_child=self.close)  # guard: link-not-inherited-by-fork
 
     def attach(self) -> bool:
         """Attach to the agent, if there is one. Returns whether there is; one that does not answer is killed."""
+        self._foreign = False
         try:
             connection = connected(self._folder)
         except OSError:
             return False
+        except NotWritable as refused:
+            self._foreign = True
+            self._refused += 1
+            if reporting.is_reported(self._refused):
+                reporting.warning(f"{refused} The run goes on without an agent.")
+            return False
         try:
-            connection.settimeout(ATTACH_SECONDS)
             error = asked(connection, Request(protocol=PROTOCOL, call="attach")).error
         except (OSError, ValueError) as failure:
             error = f"{type(failure).__name__}: {failure}"
@@ -121,7 +129,7 @@ class AgentLink:
             self.close()
             if time.monotonic() - self._attached_at > LIVED_SECONDS:
                 self._missed = 0  # guard: lived-agent-replaced-at-once
-        if self.attach():
+        if self.attach() or self._foreign:
             return
         self._missed += 1
         if not reporting.is_reported(self._missed):
@@ -258,12 +266,18 @@ def _answer(connection: socket.socket) -> Answer:
 
 
 def connected(folder: str) -> socket.socket:
-    """A connection to the agent of a folder. Raises OSError where none listens."""
+    """A connection to the agent of a folder. Raises OSError where none listens, NotWritable if another user's does."""
     with _short_path(folder) as path:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connection.settimeout(ATTACH_SECONDS)
             connection.connect(path)
+            if (owner := user_of(connection)) != os.geteuid():  # guard: agent-of-another-user-not-asked
+                raise NotWritable(
+                    f"the agent of {folder} belongs to user {owner}, and this process to user {os.geteuid()}",
+                    safe="Nothing was asked of it.",
+                    todo="Train as one user, or give each user a folder of its own for the run.",
+                )
         except BaseException:
             connection.close()
             raise
@@ -312,6 +326,18 @@ def _has_ended(connection: socket.socket) -> bool:
         return False
     except OSError:
         return True
+
+
+def process_of(folder: str) -> int | None:
+    """The process id of the agent of a folder, also of one that does not answer. None if none listens.
+
+    Raises NotWritable if it belongs to another user.
+    """
+    try:
+        with contextlib.closing(connected(folder)) as connection:
+            return _peer(connection)[0] or None
+    except OSError:
+        return None
 
 
 def kill(connection: socket.socket) -> None:

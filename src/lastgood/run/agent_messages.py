@@ -11,6 +11,7 @@ import msgspec
 
 from ..policy.retention import Keep
 from ..records import Finding, GenerationId, Record
+from .peer_security import Certificates
 from .peers import PeerNode, PeerOrder, StripeOrder
 
 
@@ -37,6 +38,7 @@ class Serve(Record, frozen=True, kw_only=True):
     """How an agent is to serve the other nodes of a job. `job`, `key`: as in `PeerTable`. `node`: name of this node.
 
     `host`: the address at which it listens. `port`: as before, or 0: a free one. `wire`: what carries the bytes.
+    `certificates`: None: nodes know each other by the key.
     """
 
     job: str
@@ -45,6 +47,7 @@ class Serve(Record, frozen=True, kw_only=True):
     host: str
     port: int
     wire: str = "sockets"
+    certificates: Certificates | None = None
 
 
 class Send(Record, frozen=True, kw_only=True):
@@ -91,7 +94,8 @@ class Request(Record, frozen=True, kw_only=True):
 
 
 class KnownPeers(Record, frozen=True, kw_only=True):
-    """The other nodes of the job that hold what this node needs when it is lost. `job`, `key`: as in `PeerTable`.
+    """The other nodes of the job that hold what this node needs when it is lost. `job`, `key`: as in `PeerTable`,
+    `certificates` as in `Serve`.
 
     `copies`: those to which files were to be sent. `parity`: `Work.nodes` of the last work of this task.
     """
@@ -100,6 +104,7 @@ class KnownPeers(Record, frozen=True, kw_only=True):
     key: str
     copies: list[PeerNode]
     parity: list[PeerNode]
+    certificates: Certificates | None = None
 
 
 class Answer(Record, frozen=True, kw_only=True):

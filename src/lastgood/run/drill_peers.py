@@ -21,6 +21,7 @@ from ..policy import restore
 from ..ports import Tier
 from ..records import Extent, Finding, Generation
 from . import agent_link
+from .peer_security import security
 from .peers import RANK_FILE, PeerDisk, PeerNode, Peers
 from .reader import RunReader
 
@@ -130,7 +131,8 @@ def read_peers(memory: str, own: Tier, read: Read) -> list[PeerRead]:
         return [PeerRead("copies", "?", None, f"the agent of {memory} does not name the nodes: {error}")]
     if known is None:
         return []
-    with contextlib.closing(Peers(known.job, known.key, machine())) as peers:
+    secured = security(known.key, known.certificates)
+    with contextlib.closing(Peers(known.job, secured, machine())) as peers:
         found = [
             _newest(
                 own,
@@ -157,7 +159,7 @@ def _newest(own: Tier, nothing: PeerRead, attempt: Attempt) -> PeerRead:
                 continue
             found = one
         except LastgoodError as error:
-            found = nothing._replace(why=f"{type(error).__name__}: {error.what}")
+            found = nothing._replace(why=f"{type(error).__name__}: {error}")
         if found.good or layout.COMMIT in own.list(layout.folder(generation.id)):
             return found
         found = nothing._replace(why=f"training deleted step {generation.step} while it was read")

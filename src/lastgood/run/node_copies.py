@@ -210,6 +210,7 @@ class NodeCopies:
     def _copy(self, generation: Generation, copied: Future[None]) -> None:
         """Make the copies of one generation. A failure is put into `outcomes` once, and tried again."""
         failed: Exception | None = None
+        begun = time.monotonic()
         self._source.held.add(generation.id, self._thread)  # also if a newer one is to be copied before this has ended
         try:
             self._maker.make(generation, lambda: self._closing)
@@ -230,6 +231,8 @@ class NodeCopies:
                 self._waiting, self._failures = None, 0
                 self._source.held.discard(generation.id, self)
                 copied.set_result(None)
+                seconds = time.monotonic() - begun
+                self._source.emit("copied", generation.id, seconds=seconds, size=generation.bytes, detail=self.place)
             self._changed.notify_all()
 
 

@@ -29,6 +29,7 @@ from .agent_messages import AgentSpec, CopyTo
 from .known import KnownRun
 from .node_disks import FETCHED, SUBJECT, NodeDisks, NodeFiles, Nodes, NodeTier, NodeView, Own
 from .outcomes import Outcomes
+from .peer_security import own_certificates, security
 from .peers import Peers
 from .planned_save import RunOptions
 from .rank_requests import Requests, RequestServer
@@ -72,7 +73,8 @@ def opened(path: str | os.PathLike[str], options: RunOptions, ranks: AnyRanks) -
                 windows = nixl.chosen(peer_opening.own_wire()) if leads else None
                 links.table = peer_opening.agreed(agent, nodes.leaders[ranks.rank], options, topic)
                 if links.table is not None and leads:
-                    links.peers = Peers(links.table.job, links.table.key, machine(), windows)
+                    secured = security(links.table.key, own_certificates())
+                    links.peers = Peers(links.table.job, secured, machine(), windows)
                     storage.callback(links.peers.close)
         if not isinstance(ranks, RankGroup) or not nodes.others:
             yield NodeDisks(disk, nodes, None, links) if ranks.is_coordinator else NodeView(disk, nodes, leads, links)

@@ -44,7 +44,7 @@ def stage(
     _require_no_agent(folder, run)
     # As an agent does, so that a start asks this process to give way.
     with access.for_writing(url, "atomic_dirsync", agent_order=survey.order) as opened:
-        target, how = cast(Mendable, opened), replace(copying_by, stop=lambda: access.is_wanted(folder))
+        target, how = cast(Mendable, opened), replace(copying_by, stop=access.Wanted(folder))
         copying.adopt_run(source, target, survey)
         copying.copy_incarnations(source, target)
         if agent_link.read_spec(folder) is None:  # guard: staging-keeps-what-agents-know

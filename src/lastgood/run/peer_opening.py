@@ -4,8 +4,8 @@
     each leader   its agent listens with that key; its name, failure domain and address -> the coordinator -> all ranks
 
 Every process that can read the store of the job can read the key. An address is that of the interface that leads to
-MASTER_ADDR; LASTGOOD_ADDRESS names another one. LASTGOOD_WIRE=nixl chooses NIXL for the bytes. If an agent of any node
-does not listen, no copies are made, and that is reported.
+MASTER_ADDR; LASTGOOD_ADDRESS names another one. LASTGOOD_WIRE=nixl chooses NIXL for the bytes; peer_security.py has the
+variables of certificates. If an agent of any node does not listen, no copies are made, and that is reported.
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ from ..format import parity_layout
 from ..io.machine import machine
 from .agent_link import AgentLink
 from .agent_messages import Serve
+from .peer_security import own_certificates
 from .peers import PeerNode, PeerTable
 from .planned_save import RunOptions
 
 ADDRESS, WIRE = "LASTGOOD_ADDRESS", "LASTGOOD_WIRE"
+SLURM_PATH, SLURM_PATTERN = "SLURM_TOPOLOGY_ADDR", "SLURM_TOPOLOGY_ADDR_PATTERN"
+"""The switches above a node and the node, joined by points; and which part of it is what: "switch.switch.node"."""
 LOOPBACK = "127.0.0.1"
 
 
@@ -49,7 +52,9 @@ def agreed(agent: AgentLink | None, leader: int, options: RunOptions, topic: Any
                 safe="Nothing was touched.",
                 todo=f"Set {variable(spread)} on every node to its {spread}, or leave spread= out.",
             )
-        port = agent.serve(Serve(job=job, key=key, node=node, host=host, port=0, wire=own_wire()))
+        certificates = own_certificates()
+        serve = Serve(job=job, key=key, node=node, host=host, port=0, wire=own_wire(), certificates=certificates)
+        port = agent.serve(serve)
         if port:
             mine = PeerNode(leader=leader, name=node, domain=label(spread), host=host, port=port)
         else:
@@ -95,8 +100,20 @@ def own_address(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def label(spread: str | None, environ: Mapping[str, str] = os.environ) -> str:
-    """The failure domain of this node: the value of LASTGOOD_RACK for spread="rack". Empty without `spread`."""
-    return environ.get(variable(spread), "") if spread else ""
+    """The failure domain of this node: the value of LASTGOOD_RACK for spread="rack". Empty without `spread`.
+
+    If that is not set, the switch that Slurm's topology plugin names for this node counts as its rack.
+    """
+    if not spread:
+        return ""
+    return environ.get(variable(spread)) or (_switch(environ) if spread == "rack" else "")
+
+
+def _switch(environ: Mapping[str, str]) -> str:
+    """The switches above this node, as Slurm names them: of "s0.s4.n17" it is "s0.s4". Empty if it names none."""
+    if not environ.get(SLURM_PATTERN, "").endswith("switch.node"):
+        return ""
+    return environ.get(SLURM_PATH, "").rpartition(".")[0]
 
 
 def variable(spread: str) -> str:

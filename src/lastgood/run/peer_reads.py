@@ -20,6 +20,7 @@ from ..ports import Tier
 from ..records import Extent
 from ..wire import nixl
 from . import peer_opening
+from .peer_security import own_certificates, security
 from .peers import PeerDisk, Peers, PeerTable
 from .watched import Sources, Watched
 
@@ -40,14 +41,15 @@ class PeerReads(Watched):
         """nodes and places that could not be read"""
 
     def note(self, files: Mapping[str, Sequence[int]], below: Sequence[Tier]) -> None:
-        """Read these files elsewhere from now on. Raises as `nixl.chosen`.
+        """Read these files elsewhere from now on. Raises as `nixl.chosen` and `security`.
 
         `files`: each file -> the leaders of the nodes that have it, in the order in which they are asked. `below`: the
         places that are read if none of them answers.
         """
         if files and self._peers is None:
             windows = nixl.chosen(peer_opening.own_wire())
-            self._peers = Peers(self._table.job, self._table.key, machine(), windows)
+            secured = security(self._table.key, own_certificates())
+            self._peers = Peers(self._table.job, secured, machine(), windows)
         self._files = {name: [*map(self._node, leaders), *below] for name, leaders in files.items()}
 
     def close(self) -> None:
@@ -72,7 +74,7 @@ class PeerReads(Watched):
                 raise
             except LastgoodError as error:
                 self._failed.add(one.place)  # guard: failed-node-read-last
-                problems.append(f"{one.place}: {error.what}")
+                problems.append(f"{one.place}: {error}")
             else:
                 place = OTHER_NODES if isinstance(one, PeerDisk) else one.place
                 self._sources.add(place, extent.length, self._begun)

@@ -26,14 +26,14 @@ from typing import Literal
 
 import msgspec
 
-from ..errors import Cancelled, LastgoodError, MissingBlob
+from ..errors import Cancelled, Damaged, LastgoodError, MissingBlob, Truncated
 from ..format import layout, sealed, stripe_layout
 from ..limits import CHUNK_BYTES
 from ..ports import Tier
 from ..records import Extent, Generation, Record, Seal
 from ..wire.channel import Channel
 from ..wire.port import Peer
-from ..wire.security import SharedKey
+from ..wire.security import Security
 from ..wire.window import MakeMemory
 
 CALL_SECONDS = 60.0
@@ -104,14 +104,15 @@ class StripeOrder(Record, frozen=True, kw_only=True):
 class Peers:
     """Connections of this node to others, made when they are needed.
 
-    `job`, `key`: as in `PeerTable`. `name`: of this node. `windows`: as for `Channel`. Default: sockets only.
+    `job`: as in `PeerTable`. `name`: of this node. `security`: how nodes know each other (peer_security.py). `windows`:
+    as for `Channel`. Default: sockets only.
 
     Every method may be called from any thread; `close` ends calls in progress with Cancelled.
     """
 
-    def __init__(self, job: str, key: str, name: str, windows: MakeMemory | None = None) -> None:
+    def __init__(self, job: str, security: Security, name: str, windows: MakeMemory | None = None) -> None:
         self._windows = windows
-        self._me, self._security = Peer(job, name), SharedKey(bytes.fromhex(key))
+        self._me, self._security = Peer(job, name), security
         self._lock = threading.Lock()
         self._channels: dict[tuple[str, int, str], Channel] = {}
         self._closed = False
@@ -220,4 +221,11 @@ class PeerDisk:
         return self._peers.list(self._node, folder)
 
     def read_into(self, extent: Extent, mv: memoryview, *, fresh: bool = False) -> None:
-        self._peers.read(self._node, extent, mv)
+        try:
+            self._peers.read(self._node, extent, mv)
+        except Damaged as error:  # of which only the texts come over the wire
+            error.blob = extent.blob  # guard: remote-damage-names-its-file
+            if isinstance(error, Truncated):
+                folder, _, name = extent.blob.rpartition("/")
+                error.offset = self.list(folder).get(name) or 0
+            raise

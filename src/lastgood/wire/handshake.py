@@ -56,7 +56,13 @@ class _Handshake:
 
     def receive(self, kind: type[M]) -> M:
         """The next message, which has to be of this kind. Raises PeerRefused for a Refusal."""
-        message = receive_message(self._stream, self._reader, self._deadline)
+        try:
+            message = receive_message(self._stream, self._reader, self._deadline)
+        except FrameInvalid as error:
+            if error.reason == "version":  # guard: other-version-answered
+                self.send(Refusal("version"))  # a frame of this version, by which the other side sees what it is
+                self._stream.end(self._deadline)
+            raise
         if isinstance(message, Refusal):
             raise refused(self._stream.name, message.reason, "by that node")
         return expect(kind, message, self._stream.name)
@@ -168,6 +174,7 @@ REFUSALS = {
         "Give all nodes of a run the same mode, digest and encryption.",
     ),
     "key": ("the two nodes have different keys", "Give all nodes of the run the same key file."),
+    "version": ("it has another version of lastgood", "Install the same version on all nodes."),
     "certificate name": (
         "the name in its certificate is not that of the node",
         "Give each node a certificate with its name, or list the names that are accepted.",

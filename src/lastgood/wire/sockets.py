@@ -8,11 +8,13 @@ import socket
 import ssl
 from collections.abc import Callable, Iterator, Sequence
 
-from ..errors import PeerDown, TimedOut
+from ..errors import LastgoodError, PeerDown, TimedOut
 from .tls import stream_error
 
 SEND_BYTES = 1 << 20
 """The most bytes of one call that sends: a deadline is looked at between two of them."""
+DROPPED_BYTES = 1 << 20
+"""The most bytes that are read and dropped at the end of a connection."""
 BUFFERS_AT_ONCE = 64
 """The most buffers of one `sendmsg`; the system's limit is far above it."""
 KEEPALIVE = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))
@@ -111,6 +113,20 @@ class Stream:
         """End every wait on the stream, in whichever thread, with PeerDown."""
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+    def end(self, deadline: Deadline) -> None:
+        """Send nothing more, and drop what comes until the other side ends too, so that it reads what was sent before.
+
+        Bytes that nobody has read would make the system reset the connection. Raises nothing.
+        """
+        with contextlib.suppress(LastgoodError), self._failing(deadline):
+            socket.socket.shutdown(self._socket, socket.SHUT_WR)
+            left = DROPPED_BYTES
+            while left > 0:
+                self._socket.settimeout(deadline.left())
+                if not (part := self._socket.recv(min(left, SEND_BYTES))):
+                    return
+                left -= len(part)
 
     def close(self) -> None:
         """Close the socket. May be called again."""

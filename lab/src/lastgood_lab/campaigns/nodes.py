@@ -2,11 +2,12 @@
 
 A trial trains for a few saves in memory with copies or parity on other nodes, makes a fault, kills what is left of the
 job, and starts it again. The faults: a node is killed whole (its processes, its agent, its memory), two at once, or a
-rack of two; a node is cut off for a moment; a killed node is replaced by an empty one; a node is cut off, replaced, and
-comes back later with what it had. The job must restore the newest save of which `save.durable("node")` was true, or a
-newer one, bit for bit, and its next save must get its copies. What the nodes send each other until then is measured at
-their interfaces, and in every second trial compared with what had to be sent; such a trial begins when agents have
-ended what the killed job had asked of them. Writes lab/reports/nodes.*
+rack of two; a node is cut off for a moment, or its agent is killed or stopped, while a save is made; a killed node is
+replaced by an empty one; a node is cut off, replaced, and comes back later with what it had. The job must restore the
+newest save of which `save.durable("node")` was true, or a newer one, bit for bit, and its next save must get its
+copies. What the nodes send each other until then is measured at their interfaces, and in every second trial compared
+with what had to be sent; such a trial begins when agents have ended what the killed job had asked of them. Writes
+lab/reports/nodes.*
 """
 
 from __future__ import annotations
@@ -17,20 +18,22 @@ import os
 import random
 import select
 import shutil
+import signal
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from lastgood.run import memory_place
+from lastgood.run import agent_link, memory_place
 from lastgood_lab import namespaces
 from lastgood_lab.campaigns.node_bytes import NODES, RANKS, RANKS_OF_A_NODE, due, due_with_parity, held_in
 from lastgood_lab.campaigns.node_jobs import RankJob, run, serve_stores
+from lastgood_lab.campaigns.node_outcomes import FAULTS, MODES, NOTES, Mode, Outcome, table
 from lastgood_lab.campaigns.reports import report
 from lastgood_lab.worlds import CONTEXT
 
@@ -43,32 +46,6 @@ OVERHEAD, OVERHEAD_BYTES = 1.05, 400_000
 RECORDS_BYTES = 600_000
 """The same for each newer generation that a restore tries: each node reads the manifests of the others, some twice. A
 file of a rank is larger."""
-
-
-class Mode(NamedTuple):
-    """How a run protects its saves: `copies` and `spread` as for `Tier`, `code` as its `parity`."""
-
-    name: str
-    copies: int = 1
-    spread: str | None = None
-    code: tuple[int, int] | None = None
-
-
-MODES = {
-    "copies=2": Mode("copies=2", 2),
-    "copies=3": Mode("copies=3", 3),
-    "rack": Mode('copies=2, spread="rack"', 2, "rack"),
-    "parity": Mode('parity="2+2"', code=(2, 2)),
-}
-FAULTS = {
-    "one node killed": "copies=2",
-    "two nodes killed at once": "copies=3",
-    "two nodes killed at once, with parity": "parity",
-    "a rack of two killed": "rack",
-    "a node cut off for a moment": "copies=2",
-    "a killed node replaced by an empty one": "copies=2",
-    "a node cut off, replaced, and back later": "copies=2",
-}
 
 
 class Failed(Exception):
@@ -112,23 +89,6 @@ class Job:
             one.join()
         for pipe in self.pipes:
             pipe.close()
-
-
-@dataclass
-class Outcome:
-    """What one trial found. `lost`: bytes that the lost nodes had of the restored save. `due`: the most that had to be
-    sent, by what lay in memory before. `sent`: by the interfaces of the job's nodes; `sent_to_all`: of all nodes."""
-
-    fault: str
-    problems: list[str]
-    lost: int = 0
-    due: int = 0
-    sent: int = 0
-    sent_to_all: int = 0
-    restored: str = ""
-    fetched: int = 0
-    measured: bool = False
-    """whether nothing of the job that was killed was still being sent when the next one began"""
 
 
 class Run:
@@ -283,7 +243,18 @@ class Run:
         """Make the fault, and kill what is left of the job."""
         members, chance, self._lost = self.job.members, self._chance, {}
         if fault == "a node cut off for a moment":
-            self._cut_off(chance.choice(members))
+            network, node = self._network, chance.choice(members)
+            self._disturb(lambda: network.cut(node), lambda: network.mend(node))
+            self.job.kill()
+            return
+        if fault.startswith("the agent of a node"):
+            agent = agent_link.process_of(str(self._folder(chance.choice(members))))
+            if agent is None:
+                raise Failed("a node has no agent")
+            if fault == "the agent of a node killed":
+                self._disturb(partial(os.kill, agent, signal.SIGKILL), lambda: None)
+            else:
+                self._disturb(partial(os.kill, agent, signal.SIGSTOP), partial(os.kill, agent, signal.SIGCONT))
             self.job.kill()
             return
         if fault == "a node cut off, replaced, and back later":
@@ -326,15 +297,15 @@ class Run:
         for folder, parts in held_in(self._folder(node)).items():
             self._lost[folder] = self._lost.get(folder, 0) + sum(parts.values())
 
-    def _cut_off(self, node: int) -> None:
-        """Cut a node off while a save is made, and bring it back: the save must end well, and so must its copies."""
+    def _disturb(self, begin: Callable[[], object], end: Callable[[], object]) -> None:
+        """Make a fault while a save is made, and end it: the save must end well, and so must its copies."""
         self._attempted += 1
         for pipe in self.job.pipes:
             pipe.send(("save", self._attempted))
         time.sleep(self._chance.uniform(0.0, 0.1))
-        self._network.cut(node)
+        begin()
         time.sleep(self._chance.uniform(0.05, 1.0))
-        self._network.mend(node)
+        end()
         self.job.require([self.job.answer(rank) for rank in range(RANKS)])
         self._committed = self._attempted
         if self._chance.random() < 0.5:
@@ -374,33 +345,6 @@ def series(network: namespaces.Network, folder: Path, memory: Path, mode: str, s
             if outcomes[-1].problems:
                 break
     return outcomes
-
-
-def table(outcomes: Sequence[Outcome]) -> str:
-    """One row for each fault. The bytes are means over the trials that were measured and have no violation."""
-    names = ["fault", "copies", "trials", "violations", "restored", "KB lost", "KB due", "KB sent", "sent / lost"]
-    lines = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
-    for fault, mode in FAULTS.items():
-        of = [one for one in outcomes if one.fault == fault]
-        good = [one for one in of if not one.problems]
-        measured = [one for one in good if one.measured]
-        if not of:
-            continue
-        restored = ", ".join(f"{name} {count}" for name, count in Counter(one.restored for one in good).most_common())
-        lost, due, sent = (sum(getattr(one, name) for one in measured) for name in ("lost", "due", "sent"))
-        means = [f"{one / max(len(measured), 1) / 1000:,.0f}" for one in (lost, due, sent)]
-        ratio = f"{sent / lost:.3f}" if lost else "-"
-        cells = [fault, MODES[mode].name, len(of), len(of) - len(good), restored, *means, ratio]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines)
-
-
-NOTES = """- Restored: the newest save with copies, or a newer one that needed none of the lost nodes.
-- KB lost: what the lost nodes had of the restored save in memory, their own part and copies of others.
-- KB due: that, the copies that had not been made, and once more what ranks on new nodes read before its copy has come.
-  With parity, each byte that is computed again counts as many times as a stripe has data cells.
-- KB sent: what the nodes of the job have sent each other from its start until all copies were there again, by the
-  counters of their interfaces."""
 
 
 def main() -> int:

@@ -26,6 +26,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a place keeps a run that was not closed from ending", "unclosed-place-ends-with-the-process", Remove()),
         ("COMMIT is copied before the files of other nodes", "commit-copied-after-all-nodes", Never()),
         ("another user is served", "agent-serves-own-user", Never()),
+        ("the agent of another user is asked", "agent-of-another-user-not-asked", Never()),
+        ("a request of a killed process keeps an agent away", "request-counts-once-renewed", Swap("!=", "is not")),
         ("the memory of an open run is removed", "open-memory-not-removed", Swap("access.LOCK", '"other"')),
         ("an agent goes on in a folder that is not its own", "agent-of-removed-folder-ends", Instead("return True")),
         ("what is on a disk is removed after the copies", "only-memory-removed", Never()),
@@ -58,6 +60,12 @@ MUTANTS: tuple[Mutant, ...] = (
         ("agent_stage",),
         ("what an agent is to copy is forgotten by a staging", "staging-keeps-what-agents-know", Always()),
         ("what is only in memory is deleted by a staging", "staging-keeps-what-is-only-here", Always()),
+    ),
+    *table(
+        "peers over the wire",
+        ("peers", "tiers"),
+        ("nodes with certificates use the key", "certificates-used-where-named", Always()),
+        ("damage that another node reports has no file", "remote-damage-names-its-file", Remove()),
     ),
     *table(
         "peers",

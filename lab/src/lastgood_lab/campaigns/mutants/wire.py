@@ -97,6 +97,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a server does not compare the name in a certificate", "wire-server-checks-certificate-name", Remove()),
         ("any name in a certificate counts", "wire-certificate-names-node", Never()),
         ("peers need no certificate", "wire-certificate-required", Swap("CERT_REQUIRED", "CERT_NONE")),
+        ("a node of another version gets no answer", "other-version-answered", Never()),
         ("a server needs no proof of the key", "wire-client-proof-checked", Never()),
         ("a client needs no proof of the key", "wire-server-proof-checked", Never()),
         (
