@@ -168,7 +168,7 @@ class AgentLink:
     def _require_done(self, request: Request, what: str, stop: Callable[[], bool]) -> None:
         try:
             error = answered(self._folder, request, stop).error
-        except (OSError, ValueError) as failure:
+        except (OSError, ValueError, NotWritable) as failure:
             error = f"{type(failure).__name__}: {failure}"
         if error:
             raise PeerDown(f"the agent of {self._folder} could not {what}: {error}", safe="It is kept here.")

@@ -12,6 +12,7 @@ from typing import Literal
 
 from .. import reporting
 from ..engine.arena import Arena
+from ..errors import NotWritable
 from ..format import layout
 from ..ports import Tier
 from ..records import Finding, Generation
@@ -69,8 +70,8 @@ class AgentWork:
         try:
             answer = agent_link.answered(own.root, Request(protocol=PROTOCOL, call="work", work=work), stop)
             error = answer.error
-        except (FileNotFoundError, ConnectionError):
-            return None  # there is no agent now: `AgentLink.check` reports that, and starts one
+        except (FileNotFoundError, ConnectionError, NotWritable):
+            return None  # there is no agent now, or another user's: `AgentLink.check` reports that, or starts one
         except (OSError, ValueError) as failure:
             error = f"{type(failure).__name__}: {failure}"
         if not error:

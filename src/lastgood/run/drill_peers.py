@@ -127,7 +127,7 @@ def read_peers(memory: str, own: Tier, read: Read) -> list[PeerRead]:
     """
     try:
         known = agent_link.peers_of(memory)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, LastgoodError) as error:
         return [PeerRead("copies", "?", None, f"the agent of {memory} does not name the nodes: {error}")]
     if known is None:
         return []
