@@ -14,8 +14,8 @@ The class says whether a retry can help, and which exit code the command line en
     |    PeerDown  FrameInvalid
     |- Diverged      ranks, replicas or the snapshot are inconsistent      skip this save        exit 6
     |    TornSnapshot  RankFailed  StepDiffers (HeardLate)  ReplicaDiffers
-    `- Unfit         intact, but holds NaN or infinity                     load an older one     exit 8
-         NotFinite
+    `- Unfit         intact, but not good to go on from                    load an older one     exit 8
+         NotFinite  Suspect  TrainingDiverged
 
 Any other exception that this package raises by itself is a bug in it, and is not caught. Exceptions of user code (a
 callback, a `load_state_dict`) are passed on or are the `__cause__` of one of these.
@@ -310,6 +310,14 @@ class NotFinite(Unfit):
     def __init__(self, what: str, *, tensor: str = "", safe: str = "", todo: str = "") -> None:
         self.tensor = tensor
         super().__init__(what, safe=safe, todo=todo)
+
+
+class Suspect(Unfit):
+    """Training that went on from this generation has failed each time, at the same step and with the same cause."""
+
+
+class TrainingDiverged(Unfit):
+    """The loss or the gradients are not finite, or far above what they were: raised by `Checkpointer.step`."""
 
 
 NODE_FAILED = PeerDown, PeerRefused, FrameInvalid, TimedOut

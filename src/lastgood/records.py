@@ -182,8 +182,9 @@ class Finding(Record, frozen=True, kw_only=True):
 
 
 def intact(findings: list[Finding]) -> bool:
-    """Whether every byte is as committed: there is no finding, or only findings of the layer `finite`."""
-    return all(one.layer == "finite" for one in findings)
+    """Whether every byte is as committed: there is no finding, or only those of layers that judge what the state means:
+    `finite` (NaN and infinity), and `training` (what training did after it, run/advice.py)."""
+    return all(one.layer in ("finite", "training") for one in findings)
 
 
 class Mark(Record, frozen=True, kw_only=True):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from lastgood.errors import Refused
 from lastgood.policy.blame import Ended, first_cause
-from lastgood.policy.recovery import PREEMPTED, Budget, Outcome, answer, without_progress
+from lastgood.policy.recovery import PREEMPTED, Budget, Outcome, answer, replayed_steps, without_progress
 
 CRASH = -9
 
@@ -24,6 +26,14 @@ def test_attempts_without_progress_are_those_that_restore_no_newer_step(steps: l
     assert without_progress(outcomes(*steps)) == count
 
 
+def test_an_attempt_that_has_saved_something_newer_is_progress() -> None:
+    """A job whose third attempt had come far was given up, because it had gone on from the same step as the others."""
+    far = Outcome(restored_step=10, last_step=90, saved_step=80, code=CRASH)
+    assert without_progress([*outcomes(10, 10), far]) == 1
+    assert without_progress([*outcomes(10, 10), far, *outcomes(80)]) == 1
+    assert without_progress([far, *outcomes(80, 80)]) == 2
+
+
 def test_a_job_that_saves_something_newer_each_time_is_started_for_ever() -> None:
     assert answer(outcomes(*range(0, 1000, 10)), Budget()).restart
 
@@ -33,6 +43,62 @@ def test_a_job_that_fails_at_one_step_three_times_is_given_up() -> None:
     assert [one.restart for one in found] == [True, True, False]
     assert [one.pause_seconds for one in found] == [0.0, 1.0, 0.0]
     assert "after step 10" in found[-1].why
+
+
+FAILS = Outcome(restored_step=10, last_step=12, code=1, cause="exception ValueError", batches_known=True)
+
+
+def after(*followed: str, **changes: object) -> str:
+    """What follows attempts that failed alike, after each of which this followed."""
+    each = [replace(FAILS, **changes, followed=one) for one in followed]  # type: ignore[arg-type]
+    return answer([*each, replace(FAILS, **changes)], Budget()).act  # type: ignore[arg-type]
+
+
+def test_each_remedy_is_tried_once_against_a_failure_that_repeats() -> None:
+    assert after("restart") == "restart"
+    assert after("restart", "restart") == "back"
+    assert after("restart", "restart", "back") == "skip"
+    assert after("restart", "restart", "back", "skip") == "end"
+
+
+def test_a_remedy_that_is_not_possible_is_passed_over() -> None:
+    assert after("restart", "restart", restored_step=0) == "skip", "there is no generation to go back from"
+    assert after("restart", "restart", "back", batches_known=False) == "end"
+    assert after("restart", "restart", restored_step=0, batches_known=False) == "end"
+
+
+def test_a_user_chooses_what_is_tried() -> None:
+    alike = [FAILS] * 3
+    assert answer(alike, Budget(remedies=("skip",))).act == "skip"
+    assert answer(alike, Budget(remedies=())).act == "end"
+
+
+@pytest.mark.parametrize("other", [{"last_step": 13}, {"cause": "signal SIGKILL"}, {"restored_step": None}])
+def test_a_failure_elsewhere_or_of_another_kind_is_not_the_same(other: dict[str, object]) -> None:
+    assert answer([FAILS, replace(FAILS, **other), FAILS], Budget(without_progress=4)).act == "restart"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "act"),
+    [
+        ("ModuleNotFoundError: No module named 'apex'", 1, "end"),
+        ("SyntaxError: invalid syntax", 1, "end"),
+        ("NothingGood: no generation of the run is good", 1, "end"),
+        ("", 2, "end"),
+        ("RunLocked: the run is open in process 5", 1, "restart"),
+        ("ConnectionError: the name server does not answer", 1, "restart"),
+        ("NamedTupleError: 5", 1, "restart"),
+    ],
+)
+def test_what_would_fail_in_the_same_way_again_is_not_started_again(error: str, code: int, act: str) -> None:
+    one = Outcome(restored_step=None, last_step=0, code=code, error=error)
+    assert answer([one], Budget()).act == act
+    assert answer([replace(one, restored_step=5)], Budget()).act == "restart", "it has worked before"
+
+
+def test_steps_that_are_trained_again_are_counted() -> None:
+    assert replayed_steps([FAILS]) == 0 == replayed_steps([FAILS, replace(FAILS, restored_step=None)])
+    assert replayed_steps([FAILS, FAILS]) == 2
 
 
 def test_pauses_grow_to_a_bound() -> None:
@@ -52,7 +118,14 @@ def test_a_job_that_is_done_or_was_asked_to_end_is_not_started_again(code: int, 
 
 
 @pytest.mark.parametrize(
-    "values", [{"restarts": -1}, {"restarts": 1.5}, {"without_progress": 0}, {"pause_seconds": float("nan")}]
+    "values",
+    [
+        {"restarts": -1},
+        {"restarts": 1.5},
+        {"without_progress": 0},
+        {"remedies": ("back", "back")},
+        {"pause_seconds": float("nan")},
+    ],
 )
 def test_a_budget_that_cannot_be_meant_is_refused(values: dict[str, float]) -> None:
     with pytest.raises(Refused, match=next(iter(values))):

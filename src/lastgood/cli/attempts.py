@@ -8,7 +8,7 @@ import msgspec
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ..run import access
+from ..run import access, side_records
 from ..supervisor import attempt_log
 from ..supervisor.attempt_log import Attempt
 from .answer import Answer
@@ -20,7 +20,7 @@ from .texts import new_table, plural
 def attempts(run: Run, as_json: Json = False) -> Answer:
     """The attempts of RUN under `lastgood run`: when, from which step to which, why each failed, and what followed."""
     access.for_reading(run)  # raises what is wrong with the path
-    with attempt_log.opened(run) as tier:
+    with side_records.opened(run) as tier:
         found = attempt_log.read(tier)
     return Answer({"attempts": msgspec.to_builtins(found)}, _view(found))
 

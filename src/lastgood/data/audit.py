@@ -42,6 +42,8 @@ class AuditReport:
     """observations of a sample in a window to which it does not belong, or in a window that is not finished"""
     differing: tuple[tuple[int, int], ...]
     """(epoch, window) of every window with a duplicate, missing or extra sample"""
+    skipped: tuple[int, ...] = ()
+    """ids of the samples of windows that were left out (`ResumableSampler.skip`): they are not scheduled"""
 
     @property
     def exact(self) -> bool:
@@ -109,31 +111,33 @@ class Audit:
         state = sampler.state_dict()
         now, cursor = state["epoch"], state["cursor_step"]
         scheduled = observed = duplicates = missing = extra = 0
-        differing: list[tuple[int, int]] = []
+        differing, skipped = list[tuple[int, int]](), list[int]()
         for epoch in sorted({*range(now + 1), *self._ids}):
             order = sampler.order(epoch)
             finished = len(order) if epoch < now else cursor if epoch == now else 0
             expected = order[:finished]
+            left_out = [window for at, window in sampler.skipped if at == epoch and window < finished]
+            skipped += expected[left_out].reshape(-1).tolist()
             steps, ids = self._seen(epoch)
-            scheduled += expected.size
+            scheduled += expected.size - expected[left_out].size  # guard: skipped-samples-listed
             observed += ids.size
 
             early = steps[steps >= finished]
             steps, ids = steps[steps < finished], ids[steps < finished]
-            suspects = _differing_steps(steps, ids, expected)
+            suspects = _differing_steps(steps, ids, expected, left_out)
             if suspects:
                 by_step = np.argsort(steps, kind="stable")
                 steps, ids = steps[by_step], ids[by_step]
             for step in suspects:
                 window = slice(*np.searchsorted(steps, [step, step + 1]))
-                seen, due = Counter(ids[window].tolist()), set(expected[step].tolist())
+                seen, due = Counter(ids[window].tolist()), set(() if step in left_out else expected[step].tolist())
                 duplicates += sum(seen[i] - 1 for i in due & seen.keys())
                 missing += len(due - seen.keys())
                 extra += sum(seen[i] for i in seen.keys() - due)
                 differing.append((epoch, step))
             extra += early.size
             differing += [(epoch, step) for step in np.unique(early).tolist()]
-        return AuditReport(scheduled, observed, duplicates, missing, extra, tuple(differing))
+        return AuditReport(scheduled, observed, duplicates, missing, extra, tuple(differing), tuple(skipped))
 
     def state_dict(self) -> dict[str, Any]:
         """{RECORDS: a list of [epoch, windows, ids]}; each array is [dtype, bytes], in the order of observation."""
@@ -206,13 +210,15 @@ def _unpacked(dtype: str, data: bytes) -> np.ndarray:
     return np.frombuffer(data, np.dtype(dtype))
 
 
-def _differing_steps(steps: np.ndarray, ids: np.ndarray, expected: np.ndarray) -> list[int]:
-    """Windows whose number or sum of hashes of ids differs from the order; needs no sorting."""
+def _differing_steps(steps: np.ndarray, ids: np.ndarray, expected: np.ndarray, left_out: list[int]) -> list[int]:
+    """Windows whose number or sum of hashes of ids differs from the order; needs no sorting. `left_out`: windows of
+    which none is expected."""
     counts = np.bincount(steps, minlength=len(expected))
     sums = np.zeros(len(expected), np.uint64)
     np.add.at(sums, steps, _hashed(ids))
-    due = _hashed(expected).sum(axis=1, dtype=np.uint64)
-    return np.flatnonzero((counts != expected.shape[1]) | (sums != due)).tolist()
+    due, numbers = _hashed(expected).sum(axis=1, dtype=np.uint64), np.full(len(expected), expected.shape[1])
+    due[left_out], numbers[left_out] = 0, 0
+    return np.flatnonzero((counts != numbers) | (sums != due)).tolist()
 
 
 def _hashed(ids: np.ndarray) -> np.ndarray:

@@ -24,6 +24,8 @@ class Iteration:
     earlier_counted: bool
     """whether all batches that earlier iterations fetched have been counted; then several steps counted at once
     have all trained on batches of this iteration"""
+    batches: int = 0
+    """how many batches were yielded, or fetched"""
     stale: str = ""
     """why the iteration is no longer valid; empty while it is valid"""
     ended: bool = False
@@ -41,10 +43,9 @@ class Iteration:
                 "otherwise leave the loop and begin a new one over the same loader.",
             )
 
-    def fetched(self, steps_per_epoch: int) -> tuple[int, int]:
-        """Epoch and cursor after all fetched batches are counted."""
-        finished, cursor = divmod(self.next_step, steps_per_epoch)
-        return self.epoch + finished, cursor
+    def note_fetched(self, window: int) -> None:
+        """The batch of this window is yielded, or fetched in a DataLoader of the user's own."""
+        self.batches, self.next_step = self.batches + 1, window + 1
 
     def count(self) -> bool:
         """Record a counted step. True if a batch was probably fetched ahead of the first step.
@@ -54,7 +55,7 @@ class Iteration:
         """
         if len(self.counted) == 2:
             return False
-        self.counted.append(self.next_step - self.first_step - sum(self.counted))
+        self.counted.append(self.batches - sum(self.counted))
         return len(self.counted) == 2 and self.counted[0] - 1 == self.counted[1] > 0
 
 

@@ -11,7 +11,8 @@ Invariants
   3. Each optimizer step is counted once, by its number, however many checkpointers report it.
   4. Only one iteration is valid at a time. A newer one, or a load, invalidates the older ones: these raise Refused and
      move nothing.
-  5. No random number is drawn from a global generator. What a dataset draws depends only on (seed, epoch, sample).
+  5. A window that is left out (`skip`) is never the next one: the cursor moves over it.
+  6. No random number is drawn from a global generator. What a dataset draws depends only on (seed, epoch, sample).
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, defa
 from .. import reporting
 from ..errors import Refused
 from .iteration import Iteration, require_no_joining_batch_sampler
+from .loader import Fetching, Loader
 from .order import Order, whole_number
-from .stored_state import UNCHANGED, Saved, stored_change, stored_number, stored_order
-from .worker_seeding import SeededDataset, Window, WorkerInit, entropy, unchanged
+from .skips import Skips
+from .stored_state import UNCHANGED, Saved, stored_change, stored_number, stored_order, stored_skips
+from .worker_seeding import SeededDataset, Window, WorkerInit, unchanged
 
 # Options that decide which samples come, and in which order. With `in_order=False` batches come in any order, so the
 # number of batches trained would not say which ones these were.
@@ -41,6 +44,8 @@ _AHEAD = (
 _PLACE = {"epoch", "cursor_step", "seed"}
 """keys of the states that earlier versions wrote"""
 _KEYS = _PLACE | {"dataset_size", "earlier", "global_batch", "shuffle", "step"}
+_SKIPPED = "skipped"
+"""key of the windows that are left out; a state without any does not have it"""
 
 
 class ResumableSampler(Sampler[list[int]]):
@@ -114,6 +119,7 @@ class ResumableSampler(Sampler[list[int]]):
         self._earlier: list[tuple[int, Order]] = []  # (epoch, order of the epochs before it), ascending
         self._epoch = self._cursor = 0
         self._step: int | None = 0  # number of the last optimizer step that was counted; None: unknown
+        self._skips = Skips()
         self._iteration: Iteration | None = None
         self._last_yielded: tuple[int, int] | None = None
         self._cached: tuple[tuple[Order, int], np.ndarray] | None = None
@@ -127,10 +133,13 @@ class ResumableSampler(Sampler[list[int]]):
         19): a later numpy continues the same order.
         """
         number = whole_number("epoch", epoch)
-        key = next((order for until, order in self._earlier if number < until), self._order), number
+        key = self._order_of(number), number
         if self._cached is None or self._cached[0] != key:
             self._cached = key, key[0].of(number)
         return self._cached[1]
+
+    def _order_of(self, epoch: int) -> Order:
+        return next((order for until, order in self._earlier if epoch < until), self._order)
 
     def __iter__(self) -> Iterator[list[int]]:
         """This rank's part of each window, from the cursor to the end of the epoch, as lists of sample ids.
@@ -148,7 +157,7 @@ class ResumableSampler(Sampler[list[int]]):
     @property
     def remaining(self) -> int:
         """Batches left in the current epoch: what an iteration that starts now yields."""
-        return self.steps_per_epoch - self._cursor
+        return self._skips.remaining(self._epoch, self._cursor, self.steps_per_epoch)
 
     @property
     def position(self) -> tuple[int, int]:
@@ -205,7 +214,7 @@ class ResumableSampler(Sampler[list[int]]):
         elif not at.stale:
             place = self._after(steps)
             # guard: counted-steps-were-fetched
-            if place > at.fetched(self.steps_per_epoch) or (steps > 1 and not at.earlier_counted):
+            if place > self._place(at.epoch, at.next_step) or (steps > 1 and not at.earlier_counted):
                 raise Refused(
                     f"{steps} optimizer steps were completed since the last count, and it is not known with which "
                     f"batches: this iteration, over epoch {at.epoch}, began after {at.first_step} of its "
@@ -220,16 +229,57 @@ class ResumableSampler(Sampler[list[int]]):
     def _after(self, steps: int) -> tuple[int, int]:
         """Epoch and cursor after this many more steps. No step takes batches from two epochs."""
         each = self.batches_per_step or 1
+        if self._skips:
+            return self._after_with_skips(steps, each)
         left = -(-self.remaining // each)  # guard: last-step-takes-remainder
         if steps < left:
             return self._epoch, self._cursor + steps * each
         epochs, steps = divmod(steps - left, -(-self.steps_per_epoch // each))
         return self._epoch + 1 + epochs, steps * each
 
+    def _after_with_skips(self, steps: int, each: int) -> tuple[int, int]:
+        """As `_after`, step by step."""
+        epoch, cursor = self._place(self._epoch, self._cursor)
+        for _ in range(steps):
+            began = epoch
+            for _ in range(each):
+                epoch, cursor = self._place(epoch, cursor + 1)
+                if epoch != began:
+                    break
+        return epoch, cursor
+
+    def _place(self, epoch: int, cursor: int) -> tuple[int, int]:
+        """Epoch and cursor of the first window from this one on that is not left out."""
+        while (cursor := self._skips.next(epoch, cursor)) >= self.steps_per_epoch:  # guard: skipped-windows-passed
+            epoch, cursor = epoch + 1, cursor - self.steps_per_epoch
+        return epoch, cursor
+
     def _move(self, epoch: int, cursor: int) -> None:
-        finished, self._cursor = divmod(cursor, self.steps_per_epoch)
-        self._epoch = epoch + finished
+        self._epoch, self._cursor = self._place(epoch, cursor)
         self._last_yielded = None
+
+    def skip(self, epoch: int, first: int, count: int) -> list[int]:
+        """Leave windows out of the order, for good. Returns the ids of their samples; empty if none is left out anew.
+
+        `epoch`, `first`: the first of them, as in `position`. `count`: how many. Windows before the cursor are trained
+        already, and are not left out. `lastgood run` and a `Sentinel` have it called by `Checkpointer.restore`, for
+        batches that made training fail or diverge; `Audit.report` lists them. Iterations that have begun are over then.
+        """
+        epoch, first = whole_number("epoch", epoch), whole_number("first", first)
+        ahead = range(first, min(first + whole_number("count", count), self.steps_per_epoch))
+        known = self._skips.of(epoch)
+        new = [one for one in ahead if (epoch, one) >= (self._epoch, self._cursor) and one not in known]
+        if not new:
+            return []
+        self._invalidate("batches were left out of the order")
+        self._skips.add(epoch, new)
+        self._move(self._epoch, self._cursor)
+        return [int(one) for one in self._order_of(epoch).of(epoch)[new].reshape(-1)]
+
+    @property
+    def skipped(self) -> list[tuple[int, int]]:
+        """(epoch, window) of each window that is left out, ascending."""
+        return [*self._skips]
 
     # ---- the state -----------------------------------------------------------------------------------------
 
@@ -244,6 +294,7 @@ class ResumableSampler(Sampler[list[int]]):
             "seed": self._seed,
             "shuffle": self.shuffle,
             "step": self._step,
+            **({_SKIPPED: self._skips.state()} if self._skips else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -263,7 +314,7 @@ class ResumableSampler(Sampler[list[int]]):
                 reporting.info(
                     f"from epoch {saved.epoch} on the samples have another order: {self._differences(saved.order)}"
                 )
-        self._step = saved.step
+        self._step, self._skips = saved.step, saved.skips
         self._move(saved.epoch, saved.cursor)
 
     def differs(self, state: object) -> str:
@@ -275,13 +326,14 @@ class ResumableSampler(Sampler[list[int]]):
         return ""
 
     def _read(self, state: object) -> Saved:
-        if not isinstance(state, Mapping) or set(state) not in (_KEYS, _PLACE):
+        if not isinstance(state, Mapping) or set(state) - {_SKIPPED} not in (_KEYS, _PLACE):
             found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
             raise Refused(f"a sampler's state has {', '.join(sorted(_KEYS))}; this one is {found}", safe=UNCHANGED)
         full = {
             **self.state_dict(),
             "step": None,
             "earlier": [],
+            _SKIPPED: [],
             **state,
         }  # what an older state lacks is taken from this sampler
         epoch, cursor = (stored_number(name, full[name]) for name in ("epoch", "cursor_step"))
@@ -302,7 +354,7 @@ class ResumableSampler(Sampler[list[int]]):
                 safe=UNCHANGED,
                 todo="Use the dataset and the global batch that the state was saved with.",
             )
-        return Saved(epoch, cursor, step, order, earlier)
+        return Saved(epoch, cursor, step, order, earlier, stored_skips(full[_SKIPPED]))
 
     def _differences(self, saved: Order) -> str:
         pairs = zip(Order._fields, saved, self._order, strict=True)
@@ -347,7 +399,7 @@ class ResumableSampler(Sampler[list[int]]):
             self,
             DataLoader(
                 seeded,
-                batch_sampler=_Fetching(self),  # type: ignore[arg-type]  # a window in place of a list of ids
+                batch_sampler=Fetching(self),  # type: ignore[arg-type]  # a window in place of a list of ids
                 num_workers=num_workers,
                 collate_fn=unchanged,
                 worker_init_fn=init,
@@ -360,7 +412,7 @@ class ResumableSampler(Sampler[list[int]]):
         before = self._iteration
         earlier_counted = before is None or before.counts_yielded or bool(before.stale)
         if before is not None and not earlier_counted:
-            counted = before.fetched(self.steps_per_epoch) <= (self._epoch, self._cursor)
+            counted = self._place(before.epoch, before.next_step) <= (self._epoch, self._cursor)
             if before.ended and not counted:
                 raise Refused(
                     f"epoch {before.epoch} has ended, and {self.remaining} of its batches belong to no step that was "
@@ -381,65 +433,14 @@ class ResumableSampler(Sampler[list[int]]):
 
     def _ids(self, at: Iteration) -> Iterator[list[int]]:
         for window in self._windows(at):
-            at.next_step += 1
+            at.note_fetched(self._skips.next(at.epoch, at.next_step))
             yield window.ids
 
     def _windows(self, at: Iteration) -> Iterator[Window]:
         part = self.global_batch // self.world_size
         own = self.order(at.epoch)[:, self.rank * part : (self.rank + 1) * part]
-        for step in range(at.first_step, self.steps_per_epoch):
+        step = self._skips.next(at.epoch, at.first_step)
+        while step < self.steps_per_epoch:
             at.require_live()
             yield Window(self._seed, at.epoch, own[step].tolist())
-
-
-class Loader:
-    """The result of `ResumableSampler.loader`. Iterate it once an epoch; each starts at the sampler's cursor."""
-
-    def __init__(self, sampler: ResumableSampler, batches: DataLoader[Any]) -> None:
-        self._sampler, self._batches = sampler, batches
-
-    def __len__(self) -> int:
-        """Batches of a whole epoch, before and after a resume."""
-        return len(self._sampler)
-
-    @property
-    def remaining(self) -> int:
-        """Batches left in the current epoch: what an iteration that starts now yields."""
-        return self._sampler.remaining
-
-    def __iter__(self) -> Iterator[Any]:
-        at = self._sampler._begin(counts_yielded=self._sampler.batches_per_step is None)  # guard: prefetch-not-counted
-        # iter(DataLoader) draws a base seed for its workers: from this generator, never from the global one
-        self._batches.generator.manual_seed(entropy("workers", self._sampler._seed, at.epoch)[0])
-        return self._batches_of(at, iter(self._batches))
-
-    def _batches_of(self, at: Iteration, batches: Iterator[Any]) -> Iterator[Any]:
-        sampler = self._sampler
-        at.require_live()
-        for batch in batches:
-            if at.counts_yielded:
-                sampler._last_yielded = (at.epoch, at.next_step)
-            at.next_step += 1
-            yield batch
-            at.require_live()
-        if at.next_step < sampler.steps_per_epoch:
-            raise Refused(
-                f"step {at.next_step} of epoch {at.epoch}: a StopIteration from the dataset or from collate_fn ended "
-                f"the epoch before its {sampler.steps_per_epoch} steps",
-                safe="The cursor has not moved past the windows that were trained.",
-                todo="Let the dataset raise another error, or return every sample.",
-            )
-        at.ended = True
-        if at.counts_yielded:  # guard: prefetch-not-counted-at-epoch-end
-            sampler._move(at.epoch, at.next_step)  # the loop asks for the next batch: it has trained on all before
-
-
-class _Fetching:
-    """The `batch_sampler` of a Loader's DataLoader: windows of the iteration that is beginning."""
-
-    def __init__(self, sampler: ResumableSampler) -> None:
-        self._sampler = sampler
-
-    def __iter__(self) -> Iterator[Window]:
-        assert self._sampler._iteration is not None
-        return self._sampler._windows(self._sampler._iteration)
+            step = self._skips.next(at.epoch, step + 1)

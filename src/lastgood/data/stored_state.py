@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from ..errors import Refused
 from .order import Order, whole_number
+from .skips import Skips
 
 UNCHANGED = "The sampler is unchanged."
 
@@ -19,6 +20,7 @@ class Saved(NamedTuple):
     order: Order
     earlier: list[tuple[int, Order]]
     """(epoch, order of the epochs before it), ascending by epoch"""
+    skips: Skips
 
 
 def stored_number(name: str, value: object) -> int:
@@ -38,6 +40,15 @@ def stored_change(fields: object, seed: int) -> tuple[int, Order]:
         raise _malformed(fields)
     until, size, batch, shuffle = fields
     return stored_number("earlier", until), stored_order([size, batch, seed, shuffle])
+
+
+def stored_skips(fields: object) -> Skips:
+    found = Skips()
+    for one in fields if isinstance(fields, list) else [fields]:
+        if not isinstance(one, list) or len(one) != 2 or not isinstance(one[1], list):
+            raise _malformed(one)
+        found.add(stored_number("skipped", one[0]), [stored_number("skipped", window) for window in one[1]])
+    return found
 
 
 def _malformed(found: object) -> Refused:

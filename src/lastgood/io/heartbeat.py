@@ -19,7 +19,8 @@ from typing import NamedTuple
 VARIABLE = "LASTGOOD_HEARTBEAT"
 """The environment variable that names the page of a rank. Without it nothing is shown."""
 PAGE_BYTES = 8192
-_PHASE_AT, _TEXT_AT = 256, 512
+_INCARNATION_AT, _PHASE_AT, _TEXT_AT = 192, 256, 512
+_INCARNATION_LIMIT = _PHASE_AT - _INCARNATION_AT
 _PHASE_LIMIT, _TEXT_LIMIT = _TEXT_AT - _PHASE_AT, PAGE_BYTES - _TEXT_AT
 
 
@@ -28,7 +29,8 @@ class _Field(IntEnum):
     OWNER: the process that writes the page; negative: while one of its runs does. SIGN: the newest sign of life after
     the first step. LONGEST: the longest time between two signs, in which no phase was open. PHASE: when the phase that
     is open began. EPOCH, WINDOW: position of the sampler at STEP; WINDOWS: how many windows STEP has trained.
-    FAILED: an exception has ended the script.
+    FAILED: an exception has ended the script. SAVED: the newest step whose save is committed. TEXT, PHASE_TEXT,
+    INCARNATION: the lengths of texts.
     """
 
     BEGUN = 0
@@ -48,6 +50,8 @@ class _Field(IntEnum):
     WINDOW = 14
     WINDOWS = 15
     FAILED = 16
+    INCARNATION = 17
+    SAVED = 18
 
 
 class Position(NamedTuple):
@@ -69,12 +73,16 @@ class Progress(NamedTuple):
     """when the state was restored"""
     restored_step: int
     """0 where nothing was restored"""
+    incarnation: str
+    """of the generation that was restored; empty where nothing was"""
     first: float | None
     """when the first step after that was completed"""
     step: int
     """the newest step that was completed"""
     beat: float | None
     """when"""
+    saved_step: int
+    """the newest step whose save was committed, as this rank knew at `beat`; 0: none since it was restored"""
     run: str
     """the path or URL of the run; empty until it is open"""
     sign: float | None
@@ -123,22 +131,31 @@ class Heartbeat:
         self._numbers[_Field.TEXT] = len(text)
         self._numbers[_Field.OPENED] = time.monotonic_ns()
 
-    def restored(self, step: int) -> None:
-        """The state is that of a step; 0: nothing was restored. What the process restored first is shown."""
+    def restored(self, step: int, incarnation: str = "", position: Position | None = None) -> None:
+        """The state is that of a step; 0: nothing was restored. What the process restored first is shown.
+
+        `incarnation`: of the generation. `position`: of the sampler, and the windows of the next step; None: not known.
+        """
+        if position is not None:
+            self._numbers[_Field.EPOCH], self._numbers[_Field.WINDOW], self._numbers[_Field.WINDOWS] = position
         self._numbers[_Field.STEP] = step
         if not self._numbers[_Field.RESTORED]:
+            text = incarnation.encode()[:_INCARNATION_LIMIT]
+            self._memory[_INCARNATION_AT : _INCARNATION_AT + len(text)] = text
+            self._numbers[_Field.INCARNATION] = len(text)
             self._numbers[_Field.RESTORED_STEP] = step
             self._numbers[_Field.RESTORED] = time.monotonic_ns()
 
-    def beat(self, step: int, position: Position | None = None) -> None:
-        """A step is completed. `position`: of the sampler; None: not known."""
+    def beat(self, step: int, saved_step: int = 0, position: Position | None = None) -> None:
+        """A step is completed. `saved_step`: the newest one whose save is committed. `position`: of the sampler; None:
+        not known."""
         numbers = self._numbers
         now = self._sign()
         if not numbers[_FIRST]:
             numbers[_FIRST] = now
         if position is not None:
             numbers[_Field.EPOCH], numbers[_Field.WINDOW], numbers[_Field.WINDOWS] = position
-        numbers[_STEP] = step
+        numbers[_STEP], numbers[_SAVED] = step, saved_step
         numbers[_BEAT] = now
 
     def phase(self, name: str) -> None:
@@ -165,7 +182,7 @@ class Heartbeat:
 
 
 # Attributes of an Enum take longer to read than the stores themselves.
-_FIRST, _STEP, _BEAT = int(_Field.FIRST), int(_Field.STEP), int(_Field.BEAT)
+_FIRST, _STEP, _SAVED, _BEAT = int(_Field.FIRST), int(_Field.STEP), int(_Field.SAVED), int(_Field.BEAT)
 _SIGN, _LONGEST, _PHASE = int(_Field.SIGN), int(_Field.LONGEST), int(_Field.PHASE)
 
 
@@ -208,18 +225,23 @@ def read(path: str) -> Progress:
     def seconds(field: _Field) -> float | None:
         return numbers[field] / 1e9 if numbers[field] else None
 
+    def text(at: int, length: _Field) -> str:
+        return page[at : at + numbers[length]].decode(errors="replace")
+
     return Progress(
         begun=seconds(_Field.BEGUN),
         opened=seconds(_Field.OPENED),
         restored=seconds(_Field.RESTORED),
         restored_step=numbers[_Field.RESTORED_STEP],
+        incarnation=text(_INCARNATION_AT, _Field.INCARNATION),
         first=seconds(_Field.FIRST),
         step=numbers[_Field.STEP],
         beat=seconds(_Field.BEAT),
-        run=page[_TEXT_AT : _TEXT_AT + numbers[_Field.TEXT]].decode(errors="replace"),
+        saved_step=numbers[_Field.SAVED],
+        run=text(_TEXT_AT, _Field.TEXT),
         sign=seconds(_Field.SIGN),
         longest_seconds=numbers[_Field.LONGEST] / 1e9,
-        phase=page[_PHASE_AT : _PHASE_AT + numbers[_Field.PHASE_TEXT]].decode(errors="replace"),
+        phase=text(_PHASE_AT, _Field.PHASE_TEXT),
         phase_began=seconds(_Field.PHASE),
         closed=bool(numbers[_Field.OPENED]) and numbers[_Field.OWNER] > 0,
         failed=seconds(_Field.FAILED),

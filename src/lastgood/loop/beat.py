@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from ..io.heartbeat import Heartbeat
 from ..policy.arguments import require
 from ..policy.hang import SAVE
+from ..records import Generation
 from .progress import Progress
 
 
@@ -26,15 +27,16 @@ class Beat:
         if self._page is not None:
             self._page.opened(run)
 
-    def restored(self, step: int) -> None:
-        """The state is that of a step."""
+    def restored(self, step: int, generation: Generation | None) -> None:
+        """The state is that of a step, restored from a generation or (None) that of the beginning."""
         if self._page is not None:
-            self._page.restored(step)
+            incarnation = "" if generation is None else generation.id.incarnation
+            self._page.restored(step, incarnation, self._progress.next_position())
 
-    def step(self, n: int) -> None:
-        """Step `n` is completed, and counted on the samplers."""
+    def step(self, n: int, saved_step: int | None) -> None:
+        """Step `n` is completed, and counted on the samplers. `saved_step`: the newest one whose save is committed."""
         if self._page is not None:
-            self._page.beat(n, self._progress.position())
+            self._page.beat(n, saved_step or 0, self._progress.position())
 
     def saving(self) -> contextlib.AbstractContextManager[None]:
         """In the block, the loop waits for a save."""

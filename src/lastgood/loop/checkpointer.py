@@ -167,9 +167,10 @@ class Checkpointer:
         self._progress = progress = Progress(request, ranks, pipeline.outcomes)
         self._saver = saver = Saver(request, options, pipeline, planner, ranks, reports)
         self._ending = Ending(pipeline, saver, progress, ranks, end_request)
-        self._restorer = Restorer(request, pipeline, planner, ranks, saver, progress, reports)
+        url = paths.parsed(path).url
+        self._restorer = Restorer(request, url, pipeline, planner, ranks, saver, progress, reports)
         self._beat = Beat(heartbeat.own(), progress)
-        self._beat.opened(paths.parsed(path).url)
+        self._beat.opened(url)
 
     # ---- the loop ------------------------------------------------------------------------------------------
 
@@ -182,7 +183,8 @@ class Checkpointer:
         beginning, and `.step` of the result is 0. `restore(step=0)` without a generation of step 0 starts over.
         `restore(step=N)` rewinds this process. The first save after it makes the rewind durable: later restores choose
         a step after N of the old branch only if they ask for it. Until then, the next process resumes as if there had
-        been no rewind.
+        been no rewind. Without `step`, what `lastgood run` and a Sentinel have learned about the run is followed:
+        suspect generations are stepped over, and batches left out (docs/recovery.md).
         `strict`: whether any difference between state and generation is an error; with False, what does not fit is
         skipped and listed in `.skipped`; default True. `rename`: stored name -> live name; a pair of prefixes, which
         end in ".", renames everything below them; default None.
@@ -197,6 +199,7 @@ class Checkpointer:
         with topic.failing():
             self._pipeline.wait(on_nodes=False)
             self._surface()
+            advice = restorer.followed_advice(topic) if step is None else []
             restorer.run.mend_known(step, topic)
             restorer.run.share_survey(topic)
         request = replace(self._request, step=step, strict=strict, rename=rename)
@@ -214,8 +217,8 @@ class Checkpointer:
         finally:
             restorer.run.release()
         found = replace(found, repaired=restorer.run.repaired(), sources=restorer.run.sources.found())
-        restorer.continue_from(found)
-        self._beat.restored(found.step)
+        restorer.continue_from(found, advice)
+        self._beat.restored(found.step, found.generation)
         report(found, "resumed from")
         self._reports.deliver()
         return found
@@ -234,7 +237,7 @@ class Checkpointer:
             ckpt.step(step, metrics={"loss": loss})
         """
         n = self._advance(n)
-        self._beat.step(n)
+        self._beat.step(n, self._pipeline.outcomes.newest)
         saver = self._saver
         if saver.announcements is not None and saver.expects_announcements:
             with self._reports.deferring_problems():

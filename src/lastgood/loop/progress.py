@@ -69,6 +69,12 @@ class Progress:
         (epoch, window, each), (epoch_before, window_before, _) = now, before
         return Position(epoch, window, max(0, window - window_before + each * (epoch - epoch_before)))
 
+    def next_position(self) -> Position | None:
+        """Where the sampler of the state stands, and how many windows the next step is expected to train."""
+        found = self._position()
+        each = next(samplers_in(self._state)).batches_per_step or 1 if found else 0
+        return None if found is None else Position(*found[:2], each)
+
     def _position(self) -> tuple[int, int, int] | None:
         """Epoch and window of the first batch that is not counted, and the windows of an epoch."""
         samplers = list({id(one): one for one in samplers_in(self._state)}.values())

@@ -14,8 +14,10 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
+from .. import reporting
 from ..coordination.rounds import RankGroup
 from ..coordination.single_rank import AnyRanks, AnyTopic
+from ..data.step_counting import samplers_in
 from ..engine import guard
 from ..engine.arena import Arena
 from ..engine.finite import not_finite_error
@@ -23,9 +25,11 @@ from ..errors import HalfLoaded, LastgoodError, NotWritable, Unavailable
 from ..format import commit, layout
 from ..format.commit import Survey
 from ..policy.arguments import require
+from ..policy.restore import choose
 from ..ports import Tier
 from ..records import Finding, Generation
-from ..run import node_opening, reader
+from ..run import advice, node_opening, reader, side_records
+from ..run.advice import Advice
 from ..run.content import Content
 from ..run.node_cache import NodeCache
 from ..run.node_disks import NodeTier
@@ -89,7 +93,7 @@ class WritableRun:
         begun, leader = self.sources.now(), str(tier.nodes.leaders[rank])
         wants: list[Any] = []  # the coordinator alone keeps what each rank wants
         topic.agree(dict(wanted), lambda posts: wants.extend(posts))
-        carried = self._by_coordinator(topic, lambda: msgspec.to_builtins(places.carry(generation, wants)))
+        carried = self.by_coordinator(topic, lambda: msgspec.to_builtins(places.carry(generation, wants)))
         found = msgspec.convert(carried, Carried)
         here = found.fetched.get(leader, {})
         note_fetched(tier, generation, here)
@@ -169,7 +173,7 @@ class WritableRun:
         """
         places, arena = self._pipeline.places, self._pipeline.upkeep.arena()
         topic = self._ranks.topic("mend")
-        whole = self._by_coordinator(topic, lambda: places.mend(generation, arena))
+        whole = self.by_coordinator(topic, lambda: places.mend(generation, arena))
         if self._ranks.size > 1:
             self._adopt(topic)
         return whole
@@ -177,9 +181,9 @@ class WritableRun:
     def mend_known(self, step: int | None, topic: AnyTopic) -> None:
         """Mend what is marked as damaged, of the generations that a restore of `step` would try: rank 0 does."""
         places, arena = self._pipeline.places, self._pipeline.upkeep.arena()
-        self._by_coordinator(topic, lambda: places.mend_known(step, arena))
+        self.by_coordinator(topic, lambda: places.mend_known(step, arena))
 
-    def _by_coordinator(self, topic: AnyTopic, work: Callable[[], T]) -> T:
+    def by_coordinator(self, topic: AnyTopic, work: Callable[[], T]) -> T:
         """Do something at rank 0 that may take longer than the timeout between ranks. All ranks return its result."""
         ranks = self._ranks
         if not isinstance(ranks, RankGroup):
@@ -211,6 +215,7 @@ class Restorer:
     def __init__(
         self,
         request: LoadRequest,
+        url: str,
         pipeline: Pipeline,
         planner: SavePlanner,
         ranks: AnyRanks,
@@ -218,7 +223,7 @@ class Restorer:
         progress: Progress,
         reports: Reports,
     ) -> None:
-        self._request, self._pipeline, self._planner, self._ranks = request, pipeline, planner, ranks
+        self._request, self._url, self._pipeline, self._planner, self._ranks = request, url, pipeline, planner, ranks
         self._saver, self._progress, self._reports = saver, progress, reports
         self.run = WritableRun(pipeline, planner, ranks)
 
@@ -242,8 +247,47 @@ class Restorer:
         )
         return Restored(step=0, generation=None, seconds=0.0, bytes=0)
 
-    def continue_from(self, found: Restored) -> None:
-        """Make the saves that follow descend from the restored generation, or from nothing if there is none."""
+    def followed_advice(self, topic: AnyTopic) -> list[Advice]:
+        """The advice that the run has for this restore. Rank 0 reads it, and marks the suspect generations.
+
+        If its durable place cannot be read, that is reported, and there is none.
+        """
+        return msgspec.convert(self.run.by_coordinator(topic, self._advised), list[Advice])
+
+    def _advised(self) -> Any:
+        try:
+            with side_records.opened(self._url) as tier:
+                found = advice.read(tier)
+        except Unavailable as error:
+            self._pipeline.outcomes.put(error)
+            return []
+        for one in found:
+            candidates = choose(self.run.survey, None).candidates
+            if one.suspect not in candidates:
+                continue
+            if len(candidates) == 1:  # guard: only-good-generation-stays
+                reporting.warning(f"{one.suspect} is suspect, and the only good one: it is restored again. {one.why}")
+                continue
+            suspect = self.run.survey.generations[one.suspect]
+            self.run.mark(suspect, [advice.finding(one)])  # guard: suspect-generation-marked
+        return msgspec.to_builtins(found)
+
+    def _leave_out(self, found: list[Advice]) -> None:
+        """Leave out the batches that are to be skipped, if it is known to which sampler they belong."""
+        samplers = {id(one): one for one in samplers_in(self._request.state)}
+        for one in found:
+            if one.skip is None or len(samplers) != 1:
+                continue
+            ids = next(iter(samplers.values())).skip(one.skip.epoch, one.skip.first, one.skip.count)
+            if ids and self._ranks.is_coordinator:
+                reporting.warning(f"{len(ids)} samples are left out, from epoch {one.skip.epoch}: {one.why}")
+
+    def continue_from(self, found: Restored, followed: list[Advice]) -> None:
+        """Make the saves that follow descend from the restored generation, or from nothing if there is none.
+
+        `followed`: the advice that was followed; the batches that it names are left out.
+        """
+        self._leave_out(followed)
         pipeline, generation, state = self._pipeline, found.generation, self._request.state
         run, several = pipeline.run, self._ranks.size > 1
         self._saver.half_loaded = False

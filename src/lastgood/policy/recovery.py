@@ -1,14 +1,20 @@
-"""What a supervisor does when an attempt of a job has ended: go on, start again, or give up. Pure.
+"""What a supervisor does when an attempt of a job has ended: start again, differently perhaps, or give up. Pure.
 
 An attempt is one life of all ranks. Attempts count as without progress while each restores the same step: what was
 trained in between was lost again. The number of those is bounded; that of attempts with progress is bounded only if the
 user says so.
+
+Attempts that fail at the same step with the same cause fail because of the state or of the batches, and not of the
+machine. After so many of them the job goes on from the generation before; if it fails there again, without the batches
+of that step; if it fails there again, it is given up.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from .arguments import is_number, is_whole, require
 
@@ -18,17 +24,32 @@ GAVE_UP = 9
 """The exit code of a job that was given up."""
 
 
+Act = Literal["end", "restart", "back", "skip"]
+"""What follows an attempt: "back" and "skip" are restarts, from an older generation, or without some batches."""
+REMEDIES: tuple[Act, ...] = ("back", "skip")
+_HOPELESS = re.compile(
+    r"(SyntaxError|IndentationError|TabError|ImportError|ModuleNotFoundError|NameError|Refused|StateMismatch|Unstorable|"
+    r"UnknownFormat|NoSuchStep|NotARun|NotWritable|NotInstalled|RunReplaced|NothingGood)\b"
+)
+"""The errors of a script before its state is restored that come again each time it is started."""
+USAGE = 2
+"""the exit code of argparse for arguments that a script does not take"""
+
+
 @dataclass(frozen=True)
 class Budget:
     """How often a job is started again.
 
     `restarts`: restarts in all; None: no bound (default). `without_progress`: attempts in a row that restore the same
-    step, the first included (default 3). `pause_seconds`: before the first restart without progress (default 1.0), then
-    doubled each time up to `longest_pause_seconds` (default 60.0). Raises Refused for values that cannot be meant.
+    step, or fail at the same step with the same cause, the first included (default 3). `remedies`: what is tried then,
+    in this order, before the job is given up (default: "back", "skip"). `pause_seconds`: before the first restart
+    without progress (default 1.0), then doubled each time up to `longest_pause_seconds` (default 60.0). Raises Refused
+    for values that cannot be meant.
     """
 
     restarts: int | None = None
     without_progress: int = 3
+    remedies: tuple[Act, ...] = REMEDIES
     pause_seconds: float = 1.0
     longest_pause_seconds: float = 60.0
 
@@ -41,6 +62,11 @@ class Budget:
             f"without_progress={self.without_progress!r}",
             "Give a whole number of at least 1.",
         )
+        require(
+            all(one in REMEDIES for one in self.remedies) and len({*self.remedies}) == len(self.remedies),
+            f"remedies={self.remedies!r}",
+            f"Give some of {', '.join(REMEDIES)}, each once.",
+        )
         for name in ("pause_seconds", "longest_pause_seconds"):
             value = getattr(self, name)
             require(is_number(value) and value >= 0, f"{name}={value!r}", "Give a number of seconds.")
@@ -51,21 +77,34 @@ class Outcome:
     """How one attempt has ended.
 
     `restored_step`: from which it went on; None: it failed before. `last_step`: the newest step that it completed.
-    `code`: of the rank that failed first; 0: all ranks have ended regularly.
+    `saved_step`: the newest step that it has saved; 0: none.
+    `code`: of the rank that failed first; 0: all ranks have ended regularly. `cause`: equal for failures of one kind;
+    empty if it is not known. `error`: type and message of the exception. `batches_known`: whether it is known with
+    which windows the next step would have trained. `followed`: what followed it.
     """
 
     restored_step: int | None
     last_step: int
     code: int
+    saved_step: int = 0
+    cause: str = ""
+    error: str = ""
+    batches_known: bool = False
+    followed: Act = "restart"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What follows. `restart`: whether the job is started again, after `pause_seconds`. `why`: for the log."""
+    """What follows. `why`: for the log. `pause_seconds`: before a restart."""
 
-    restart: bool
+    act: Act
     why: str
     pause_seconds: float = 0.0
+
+    @property
+    def restart(self) -> bool:
+        """Whether the job is started again."""
+        return self.act != "end"
 
 
 def answer(outcomes: Sequence[Outcome], budget: Budget, asked_to_end: bool = False) -> Answer:
@@ -75,30 +114,75 @@ def answer(outcomes: Sequence[Outcome], budget: Budget, asked_to_end: bool = Fal
     """
     last = outcomes[-1]
     if last.code == 0:
-        return Answer(False, "the job is done")
+        return Answer("end", "the job is done")
     if asked_to_end:
-        return Answer(False, "the job was asked to end")
+        return Answer("end", "the job was asked to end")
     if last.code == PREEMPTED:
-        return Answer(False, "the ranks were asked to end")
+        return Answer("end", "the ranks were asked to end")
+    if hopeless(last):
+        return Answer("end", "it would fail in the same way again")
     if budget.restarts is not None and len(outcomes) > budget.restarts:  # guard: restarts-bounded
-        return Answer(False, f"{budget.restarts} restarts are allowed")
+        return Answer("end", f"{budget.restarts} restarts are allowed")
+    alike = _alike(outcomes)
+    if len(alike) >= budget.without_progress:
+        return _remedy(alike, budget)
     same = without_progress(outcomes)
     if same >= budget.without_progress:  # guard: no-endless-restarts
         where = "before a state was restored" if last.restored_step is None else f"after step {last.restored_step}"
-        return Answer(False, f"{same} attempts in a row failed {where}, and nothing newer was saved")
+        return Answer("end", f"{same} attempts in a row failed {where}, and nothing newer was saved")
     pause = min(budget.pause_seconds * 2 ** (same - 2), budget.longest_pause_seconds) if same > 1 else 0.0
-    return Answer(True, f"failure {same} of {budget.without_progress} without a newer saved step", pause)
+    return Answer("restart", f"failure {same} of {budget.without_progress} without a newer saved step", pause)
+
+
+def hopeless(one: Outcome) -> bool:
+    """Whether an attempt has failed, before it had restored a state, in a way that comes again each time."""
+    return one.restored_step is None and (bool(_HOPELESS.match(one.error)) or one.code == USAGE)
+
+
+def _alike(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """The last attempts in a row that failed at the same step with the same cause, after they had restored a state."""
+    last, found = outcomes[-1], list[Outcome]()
+    for one in reversed(outcomes):
+        if not one.cause or one.restored_step is None or (one.last_step, one.cause) != (last.last_step, last.cause):
+            break
+        found.insert(0, one)
+    return found
+
+
+def _remedy(alike: Sequence[Outcome], budget: Budget) -> Answer:
+    """What is tried against a failure that comes again at the same step. `alike`: the attempts with this failure."""
+    last, tried = alike[-1], [one.followed for one in alike[:-1]]
+    what = f"{len(alike)} attempts in a row failed after step {last.last_step} with the same cause"
+    for act in budget.remedies:
+        possible = bool(last.restored_step) if act == "back" else last.batches_known
+        if act not in tried and possible:  # guard: each-remedy-tried-once
+            how = "from the generation before" if act == "back" else f"without the batches after step {last.last_step}"
+            return Answer(act, f"{what}: it goes on {how}")
+    done = [one for one in budget.remedies if one in tried]
+    names = {"back": "going back one generation", "skip": "leaving out its batches"}
+    return Answer("end", f"{what}{', also after ' if done else ''}{' and '.join(names[one] for one in done)}")
 
 
 def without_progress(outcomes: Sequence[Outcome]) -> int:
-    """How many of the last attempts in a row went on from no newer step than the one before them; at least 1.
+    """How many of the last attempts in a row saved nothing newer, and went on from no newer step than the one before
+    them; at least 1.
 
     One that failed before it had restored anything counts with those beside it.
     """
     count, step = 1, outcomes[-1].restored_step
+    if outcomes[-1].saved_step > (step or 0):
+        return count
     for one in reversed(outcomes[:-1]):
-        if step is not None and one.restored_step is not None and one.restored_step < step:
+        newer = step is not None and one.restored_step is not None and one.restored_step < step
+        if newer or one.saved_step > (one.restored_step or 0):  # guard: saved-step-is-progress
             break
         step = one.restored_step if step is None else step
         count += 1
     return count
+
+
+def replayed_steps(outcomes: Sequence[Outcome]) -> int:
+    """How many steps the last attempt has trained again that the one before had completed."""
+    if len(outcomes) < 2 or outcomes[-1].restored_step is None:
+        return 0
+    return max(0, outcomes[-2].last_step - outcomes[-1].restored_step)

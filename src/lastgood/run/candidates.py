@@ -208,10 +208,12 @@ class Candidates:
         """The advice to the user if no generation is good."""
         if self._unfit:
             step = max(self._unfit)
-            names = self._unfit[step]
+            names = [one for one in self._unfit[step] if one]
+            text = f"Step {step} is intact, and restore(step={step}) loads it on request until it is deleted."
+            if not names:  # what training did after it is known against it, and no tensor
+                return text
             return (
-                f"Step {step} is intact, and restore(step={step}) loads it on request until it is deleted. "
-                f"If {', '.join(names)} may hold NaN or infinity, open the run with {exception(*names)}: "
+                f"{text} If {', '.join(names)} may hold NaN or infinity, open the run with {exception(*names)}: "
                 "later saves then count as good."
             )
         others = sorted({at.step for at in self._survey.generations} - {at for at, _ in self._passed_over})

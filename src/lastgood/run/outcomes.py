@@ -51,7 +51,7 @@ class Outcomes:
         """the newest step that the loop has completed since the run was opened or restored"""
         self.was_closed = False
         """whether `close` was called; it may have timed out before all work was done"""
-        self._newest: int | None = None
+        self.newest: int | None = None
         """the newest durable step that this process knows of"""
         self.failures = 0
         """the attempts to save that failed since the run was opened"""
@@ -124,7 +124,7 @@ class Outcomes:
 
     def restored(self, step: int | None) -> None:
         """The loop continues from the generation of `step` (None: from the beginning)."""
-        self.completed, self._newest = None, step
+        self.completed, self.newest = None, step
         self._unsaved_since = None
         self._repeated.clear()
 
@@ -171,7 +171,7 @@ class Outcomes:
         if self._process != os.getpid():
             return  # this is a fork, and the process that opened the run reports
         rest = list(self._drained())
-        durable = max((one.step for one in rest if one.step is not None and one.error is None), default=self._newest)
+        durable = max((one.step for one in rest if one.step is not None and one.error is None), default=self.newest)
         failed = any(one.error is not None and not isinstance(one.error, Overtaken) for one in rest)
         if not self.was_closed and (failed or self.completed not in (None, durable)):
             reporting.warning(f"{self._place} was never closed: close() it, or open it in a with statement")
@@ -179,7 +179,7 @@ class Outcomes:
             self._queue.put(one)
         self.report()
         if self.completed is not None:
-            self.report_end(self._newest, self.completed)
+            self.report_end(self.newest, self.completed)
 
     # ---- steps ---------------------------------------------------------------------------------------------
 
@@ -192,7 +192,7 @@ class Outcomes:
             failed = _counted(self.consecutive_failures, "save")
             reporting.info(f"{self._place}: step {step} is durable, after {failed} that failed")
         self.consecutive_failures = self.consecutive_torn = 0  # guard: durable-save-resets-counts
-        self._newest = max(step, self._newest or 0)
+        self.newest = max(step, self.newest or 0)
 
     def _count_failure(self, step: int, error: BaseException) -> None:
         self.failures += 1

@@ -19,7 +19,8 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from ..data.sampler import Loader, ResumableSampler
+from ..data.loader import Loader
+from ..data.sampler import ResumableSampler
 from ..errors import Unstorable
 from ..format.values import component, join, only_numbers, refusal
 from ..limits import DEPTH_LIMIT

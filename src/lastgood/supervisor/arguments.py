@@ -78,7 +78,11 @@ def parsed(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) ->
     return Job(
         program=Program(kind=kind, name=name, arguments=rest),
         ranks=ranks,
-        budget=Budget(restarts=args.max_restarts, without_progress=args.without_progress),
+        budget=Budget(
+            restarts=args.max_restarts,
+            without_progress=args.without_progress,
+            remedies=() if args.remedies == "none" else tuple(args.remedies.split(",")),
+        ),
         limits=Limits(least_seconds=args.hang_timeout),
         master=(args.master_addr, args.master_port),
         role=args.role,
@@ -139,6 +143,7 @@ def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     option("--spawn", action="store_true", help="Start each rank as a new process; it imports torch by itself.")
     option("--preload", default="", help="Further modules that are imported before ranks are forked: a,b.")
     option("--without-progress", type=int, default=3, help="Attempts in a row that save nothing newer. Default 3.")
+    option("--remedies", default="back,skip", help="Against a failure that comes again: back, skip, or none.")
     option("--hang-timeout", type=float, default=60.0, help="Least limit of a step in seconds; 0: none. Default 60.")
     made.add_argument("training_script", help="The script, with its arguments after it.")
     made.add_argument("training_script_args", nargs=argparse.REMAINDER)

@@ -5,17 +5,11 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import msgspec
 
-from ..format import commit, layout
-from ..io.files import PosixFiles
 from ..ports import Tier
 from ..records import Record
-from ..run import access, paths
-from ..storage.directory import Disk
+from ..run import side_records
 
 FOLDER = "attempts"
 
@@ -40,6 +34,7 @@ class Attempt(Record, frozen=True, kw_only=True):
 
     format: int
     number: int
+    """in the run; 0 until it is read"""
     job: str
     """an id of the supervisor that made the attempt"""
     host: str
@@ -60,27 +55,12 @@ class Attempt(Record, frozen=True, kw_only=True):
     """what followed, and why"""
 
 
-@contextlib.contextmanager
-def opened(run: str) -> Iterator[Tier]:
-    """A run, for the records of its attempts, beside what its training process writes. Takes no lock."""
-    place = paths.parsed(run)
-    if place.kind == "objects":
-        with access.for_sharing(run, "atomic_dirsync") as tier:
-            yield tier
-    else:
-        yield Disk(PosixFiles(), place.root, shared=True)
-
-
-def write(tier: Tier, attempt: Attempt) -> None:
-    """Create the record of an attempt in a run. Raises what `put_new` raises."""
-    tier.put_new(f"{FOLDER}/{attempt.number:06d}.json", layout.encode(attempt))
+def append(tier: Tier, attempt: Attempt) -> None:
+    """Create the record of an attempt in a run. As `side_records.append`."""
+    side_records.append(tier, FOLDER, attempt)
 
 
 def read(tier: Tier) -> list[Attempt]:
-    """The attempts of a run, oldest first. Damaged records are left out: they are evidence, not state.
-
-    Raises UnknownFormat if a newer version wrote one of them, and Unavailable.
-    """
-    listing = sorted(tier.list(FOLDER).items())
-    found = (commit.read_hint(tier, f"{FOLDER}/{name}", length, Attempt) for name, length in listing)
-    return [one for one in found if one is not None]
+    """The attempts of a run, oldest first. As `side_records.read`."""
+    found = side_records.read(tier, FOLDER, Attempt)
+    return [msgspec.structs.replace(one, number=number) for number, one in found.items()]

@@ -10,6 +10,16 @@ MUTANTS: tuple[Mutant, ...] = (
     *table(
         "sampler and audit",
         DATA,
+        (
+            "windows that are left out are trained",
+            "skipped-windows-passed",
+            Swap("self._skips.next(epoch, cursor)", "cursor"),
+        ),
+        (
+            "samples that were left out count as missing",
+            "skipped-samples-listed",
+            Swap(" - expected[left_out].size", ""),
+        ),
         ("a loop that does not read from its sampler is not reported", "unread-sampler-reported", Never()),
         ("a sampler that is not read advances beside one that is", "idle-sampler-stands-still", Always()),
         (
@@ -36,7 +46,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "more steps are counted than batches were fetched",
             "counted-steps-were-fetched",
-            Swap("place > at.fetched(self.steps_per_epoch)", "False"),
+            Swap("place > self._place(at.epoch, at.next_step)", "False"),
         ),
         (
             "several steps across two iterations are accepted",

@@ -22,6 +22,14 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a rank of slow steps is taken for hung", "limit-follows-own-steps", Swap("limit", "limits.least_seconds")),
         ("the ranks that waited are named", "timeouts-name-who-hangs", Never()),
         ("a rank that cannot write its stacks is killed", "stacks-asked-only-of-who-can", Remove()),
+        ("a remedy is tried again and again", "each-remedy-tried-once", Swap("act not in tried and ", "")),
+        (
+            "an attempt that saved something newer counts as none",
+            "saved-step-is-progress",
+            Swap("newer or one.saved_step > (one.restored_step or 0)", "newer"),
+        ),
+        ("a suspect generation is restored again", "suspect-generation-marked", Remove()),
+        ("the only good generation of a run is marked", "only-good-generation-stays", Never()),
         ("another run of the process writes the page", "one-run-beats", Never()),
     ),
 )

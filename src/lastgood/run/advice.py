@@ -1,0 +1,54 @@
+"""Advice: what a supervisor, or training itself, has learned about a run, and a later restore is to follow.
+
+A restore of the newest generation follows all of it; one of a step that is asked for follows none. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from ..ports import Tier
+from ..records import Finding, GenerationId, Record
+from . import side_records
+
+FOLDER = "advice"
+
+
+class Skip(Record, frozen=True, kw_only=True):
+    """Windows of the sampler that are left out from now on. `first`: the first one. `samples`: their ids, if known."""
+
+    epoch: int
+    first: int
+    count: int
+    samples: list[int] = msgspec.field(default_factory=list)
+
+
+class Advice(Record, frozen=True, kw_only=True):
+    """One piece of it. `by`: "supervisor" or "sentinel". `step`: at which training failed. `why`: for people.
+
+    `suspect`: the generation that is not restored any more; None: there is none. `skip`: None: nothing is left out.
+    """
+
+    format: int
+    by: str
+    at: float
+    """seconds since 1970, for people"""
+    step: int
+    why: str
+    suspect: GenerationId | None = None
+    skip: Skip | None = None
+
+
+def append(tier: Tier, advice: Advice) -> None:
+    """Add advice to a run. As `side_records.append`."""
+    side_records.append(tier, FOLDER, advice)
+
+
+def read(tier: Tier) -> list[Advice]:
+    """The advice of a run, oldest first. As `side_records.read`."""
+    return [*side_records.read(tier, FOLDER, Advice).values()]
+
+
+def finding(advice: Advice) -> Finding:
+    """The finding with which the suspect generation is marked."""
+    return Finding(kind="Suspect", what=advice.why, layer="training")

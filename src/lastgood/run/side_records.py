@@ -1,0 +1,60 @@
+"""Records beside the generations of a run, for what happens to the job around it: attempts, and advice for restores.
+
+    attempts/000001.json   one attempt of a job, written when it has ended (supervisor/attempt_log.py)
+    advice/000001.json     what a later restore is to do differently (advice.py)
+
+They are numbered, created whole, never changed, and need no lock: of two that come at once, each gets a number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TypeVar
+
+from ..errors import NameTaken
+from ..format import commit, layout
+from ..io.files import PosixFiles
+from ..ports import Tier
+from ..records import Record
+from ..storage.directory import Disk
+from . import access, paths
+
+T = TypeVar("T", bound=Record)
+TRIES = 10
+"""How often a number is tried that another process may take at the same moment."""
+
+
+@contextlib.contextmanager
+def opened(run: str) -> Iterator[Tier]:
+    """A run, for its records of this kind, beside what its training process writes. Takes no lock."""
+    place = paths.parsed(run)
+    if place.kind == "objects":
+        with access.for_sharing(run, "atomic_dirsync") as tier:
+            yield tier
+    else:
+        yield Disk(PosixFiles(), place.root, shared=True)
+
+
+def append(tier: Tier, folder: str, record: Record) -> None:
+    """Create a record with the next number of its folder. Raises what `put_new` raises."""
+    for left in reversed(range(TRIES)):
+        last = max((int(name[:6]) for name in tier.list(folder) if name[:6].isdecimal()), default=0)
+        try:
+            tier.put_new(f"{folder}/{last + 1:06d}.json", layout.encode(record))
+            return
+        except NameTaken:
+            if not left:
+                raise
+
+
+def read(tier: Tier, folder: str, kind: type[T]) -> dict[int, T]:
+    """Number -> record of a folder, oldest first. Damaged ones are left out.
+
+    Raises UnknownFormat if a newer version wrote one of them, and Unavailable.
+    """
+    found = dict[int, T]()
+    for name, length in sorted(tier.list(folder).items()):
+        if name[:6].isdecimal() and (one := commit.read_hint(tier, f"{folder}/{name}", length, kind)) is not None:
+            found[int(name[:6])] = one
+    return found

@@ -1,0 +1,126 @@
+"""What is reported of an attempt: its outcome, cause and phases, one line for people, and advice for the next restore.
+
+Pure but for the time of advice: makes records and texts of what attempt.py has seen, and writes none.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from ..format import layout
+from ..policy import hang
+from ..policy.blame import Ended, first_cause
+from ..policy.recovery import Answer, Outcome
+from ..records import GenerationId
+from ..run.advice import Advice, Skip
+from .attempt import Lived
+from .attempt_log import Attempt, Cause
+
+
+def cause(lived: Lived) -> Cause | None:
+    """Why an attempt has failed; None if it has not."""
+    if lived.hang is not None:
+        one, texts = lived.hang.behind, {str(rank): text for rank, text in lived.hang.stacks.items()}
+        what = hang.described(one, lived.hang.silent)
+        return Cause(kind="hang", rank=one.signs.rank, code=-signal.SIGKILL, what=what, stacks=texts)
+    first = first_cause(lived.ended)
+    if first is None:
+        return None
+    if first.error:
+        stack = lived.stacks.get(first.rank, "")
+        return Cause(kind="exception", rank=first.rank, code=first.code, what=first.error, stack=stack)
+    if first.code < 0:
+        return Cause(kind="signal", rank=first.rank, code=first.code, what=signal.Signals(-first.code).name)
+    return Cause(kind="exit", rank=first.rank, code=first.code, what=f"exit code {first.code}")
+
+
+def outcome(lived: Lived, found: Cause | None) -> Outcome:
+    """An attempt as the policy sees it."""
+    steps = [one.restored_step for one in lived.progress if one.restored is not None]
+    whole = len(steps) == len(lived.progress)
+    return Outcome(
+        restored_step=min(steps) if whole and steps else None,
+        last_step=max((one.step for one in lived.progress), default=0),
+        saved_step=max((one.saved_step for one in lived.progress), default=0),
+        code=_code(lived, first_cause(lived.ended), found),
+        cause=_key(found),
+        error=found.what if found is not None and found.kind == "exception" else "",
+        batches_known=_skip(lived) is not None,
+    )
+
+
+def advice(lived: Lived, attempt: Attempt, follows: Answer) -> Advice | None:
+    """What the next restore is to do differently; None: nothing."""
+    suspect = next((one for one in lived.progress if one.restored_step == attempt.restored_step), None)
+    what = attempt.cause.what.splitlines()[0] if attempt.cause is not None else ""
+    why = f"{follows.why}; the last cause: {what}"
+    made = Advice(format=layout.FORMAT, by="supervisor", at=time.time(), step=attempt.last_step, why=why)
+    if follows.act == "back" and suspect is not None and suspect.incarnation:
+        at = GenerationId(step=suspect.restored_step, incarnation=suspect.incarnation)
+        return replace(made, suspect=at)
+    if follows.act == "skip":
+        return replace(made, skip=_skip(lived))
+    return None
+
+
+def phases(lived: Lived) -> dict[str, float]:
+    """Phase -> seconds, of the rank that took longest. A phase that was not reached is left out."""
+    found = {"start": lived.started - lived.began}
+
+    def longest(name: str, times: Sequence[tuple[float | None, float | None]]) -> None:
+        known = [end - begin for begin, end in times if begin is not None and end is not None]
+        if known:
+            found[name] = max(0.0, *known)
+
+    ranks = lived.progress
+    longest("program to run open", [(one.begun, one.opened) for one in ranks])
+    longest("restore", [(one.opened, one.restored) for one in ranks])
+    longest("first step", [(one.restored, one.first) for one in ranks])
+    longest("training", [(one.first, one.beat) for one in ranks])
+    if lived.failed is not None:
+        last = max((one.beat for one in ranks if one.beat is not None), default=None)
+        if last is not None:
+            found["last step to failure noticed"] = max(0.0, lived.failed - last)
+        found["tear down"] = lived.over - lived.failed
+    return found
+
+
+def sentence(one: Attempt, number: int) -> str:
+    """One line about an attempt, for people. `number`: of the attempt, of this supervisor."""
+    found = one.cause
+    if found is not None and found.kind == "hang":
+        return f"attempt {number}: rank {found.rank} {found.what}, after {one.seconds:.1f} s. {one.answer}."
+    what = "ended" if found is None else f"rank {found.rank} failed first: {found.what.splitlines()[0]}"
+    since = "before a state was restored" if one.restored_step is None else f"at step {one.last_step}"
+    return f"attempt {number}: {what}, {since}, after {one.seconds:.1f} s. {one.answer}."
+
+
+def _key(found: Cause | None) -> str:
+    """A text that is equal for causes of one kind."""
+    if found is None or found.kind == "hang":
+        return "" if found is None else "hang"
+    what = re.split(r"[^\w.]", found.what, maxsplit=1)[0] if found.kind == "exception" else found.what
+    return f"{found.kind} {what}"
+
+
+def _skip(lived: Lived) -> Skip | None:
+    """The windows that the step after the last completed one has trained, if there is one sampler."""
+    last = max(lived.progress, key=lambda one: one.step, default=None)
+    if last is None or not last.position.windows:
+        return None
+    epoch, window, windows = last.position
+    return Skip(epoch=epoch, first=window, count=windows)
+
+
+def _code(lived: Lived, first: Ended | None, found: Cause | None) -> int:
+    """The code of the rank that failed first. If none has: SIGKILL where one was killed, else the highest."""
+    if found is not None:
+        return found.code or 1
+    if first is not None:
+        return first.code
+    return -signal.SIGKILL if lived.killed else max(one.code for one in lived.ended)  # guard: killed-rank-is-no-success
