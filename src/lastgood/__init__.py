@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .loop.opened import open_run as open
     from .loop.options import Ranks, Tuning
     from .loop.preemption import Preempted, Preemption
+    from .loop.sentinel_options import Sentinel
     from .loop.tiers import Tier
     from .run.save_handle import Save
 
@@ -41,6 +42,7 @@ _LAZY = {
     "Loaded": ("loop.oneshot", "Loaded"),
     "Preempted": ("loop.preemption", "Preempted"),
     "Preemption": ("loop.preemption", "Preemption"),
+    "Sentinel": ("loop.sentinel_options", "Sentinel"),
     "ResumableSampler": ("data.sampler", "ResumableSampler"),
     "Ranks": ("loop.options", "Ranks"),
     "Restored": ("loop.load", "Restored"),
@@ -71,6 +73,7 @@ __all__ = [
     "Run",
     "Save",
     "Scrub",
+    "Sentinel",
     "Tier",
     "Tuning",
     "Verdict",

@@ -32,6 +32,7 @@ def test_the_public_names_are_exactly_these_and_each_exists() -> None:
         "Run",
         "Save",
         "Scrub",
+        "Sentinel",
         "Tier",
         "Tuning",
         "Verdict",
@@ -51,7 +52,7 @@ def test_the_public_names_are_exactly_these_and_each_exists() -> None:
         (
             lastgood.Checkpointer,
             "path state * cadence retention include exclude on_error on_event parity scrub finite_also finite_except "
-            "preemption save_on_exit durable_within_seconds tuning ranks tiers earlier",
+            "preemption sentinel save_on_exit durable_within_seconds tuning ranks tiers earlier",
         ),
         (
             lastgood.Tuning,

@@ -45,6 +45,8 @@ from .reports import Reports
 from .restore import Restorer
 from .save_planner import SavePlanner, require_no_flat_parameters
 from .saver import Saver
+from .sentinel import DivergenceCheck
+from .sentinel_options import Sentinel
 from .tiers import Tier
 
 if TYPE_CHECKING:
@@ -74,6 +76,9 @@ class Checkpointer:
     generation whose tensors do is restored only if its step is asked for.
     `preemption`: Preemption(...): after a signal, `step()` makes a last save and raises Preempted; default None: no
     signal is handled.
+    `sentinel`: Sentinel(...): `step()` raises TrainingDiverged, on all ranks at the same step, when a metric is not
+    finite or leaps; the next `restore()` goes back to before it and leaves the batches out; default None: nothing is
+    looked at.
     `save_on_exit`: whether leaving the `with` without an exception saves the newest step that `step()` or `save()` was
     called with, unless it is saved, and waits for it; default True.
     `durable_within_seconds`: `step()` raises NothingDurable when no save has become durable for this many seconds,
@@ -109,6 +114,7 @@ class Checkpointer:
         finite_also: Sequence[str] = (),
         finite_except: Sequence[str] = (),
         preemption: Preemption | None = None,
+        sentinel: Sentinel | None = None,
         save_on_exit: bool = True,
         durable_within_seconds: float | None = None,
         tuning: Tuning | None = None,
@@ -129,6 +135,7 @@ class Checkpointer:
             finite_also=finite_also,
             finite_except=finite_except,
             preemption=preemption,
+            sentinel=sentinel,
             save_on_exit=save_on_exit,
             durable_within_seconds=durable_within_seconds,
             tuning=tuning if tuning is not None else Tuning(),
@@ -169,6 +176,8 @@ class Checkpointer:
         self._ending = Ending(pipeline, saver, progress, ranks, end_request)
         url = paths.parsed(path).url
         self._restorer = Restorer(request, url, pipeline, planner, ranks, saver, progress, reports)
+        watched = options.sentinel
+        self._divergence = DivergenceCheck(watched, url, pipeline, saver, progress, ranks) if watched else None
         self._beat = Beat(heartbeat.own(), progress)
         self._beat.opened(url)
 
@@ -218,6 +227,8 @@ class Checkpointer:
             restorer.run.release()
         found = replace(found, repaired=restorer.run.repaired(), sources=restorer.run.sources.found())
         restorer.continue_from(found, advice)
+        if self._divergence is not None:
+            self._divergence.restart()
         self._beat.restored(found.step, found.generation)
         report(found, "resumed from")
         self._reports.deliver()
@@ -231,13 +242,15 @@ class Checkpointer:
         The first call raises what every save would: NotRestored, Unstorable with all that cannot be stored, Refused for
         a name pattern that matches nothing. Each call reports or raises what failed in the background since the last
         one, as `on_error` says. Raises Preempted after a signal of `preemption`, once a last save is durable or cannot
-        be; NothingDurable as `durable_within_seconds` says; InFlightFull as `when_full` says; StepTaken if `n` is
-        smaller than before; Refused after `close()`.
+        be; TrainingDiverged as `sentinel` says; NothingDurable as `durable_within_seconds` says; InFlightFull as
+        `when_full` says; StepTaken if `n` is smaller than before; Refused after `close()`.
 
             ckpt.step(step, metrics={"loss": loss})
         """
         n = self._advance(n)
         self._beat.step(n, self._pipeline.outcomes.newest)
+        if self._divergence is not None:
+            self._divergence.check(n, metrics)
         saver = self._saver
         if saver.announcements is not None and saver.expects_announcements:
             with self._reports.deferring_problems():

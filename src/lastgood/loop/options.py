@@ -33,6 +33,7 @@ from ..run import access, memory_place, paths
 from ..run.planned_save import PlaceOptions, RunOptions
 from ..storage.directory import WriteMode
 from .preemption import Preemption
+from .sentinel_options import Sentinel
 from .tiers import Tier
 
 Staging = Literal["overlap", "blocking"]
@@ -154,6 +155,7 @@ class Options:
     finite_also: Sequence[str] = ()
     finite_except: Sequence[str] = ()
     preemption: Preemption | None = None
+    sentinel: Sentinel | None = None
     save_on_exit: bool = True
     durable_within_seconds: float | None = None
     tuning: Tuning = field(default_factory=Tuning)
@@ -217,6 +219,11 @@ class Options:
             self.preemption is None or isinstance(self.preemption, Preemption),
             f"preemption={self.preemption!r}",
             "Give lastgood.Preemption().",
+        )
+        require(
+            self.sentinel is None or isinstance(self.sentinel, Sentinel),
+            f"sentinel={self.sentinel!r}",
+            "Give lastgood.Sentinel().",
         )
         require(
             self.parity is None or isinstance(self.parity, str), f"parity={self.parity!r}", 'Give text such as "10+2".'

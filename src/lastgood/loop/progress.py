@@ -35,7 +35,8 @@ class Progress:
         self.restored_generation = False
         """whether the state was restored from a generation"""
         self._version = version(self._state)
-        self._before = self._position()
+        self.trained: Position | None = None
+        """the windows that the last step has trained, from the position before it on; None if that is not known"""
 
     def checked(self, n: object) -> int:
         """`n` as the number of a step that may follow. Raises Refused unless it is one, StepTaken if it is smaller."""
@@ -54,20 +55,25 @@ class Progress:
         """Record that step `n` is completed, and count it on the samplers of the state. A second call does nothing."""
         if n > self.step:
             rank, ranks, first = self._ranks.rank, self._ranks.size, self.step == self.resumed_step
+            before = self._position()
             count_step(self._state, n, self.step, rank=rank, ranks=ranks, first=first)
             self.step = self._outcomes.completed = n
+            self._note_trained(before)
+
+    def _note_trained(self, before: tuple[int, int, int] | None) -> None:
+        after = self._position()
+        self.trained = None
+        if before is not None and after is not None:
+            windows = after[1] - before[1] + before[2] * (after[0] - before[0])
+            self.trained = Position(before[0], before[1], max(0, windows))
 
     def position(self) -> Position | None:
         """Where the sampler of the state stands, and how many windows the last step has trained.
 
-        None if there is not exactly one sampler. Counted from the position at the last call.
+        None if there is not exactly one sampler.
         """
-        now, before = self._position(), self._before
-        self._before = now
-        if now is None or before is None:
-            return None
-        (epoch, window, each), (epoch_before, window_before, _) = now, before
-        return Position(epoch, window, max(0, window - window_before + each * (epoch - epoch_before)))
+        found = self._position()
+        return None if found is None or self.trained is None else Position(*found[:2], self.trained.windows)
 
     def next_position(self) -> Position | None:
         """Where the sampler of the state stands, and how many windows the next step is expected to train."""
@@ -87,7 +93,7 @@ class Progress:
         self._outcomes.restored(step if generation else None)
         for one in samplers_in(self._state):
             one.restart_after(step)  # guard: sampler-restarts-after-restore
-        self._before = self._position()
+        self.trained = None
 
     def parameters_changed(self) -> bool:
         """Whether parameters have changed since the run was opened or restored."""

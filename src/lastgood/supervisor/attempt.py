@@ -28,6 +28,7 @@ import msgspec
 from ..io import heartbeat
 from ..policy.blame import Ended, follows, timed_out
 from ..policy.hang import Silent, Stuck, awaited, behind
+from . import leftovers
 from .arguments import Job
 from .program import ERROR_FILE, PYTHON
 from .signals import Signals
@@ -88,9 +89,10 @@ class Attempt:
         """Live the attempt. Raises what `Zygote.fork` raises."""
         lived = Lived(time.monotonic())
         # Pages of memory, not of a disk: a rank must not fail because a disk is full.
-        with tempfile.TemporaryDirectory(prefix="lastgood-beat-", dir=MEMORY if os.path.isdir(MEMORY) else None) as at:
+        memory = MEMORY if os.path.isdir(MEMORY) else tempfile.gettempdir()
+        with leftovers.folder("lastgood-beat-", memory) as pages:
             try:
-                self._start(Path(at))
+                self._start(pages)
                 lived.started = time.monotonic()
                 self._watch(lived)
             finally:

@@ -21,7 +21,7 @@ from ..errors import Cancelled, LastgoodError
 from ..format import layout
 from ..policy.recovery import GAVE_UP, PREEMPTED, Answer, Outcome, answer, replayed_steps
 from ..run import advice, side_records
-from . import attempt_log, reported, signals
+from . import attempt_log, leftovers, reported, signals
 from .arguments import Job
 from .attempt import Attempt, Lived, defaults
 from .program import adopt_orphans
@@ -82,8 +82,8 @@ class Supervisor:
             self._report(f"the output of the ranks is in {path}")
             yield path
         else:
-            with tempfile.TemporaryDirectory(prefix="lastgood-run-") as made:
-                yield Path(made)
+            with leftovers.folder("lastgood-attempts-", tempfile.gettempdir()) as made:
+                yield made
 
     def _after(self, lived: Lived, began_at: float, asked: bool) -> Answer:
         """Decide what follows an attempt, report it, and write the records about it into the run if that is known."""

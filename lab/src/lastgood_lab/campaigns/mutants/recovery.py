@@ -8,7 +8,7 @@ from .record import Mutant, table
 MUTANTS: tuple[Mutant, ...] = (
     *table(
         "supervisor",
-        ("recovery", "hang", "supervise", "heartbeat"),
+        ("recovery", "hang", "sentinel", "leftovers", "supervise", "heartbeat"),
         (
             "ranks that lost their connection are blamed",
             "followers-are-not-blamed",
@@ -30,6 +30,11 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         ("a suspect generation is restored again", "suspect-generation-marked", Remove()),
         ("the only good generation of a run is marked", "only-good-generation-stays", Never()),
+        ("folders of a running supervisor are removed", "folder-in-use-not-removed", Remove()),
+        ("a loss of NaN is not noticed", "non-finite-metric-found", Never()),
+        ("a spike is not noticed", "spike-found", Swap("> mean +", "> 1e9 + mean +")),
+        ("each rank finds its own divergence", "ranks-agree-on-divergence", Remove()),
+        ("batches are left out without a bound", "skips-of-sentinel-bounded", Never()),
         ("another run of the process writes the page", "one-run-beats", Never()),
     ),
 )

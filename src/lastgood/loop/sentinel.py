@@ -1,0 +1,197 @@
+"""Sentinel: training that diverges is noticed within a few steps, and does not go on from what it has become.
+
+    each step        loss and gradient norm are kept                    on their device, no synchronization
+    every few steps  finite, and no spike? MAX over the ranks           one small all-reduce, one synchronization
+    on a hit         a generation for people; advice for restores; TrainingDiverged on all ranks at the same step
+
+The next restore, in this process or another one, goes back to the newest generation before the first bad step, and
+leaves out the batches from that step on (run/advice.py). Everything here runs on the training thread.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from .. import reporting
+from ..coordination.single_rank import AnyRanks
+from ..errors import LastgoodError, TrainingDiverged
+from ..format import layout
+from ..limits import STEP_LIMIT
+from ..policy.arguments import require
+from ..records import GenerationId
+from ..run import advice, side_records
+from ..run.advice import Advice, Skip
+from ..run.pipeline import Pipeline
+from .progress import Progress
+from .saver import Saver
+from .sentinel_options import Sentinel
+
+WARM_STEPS = 20
+"""A spike is looked for once so many steps have given a mean, after each start."""
+DECAY = 0.98
+"""of the running mean of each value"""
+
+
+class DivergenceCheck:
+    """The sentinel of one `Checkpointer`. `url`: of the run's durable place, which receives the advice."""
+
+    def __init__(
+        self, options: Sentinel, url: str, pipeline: Pipeline, saver: Saver, progress: Progress, ranks: AnyRanks
+    ) -> None:
+        self._options, self._url, self._pipeline, self._saver = options, url, pipeline, saver
+        self._progress, self._ranks = progress, ranks
+        self._seen = _Seen(options.names, options.spike)
+        self._trained = dict[int, Skip]()
+        """step -> the windows that it has trained, since the last comparison"""
+        self._steps = 0
+
+    def restart(self) -> None:
+        """The state was restored: what was seen before counts no more."""
+        self._seen, self._steps = _Seen(self._options.names, self._options.spike), 0
+        self._trained.clear()
+
+    def check(self, n: int, metrics: Mapping[str, Any] | None) -> None:
+        """Look at the metrics of step `n`. Raises TrainingDiverged, on all ranks at the same step; Refused where a
+        metric is missing."""
+        missing = [one for one in self._options.names if one not in (metrics or {})]
+        require(
+            not missing,
+            f"step({n}) without metrics[{missing[:1]}], which the sentinel looks at",
+            "Give it in each step: step(n, metrics={'loss': loss}), or name other metrics in Sentinel(...).",
+        )
+        assert metrics is not None
+        self._seen.add(n, metrics)
+        if (trained := self._progress.trained) is not None:
+            self._trained[n] = Skip(epoch=trained.epoch, first=trained.window, count=trained.windows)
+        self._steps += 1
+        if self._steps % self._options.every == 0:
+            first = _earliest(self._seen.first_bad())
+            if first is not None:
+                self._stop(n, first)
+            self._trained.clear()
+
+    def _stop(self, n: int, first: int) -> NoReturn:
+        """Keep what has happened for people, write advice, and raise TrainingDiverged."""
+        mine = self._seen.described(first)
+        what = self._ranks.topic("diverged").agree(mine, _joined)
+        problem = self._kept(n)
+        topic = self._ranks.topic("diverged advice")
+        todo = topic.agree(None, lambda _: self._advised(n, first, what))
+        raise TrainingDiverged(f"training has diverged: {what}", safe=f"{problem}{_SAFE}", todo=todo)
+
+    def _kept(self, n: int) -> str:
+        """Save the state as it is, for people. Returns why that failed, or ""."""
+        try:
+            for_ever = not self._pipeline.run.tier.newest_only
+            save = self._saver.save(n, for_ever, {}, must=True)
+            if save is not None:
+                save.result()
+            self._pipeline.wait()
+        except LastgoodError as error:
+            return f"The state was not saved ({type(error).__name__}: {error.what}). "
+        return f"Step {n} was saved as it is, for people. "
+
+    def _advised(self, n: int, first: int, what: str) -> str:
+        """Write the advice, at the coordinator. Returns what the user is told to do."""
+        survey, incarnation = self._pipeline.run.known.view, self._pipeline.run.known.incarnation
+        mine = incarnation.id if incarnation is not None else ""
+        suspects = [at for at in survey.generations if at.incarnation == mine and at.step >= first]
+        try:
+            with side_records.opened(self._url) as tier:
+                before = {one.step for one in advice.read(tier) if one.by == "sentinel"}
+                if len(before) >= self._options.at_most:  # guard: skips-of-sentinel-bounded
+                    return f"Batches were left out {len(before)} times (Sentinel.at_most): look at the data."
+                for one in self._pieces(n, first, what, suspects):
+                    advice.append(tier, one)
+        except LastgoodError as error:
+            reporting.threat(f"the advice for the next restore was not written: {error}")
+            return f"Restore a step before {first}: restore(step=...)."
+        return f"restore() goes back to before step {first}, and leaves its batches out: `lastgood run` calls for it."
+
+    def _pieces(self, n: int, first: int, what: str, suspects: list[GenerationId]) -> list[Advice]:
+        made = Advice(format=layout.FORMAT, by="sentinel", at=time.time(), step=first, why=f"training diverged: {what}")
+        found = [_with(made, suspect=one) for one in suspects]
+        return found + [_with(made, skip=one) for step, one in self._trained.items() if first <= step <= n]
+
+
+_SAFE = "Generations from before are untouched."
+
+
+class _Seen:
+    """The metrics of the steps since the last comparison, and the running mean of each. Rank by rank."""
+
+    def __init__(self, names: list[str], spike: float | None) -> None:
+        self._names, self._spike = names, spike
+        self._rows = list[tuple[int, list[Any]]]()
+        """step -> its metrics: numbers, or tensors on a device"""
+        self._means, self._count = [0.0] * len(names), 0
+        self._bad: tuple[int, str] | None = None
+
+    def add(self, n: int, metrics: Mapping[str, Any]) -> None:
+        """Keep the metrics of a step. A tensor on a device is copied there: a later step may overwrite it."""
+        self._rows.append((n, [_kept(metrics[name]) for name in self._names]))
+
+    def first_bad(self) -> int | None:
+        """The first bad step of this rank; None if there is none. Waits for the device."""
+        for n, values in zip([n for n, _ in self._rows], _numbers([row for _, row in self._rows]), strict=True):
+            if self._bad is None and self._is_bad(values):
+                pairs = zip(self._names, values, self._means, strict=True)
+                listed = ", ".join(f"{name} {value:.6g} (mean {mean:.6g})" for name, value, mean in pairs)
+                self._bad = n, f"step {n}: {listed}"
+            else:
+                old = DECAY if self._count else 0.0
+                self._means = [old * mean + (1 - old) * now for mean, now in zip(self._means, values, strict=True)]
+                self._count += 1
+        self._rows.clear()
+        return None if self._bad is None else self._bad[0]
+
+    def described(self, first: int) -> str:
+        """What was bad on this rank at the step `first`; empty if it was another rank."""
+        return self._bad[1] if self._bad is not None and self._bad[0] == first else ""
+
+    def _is_bad(self, values: list[float]) -> bool:
+        if not all(map(math.isfinite, values)):  # guard: non-finite-metric-found
+            return True
+        if self._spike is None or self._count < WARM_STEPS:
+            return False
+        pairs = zip(values, self._means, strict=True)
+        return any(value > mean + (self._spike - 1) * abs(mean) for value, mean in pairs)  # guard: spike-found
+
+
+def _kept(metric: Any) -> Any:
+    if isinstance(metric, torch.Tensor) and metric.device.type != "cpu":
+        return metric.detach().reshape(()).to(torch.float32, copy=True)
+    return float(metric.detach() if isinstance(metric, torch.Tensor) else metric)
+
+
+def _numbers(rows: list[list[Any]]) -> list[list[float]]:
+    """The rows as numbers: what is on a device comes from there in one transfer."""
+    on_device = [one for row in rows for one in row if isinstance(one, torch.Tensor)]
+    values = iter(torch.stack(on_device).tolist() if on_device else [])
+    return [[next(values) if isinstance(one, torch.Tensor) else one for one in row] for row in rows]
+
+
+def _earliest(first: int | None) -> int | None:
+    """The first bad step of any rank; None if there is none. All ranks call it."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return first
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    early = torch.tensor(STEP_LIMIT - first if first is not None else 0, device=device)
+    dist.all_reduce(early, dist.ReduceOp.MAX)  # guard: ranks-agree-on-divergence
+    found = int(early.item())
+    return STEP_LIMIT - found if found else None
+
+
+def _joined(posts: list[str]) -> str:
+    return "; ".join(f"rank {rank}, {text}" for rank, text in enumerate(posts) if text)
+
+
+def _with(made: Advice, suspect: GenerationId | None = None, skip: Skip | None = None) -> Advice:
+    return msgspec.structs.replace(made, suspect=suspect, skip=skip)

@@ -1,0 +1,118 @@
+"""Training that diverges: noticed within a few steps, taken back, and its batches left out."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+import lastgood
+from harness import reported
+from lastgood.errors import Refused, TrainingDiverged
+from lastgood.run import access, advice
+
+SENTINEL = lastgood.Sentinel(every=5)
+
+
+class Ids(Dataset[int]):
+    def __len__(self) -> int:
+        return 400
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Loop:
+    """A loop whose loss is 1.0, but for the values that `losses` gives for the number of a batch of the order."""
+
+    def __init__(self, run: Path, losses: dict[int, float], sentinel: lastgood.Sentinel = SENTINEL) -> None:
+        self.model, self.audit, self.losses = torch.nn.Linear(2, 2), lastgood.Audit(), losses
+        self.sampler = lastgood.ResumableSampler(400, global_batch=8, seed=1)
+        state = {"model": self.model, "sampler": self.sampler, "audit": self.audit}
+        every = lastgood.Every(steps=2)
+        self.ckpt = lastgood.Checkpointer(run, state, cadence=every, sentinel=sentinel, retention=lastgood.Keep(last=9))
+
+    def train(self, last: int) -> int:
+        """Restore and train until step `last`. Returns the restored step."""
+        start = n = self.ckpt.restore().step
+        for ids in self.sampler.loader(Ids()):
+            loss = torch.tensor(self.losses.get(self.sampler.position[1], 1.0))
+            self.audit.observe(*self.sampler.position, ids)
+            with torch.no_grad():
+                self.model.weight += loss
+            n += 1
+            save = self.ckpt.step(n, metrics={"loss": loss})
+            if save is not None:
+                save.result()
+            if n == last:
+                break
+        return start
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_takes_the_loop_back(tmp_path: Path, bad: float) -> None:
+    loop = Loop(tmp_path, {6: bad})
+    with loop.ckpt:
+        with pytest.raises(TrainingDiverged, match=r"rank 0, step 7: loss (nan|inf)") as raised:
+            loop.train(20)
+        assert "Step 10 was saved as it is, for people" in raised.value.safe
+        assert loop.train(20) == 6, "in the same process"
+        report = loop.audit.report(loop.sampler)
+        assert report.exact and loop.sampler.skipped == [(0, 6), (0, 7), (0, 8), (0, 9)]
+        assert len(report.skipped) == 32 and torch.isfinite(loop.model.weight).all()
+    kept = {one.step: one for one in lastgood.open(tmp_path).generations() if one.commit.milestone}
+    assert [*kept] == [10] and kept[10].unfit, "it is there for people, and no restore takes it"
+
+
+def test_a_generation_after_the_spike_is_not_restored(tmp_path: Path) -> None:
+    """Its tensors are finite, so the guard finds nothing."""
+    loop = Loop(tmp_path, {25: 50.0}, lastgood.Sentinel(every=10, spike=5))
+    with pytest.raises(TrainingDiverged, match=r"step 26: loss 50 \(mean 1\)"), loop.ckpt:
+        loop.train(40)
+    again = Loop(tmp_path, {25: 50.0}, lastgood.Sentinel(every=10, spike=5))
+    with again.ckpt, reported("8 samples are left out, from epoch 0: training diverged"):
+        assert again.train(40) == 24, "in another process"
+        assert again.audit.report(again.sampler).exact
+
+
+def test_a_spike_within_the_first_steps_is_none(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, {3: 50.0}, lastgood.Sentinel(every=2, spike=5))
+    with loop.ckpt:
+        loop.train(10)
+
+
+def test_batches_are_left_out_so_often_as_was_permitted(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, {3: math.nan, 13: math.nan}, lastgood.Sentinel(every=1, at_most=1))
+    with loop.ckpt:
+        with pytest.raises(TrainingDiverged):
+            loop.train(20)
+        with pytest.raises(TrainingDiverged, match="left out 1 times"):
+            loop.train(20)
+        assert len(loop.sampler.skipped) == 1
+    assert {one.step for one in advice.read(access.for_reading(tmp_path))} == {4}
+
+
+def test_a_step_that_is_asked_for_is_restored_without_advice(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, {6: math.nan})
+    with loop.ckpt as ckpt:
+        with pytest.raises(TrainingDiverged):
+            loop.train(20)
+        assert ckpt.restore(step=6).step == 6 and loop.sampler.skipped == []
+        assert ckpt.restore(step=10).step == 10
+
+
+def test_a_metric_that_is_missing_is_refused_with_its_name(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, {}, lastgood.Sentinel(grad_norm="norm"))
+    with loop.ckpt, pytest.raises(Refused, match="norm"):
+        loop.train(1)
+
+
+@pytest.mark.parametrize(
+    "values", [{"every": 0}, {"loss": None}, {"spike": 1.0}, {"spike": "10"}, {"at_most": 0}, {"loss": ""}]
+)
+def test_a_sentinel_that_cannot_be_meant_is_refused(values: dict[str, object]) -> None:
+    with pytest.raises(Refused, match="Sentinel"):
+        lastgood.Sentinel(**values)  # type: ignore[arg-type]
