@@ -339,6 +339,36 @@ def test_an_agent_that_is_out_of_memory_harms_nothing(run: Run) -> None:
     assert steps(run.home)[-1] == 2
 
 
+def test_an_agent_that_hangs_makes_nobody_wait_twice(run: Run, monkeypatch) -> None:
+    """Each save waited for 20 s: a training of 200 steps did not come to its end."""
+    with run.opened() as ckpt:
+        ckpt.restore()
+        run.step(ckpt, 1)
+        ckpt.wait()
+        process = state(run.memory).process
+        monkeypatch.setattr(agent_link, "ATTACH_SECONDS", 0.3)
+        os.kill(process, signal.SIGSTOP)
+        with reported("it did not answer, and was ended"):
+            run.step(ckpt, 2)
+            ckpt.wait()
+        monkeypatch.undo()
+        until(lambda: not os.path.exists(f"/proc/{process}/exe"))
+        run.step(ckpt, 3)
+        ckpt.wait()
+    assert steps(run.home)[-1] == 3
+
+
+def test_an_agent_runs_nothing_that_lies_in_the_current_folder(run: Run, tmp_path: Path, monkeypatch) -> None:
+    """It imported msgspec from there, so that anybody who could write there ran code as the user who trains."""
+    (tmp_path / "msgspec.py").write_text("raise SystemExit(f'{__file__} was run')")
+    monkeypatch.chdir(tmp_path)
+    make(run.memory)
+    assert agent_link.started(f"memory://{run.memory}") == ""
+    process = state(run.memory).process
+    assert os.readlink(f"/proc/{process}/cwd") == "/", "it keeps no disk from being unmounted"
+    ended(str(run.memory))
+
+
 def test_an_agent_of_another_version_is_replaced(run: Run, monkeypatch) -> None:
     run.killed_at(3, attached=True)
     process = state(run.memory).process

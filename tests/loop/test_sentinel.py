@@ -46,7 +46,7 @@ class Loop:
             n += 1
             save = self.ckpt.step(n, metrics={"loss": loss})
             if save is not None:
-                save.result()
+                self.ckpt.wait()  # an older one that is not verified yet may be deleted once a newer one is
             if n == last:
                 break
         return start

@@ -17,7 +17,7 @@ from agents import ended, until
 from harness import reported, steps
 from lastgood import errors
 from lastgood.io import memory_files
-from lastgood.run import memory_place, outcomes
+from lastgood.run import access, memory_place, outcomes, places
 from training import Training
 
 EVERY = lastgood.Every(steps=1)
@@ -251,3 +251,28 @@ def test_the_home_of_another_run_is_refused_beside_its_old_memory(run: Run) -> N
     shutil.rmtree(run.home)
     with reported("is empty, and memory:///.* To start anew, remove .*home-"):
         assert run.train(4).step == 3
+
+
+def test_newer_saves_in_memory_that_is_not_looked_at_are_reported(run: Run, tmp_path: Path) -> None:
+    """A run that was renamed, or opened without its tier, went back without a word, and lost its memory later."""
+    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    assert subprocess.run([sys.executable, "-c", KILLED, path, str(run.home)]).returncode == -signal.SIGKILL
+    moved = tmp_path / "moved"
+    run.home.rename(moved)
+    for _ in range(2):
+        report = reported(f"memory://{run.memory} holds step 7 of this run, which is newer")
+        with report, lastgood.Checkpointer(moved, Training().state) as ckpt:
+            assert ckpt.restore().step < 7
+    shutil.rmtree(run.memory)
+    with lastgood.Checkpointer(moved, Training().state) as ckpt:
+        ckpt.restore()
+    assert places.listed(access.for_reading(moved)) == [str(moved)]
+
+
+def test_a_directory_has_one_memory_however_it_is_written(tmp_path: Path, monkeypatch) -> None:
+    """A job that was started in a folder behind a link did not find what it had saved."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "scratch").symlink_to("disk")
+    monkeypatch.chdir(tmp_path / "scratch")
+    spellings = [tmp_path / "disk" / "gpt", tmp_path / "scratch" / "gpt", "gpt", f"file://{tmp_path}/scratch/gpt"]
+    assert len({memory_place.folder_of(one) for one in spellings}) == 1

@@ -50,7 +50,7 @@ def drained(memory: Tier, spec: AgentSpec, stop: Callable[[], bool]) -> list[str
         except Cancelled:
             if stop():
                 raise
-            missing.append(f"{place.url}: another process opens it")
+            missing.append(f"{place.url}: another process opens it, or it was moved away")
         except (LastgoodError, OSError) as error:
             missing.append(f"{place.url}: {type(error).__name__}: {error}")
     return missing

@@ -121,7 +121,7 @@ def stop(run: Run, as_json: Json = False) -> Answer:
         )
     request = agent_messages.Request(protocol=agent_link.PROTOCOL, call="end")
     try:
-        answer = agent_link.answered(folder, request, stop=lambda: False)  # copies take as long as they take
+        answer = agent_link.answered(folder, request, stop=lambda: False, ends_hung=False)
     except (OSError, ValueError) as error:
         raise TierDown(
             f"the agent of {folder}, process {process}, does not answer: {error}",
@@ -129,7 +129,11 @@ def stop(run: Run, as_json: Json = False) -> Answer:
             todo=_remedy(process, folder),
         ) from error
     if answer.error:
-        raise TierDown(f"{folder}: {answer.error}", safe="Nothing was removed.", todo="Try again later.")
+        raise TierDown(
+            f"{folder}: {answer.error}",
+            safe="Nothing was removed.",
+            todo=f"Try again later. What is in memory is given up, and its agent ends, with rm -r {folder}",
+        )
     removed = not os.path.isdir(folder)
     text = "all is copied and removed" if removed else "all is copied, and nothing was removed"
     return Answer({"folder": folder, "removed": removed}, Text(f"{folder}: {text}"))

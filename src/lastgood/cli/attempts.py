@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ..run import access, side_records
-from ..supervisor import attempt_log
+from ..supervisor import attempt_log, reported
 from ..supervisor.attempt_log import Attempt
 from .answer import Answer
 from .arguments import Json, Run
@@ -38,7 +38,7 @@ def _view(found: list[Attempt]) -> RenderableType:
             f"{one.seconds:.1f}",
             "none" if one.restored_step is None else f"{one.restored_step} to {one.last_step}",
             str(one.replayed_steps),
-            clean("" if one.cause is None else f"rank {one.cause.rank}: {one.cause.what.splitlines()[0]}"),
+            clean("" if one.cause is None else f"rank {one.cause.rank}: {reported.short(one.cause.what)}"),
             clean(one.answer),
         )
     names = dict.fromkeys(name for one in found for name in one.phases)

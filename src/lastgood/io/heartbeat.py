@@ -30,7 +30,7 @@ class _Field(IntEnum):
     the first step. LONGEST: the longest time between two signs, in which no phase was open. PHASE: when the phase that
     is open began. EPOCH, WINDOW: position of the sampler at STEP; WINDOWS: how many windows STEP has trained.
     FAILED: an exception has ended the script. SAVED: the newest step whose save is committed. TEXT, PHASE_TEXT,
-    INCARNATION: the lengths of texts.
+    INCARNATION: the lengths of texts. CLOSED: the run was closed.
     """
 
     BEGUN = 0
@@ -52,6 +52,7 @@ class _Field(IntEnum):
     FAILED = 16
     INCARNATION = 17
     SAVED = 18
+    CLOSED = 19
 
 
 class Position(NamedTuple):
@@ -92,8 +93,8 @@ class Progress(NamedTuple):
     phase: str
     """name of the phase that is open; empty: none is"""
     phase_began: float | None
-    closed: bool
-    """whether the run was open and is closed again"""
+    closed: float | None
+    """when the run was closed; None: it is open, or never was"""
     failed: float | None
     """when an exception has ended the script"""
     position: Position
@@ -123,6 +124,7 @@ class Heartbeat:
     def released(self) -> None:
         """The run that wrote the page is closed."""
         self._numbers[_Field.OWNER] = os.getpid()
+        self._numbers[_Field.CLOSED] = time.monotonic_ns()
 
     def opened(self, run: str) -> None:
         """A run was opened."""
@@ -243,7 +245,7 @@ def read(path: str) -> Progress:
         longest_seconds=numbers[_Field.LONGEST] / 1e9,
         phase=text(_PHASE_AT, _Field.PHASE_TEXT),
         phase_began=seconds(_Field.PHASE),
-        closed=bool(numbers[_Field.OPENED]) and numbers[_Field.OWNER] > 0,
+        closed=seconds(_Field.CLOSED) if numbers[_Field.OWNER] > 0 else None,
         failed=seconds(_Field.FAILED),
         position=Position(numbers[_Field.EPOCH], numbers[_Field.WINDOW], numbers[_Field.WINDOWS]),
     )

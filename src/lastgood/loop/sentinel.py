@@ -50,11 +50,11 @@ class DivergenceCheck:
         self._seen = _Seen(options.names, options.spike)
         self._trained = dict[int, Skip]()
         """step -> the windows that it has trained, since the last comparison"""
-        self._steps = 0
+        self._last = progress.step
 
     def restart(self) -> None:
         """The state was restored: what was seen before counts no more."""
-        self._seen, self._steps = _Seen(self._options.names, self._options.spike), 0
+        self._seen, self._last = _Seen(self._options.names, self._options.spike), self._progress.step
         self._trained.clear()
 
     def check(self, n: int, metrics: Mapping[str, Any] | None) -> None:
@@ -70,8 +70,8 @@ class DivergenceCheck:
         self._seen.add(n, metrics)
         if (trained := self._progress.trained) is not None:
             self._trained[n] = Skip(epoch=trained.epoch, first=trained.window, count=trained.windows)
-        self._steps += 1
-        if self._steps % self._options.every == 0:
+        before, self._last = self._last, n
+        if n // self._options.every > before // self._options.every:  # at the same steps after each restart
             first = _earliest(self._seen.first_bad())
             if first is not None:
                 self._stop(n, first)
@@ -190,7 +190,10 @@ def _earliest(first: int | None) -> int | None:
 
 
 def _joined(posts: list[str]) -> str:
-    return "; ".join(f"rank {rank}, {text}" for rank, text in enumerate(posts) if text)
+    found = [f"rank {rank}, {text}" for rank, text in enumerate(posts) if text]
+    more = f"; and {len(found) - 1} more ranks" if len(found) > 1 else ""
+    # Gradients are summed over the ranks: the rank with the bad batch has a bad loss as well.
+    return max(found, key=lambda one: one.count("nan") + one.count("inf")) + more
 
 
 def _with(made: Advice, suspect: GenerationId | None = None, skip: Skip | None = None) -> Advice:

@@ -13,7 +13,7 @@ from ..format import parity_layout
 from ..policy.arguments import is_whole, require
 from ..policy.cadence import Every
 from ..policy.retention import KEEP, Keep
-from ..run import paths
+from ..run import memory_place, paths
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,13 @@ class Tier:
             'Give the name of a failure domain such as "rack", with copies of at least 2 or with parity among nodes.',
         )
         require(isinstance(self.shared, bool), f"Tier(shared={self.shared!r})", "Give True or False.")
+        meant = str(self.url).rstrip("/").rstrip(":") == "memory" or str(self.url).startswith("memory:")
+        require(
+            self.in_memory or not meant,
+            f"Tier({self.url!r})",
+            f"Give {paths.MEMORY!r} for the memory of each machine ({memory_place.VARIABLE} names the tmpfs). A folder "
+            'of that name is "./memory".',
+        )
         kind = "memory" if self.in_memory else paths.parsed(self.url).kind
         require(
             self.shared or kind in ("directory", "memory"),

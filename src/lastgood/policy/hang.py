@@ -15,6 +15,8 @@ from .arguments import is_number, require
 
 START, FIRST_STEP, STEP = "start", "first step", "step"
 """where a rank may hang outside of phases: before its state is restored, before its first step, in a step"""
+END = "lastgood: end"
+"""after its run is closed: another rank has ended, and this one has not"""
 SAVE = "lastgood: save"
 """the phase in which a Checkpointer starts a save, or waits for saves: as long as the places need"""
 _WAITS = re.compile(r"/torch/(distributed|autograd|cuda|nn/parallel)/")
@@ -29,8 +31,9 @@ class Limits:
 
     `least_seconds`: in a step at least (default 60.0; 0: ranks are never taken for hung). `times`: in a step, this
     multiple of the longest one so far (default 20.0). `long_seconds`: until the first step after a restore, while a
-    save makes the loop wait, and in a phase of which none was completed before (default 3600.0). Later phases of the
-    same name have `times` the longest one, at least `least_seconds`. Raises Refused for values that cannot be meant.
+    save makes the loop wait, after the run is closed if another rank has ended, and in a phase of which none was
+    completed before (default 3600.0). Later phases of the same name have `times` the longest one, at least
+    `least_seconds`. Raises Refused for values that cannot be meant.
     """
 
     least_seconds: float = 60.0
@@ -100,7 +103,7 @@ def silent(ranks: Sequence[Signs], now: float, limits: Limits, completed: Mappin
 def _limit_seconds(one: Signs, limits: Limits, completed: Mapping[str, float]) -> float:
     if one.where == STEP:
         return max(limits.least_seconds, limits.times * one.longest_seconds)
-    if one.where in (START, FIRST_STEP, SAVE) or one.where not in completed:
+    if one.where in (START, FIRST_STEP, SAVE, END) or one.where not in completed:
         return max(limits.least_seconds, limits.long_seconds)
     return max(limits.least_seconds, limits.times * completed[one.where])
 
@@ -135,6 +138,7 @@ def described(one: Stuck, silent: Silent | None) -> str:
         START: "before its state was restored",
         FIRST_STEP: f"in the first step after step {one.signs.step}",
         STEP: f"in the step after step {one.signs.step}",
+        END: f"after its run was closed, at step {one.signs.step}",
         SAVE: f"while it waits for a save, after step {one.signs.step}",
     }.get(one.signs.where, f'in the phase "{one.signs.where}" after step {one.signs.step}')
     call = f", at {one.stack[0].strip().removeprefix('File ')}" if one.stack else ""

@@ -349,7 +349,8 @@ def _locked_place(place: paths.Place, of_agent: bool) -> Lock:
     path, until = os.path.join(place.root, LOCK), time.monotonic() + YIELD_SECONDS
     wanted = path + WANTED
     try:
-        _make(place)
+        if not of_agent:  # guard: agent-makes-no-place-anew
+            _make(place)
         while True:
             try:
                 lock = Lock(path, AGENTS_MARK if of_agent else b"")
@@ -360,7 +361,7 @@ def _locked_place(place: paths.Place, of_agent: bool) -> Lock:
                     os.utime(wanted)
                 time.sleep(POLL_SECONDS)
             except FileNotFoundError:  # an agent has removed the memory since it was made
-                if time.monotonic() > until:
+                if of_agent or time.monotonic() > until:
                     raise
                 _make(place)
             else:
@@ -374,7 +375,7 @@ def _locked_place(place: paths.Place, of_agent: bool) -> Lock:
 
 
 class Wanted:
-    """Whether another process waits until an agent gives the run in the directory `root` free.
+    """Whether another process waits until an agent gives the run in the directory `root` free, or has moved it away.
 
     Who waits renews its request each POLL_SECONDS. A request counts once it was made or renewed since this object was
     made: no clock is read, which may jump, or be that of a file server. So one that a killed process has left is none.
@@ -385,6 +386,8 @@ class Wanted:
         self._first = self._request()
 
     def __call__(self) -> bool:
+        if not os.path.isdir(os.path.dirname(self._path)):
+            return True
         request = self._request()
         return request is not None and request != self._first  # guard: request-counts-once-renewed
 

@@ -199,9 +199,10 @@ def asked(connection: socket.socket, request: Request) -> Answer:
     return _answer(connection)
 
 
-def answered(folder: str, request: Request, stop: Callable[[], bool]) -> Answer:
+def answered(folder: str, request: Request, stop: Callable[[], bool], ends_hung: bool = True) -> Answer:
     """Ask the agent of a folder for what takes long, and wait for the answer.
 
+    `ends_hung` (default True): whether an agent that does not answer is killed, so that it makes nobody wait again.
     Raises Cancelled once `stop()` is true; OSError if there is no agent, if it ends, or if it does not answer for
     ATTACH_SECONDS whether it lives; ValueError for an answer that is none.
     """
@@ -214,7 +215,13 @@ def answered(folder: str, request: Request, stop: Callable[[], bool]) -> Answer:
             if stop():
                 raise Cancelled("it was stopped")
             if time.monotonic() > alive_until:  # guard: hung-agent-not-waited-for
-                status(folder)
+                try:
+                    status(folder)
+                except TimeoutError:
+                    if ends_hung:
+                        kill(connection)
+                        raise TimeoutError("it did not answer, and was ended; another one is started") from None
+                    raise
                 alive_until = time.monotonic() + ATTACH_SECONDS
         return _answer(connection)
 
@@ -364,15 +371,32 @@ def started(url: str) -> str:
     The command returns once the agent listens. It inherits no descriptor: a socket of this process that stayed open in
     the agent would hide the end of this process from the other ranks.
     """
-    command = [sys.executable, "-m", "lastgood.agent", url]
+    place = paths.parsed(url)
+    # Not in the current folder, where modules of anybody may lie, and which it would keep from being unmounted.
+    safe_path = ["-P"] if sys.version_info >= (3, 11) else []
+    command = [sys.executable, *safe_path, "-m", "lastgood.agent", place.url]
     try:
-        with open(os.path.join(paths.parsed(url).root, LOG), "a") as log:
+        with open(os.path.join(place.root, LOG), "a") as log:
             ended = subprocess.run(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=START_SECONDS, start_new_session=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                timeout=START_SECONDS,
+                start_new_session=True,
+                cwd="/",  # guard: agent-starts-outside-all-folders
+                env={**os.environ, "PYTHONPATH": _python_path()},
             )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     return "" if ended.returncode == 0 else f"it ended with status {ended.returncode}"
+
+
+def _python_path() -> str:
+    """Where the agent finds the package that this process runs, and the modules that it needs."""
+    own = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join([own, *(one for one in named if os.path.isabs(one))])
 
 
 def write_spec(disk: Mendable, spec: AgentSpec) -> None:

@@ -63,6 +63,7 @@ def drill(run: str, scratch_folder: str | None, announce: Callable[[str], object
     anything is copied. Raises NothingGood, NoSpace, Refused, and what opening the run raises.
     """
     tier = access.for_reading(run)
+    _require_outside(run, scratch_folder)
     parent, name = drill_scratch.parent_folder(run, scratch_folder), drill_scratch.name_of(run)
     folder = memory_folder(run, tier)
     memory = access.for_reading(f"{paths.MEMORY}{folder}") if os.path.isdir(os.path.join(folder, "gen")) else None
@@ -86,6 +87,20 @@ def drill(run: str, scratch_folder: str | None, announce: Callable[[str], object
             acts = [*stage.play()]
         peers = read_peers(folder, memory, reading.read_ranks) if memory is not None else []
     return Drill(original.generation, original.tier.place, copied_seconds, acts, peers, cleared)
+
+
+def _require_outside(run: str | os.PathLike[str], scratch_folder: str | None) -> None:
+    """Raise Refused for a directory for copies that lies in the run."""
+    place = paths.parsed(run)
+    if scratch_folder is None or place.kind != "directory":
+        return
+    root, wanted = os.path.realpath(place.root), os.path.realpath(scratch_folder)
+    if os.path.commonpath([root, wanted]) == root:
+        raise Refused(
+            f"--in {scratch_folder}, which lies in the run",
+            safe="Nothing was copied.",
+            todo="A drill only reads the run: name a directory outside.",
+        )
 
 
 def require_room(original: Original, parent: str, memory: str) -> str:

@@ -34,7 +34,12 @@ _SAFE = "Nothing was touched."
 
 def folder_of_user(environ: Mapping[str, str] = os.environ) -> str:
     """The folder that holds all runs of this user in the memory of this machine. It may not exist."""
-    return os.path.join(os.path.abspath(environ.get(VARIABLE) or DEFAULT), f"lastgood-{os.geteuid()}")
+    named = environ.get(VARIABLE) or DEFAULT
+    if not os.path.isabs(named):
+        raise Refused(
+            f"{VARIABLE}={named} is no absolute path", safe=_SAFE, todo="Name the mount point of a tmpfs: /dev/shm."
+        )
+    return os.path.join(os.path.normpath(named), f"lastgood-{os.geteuid()}")
 
 
 def url_of(last_place: str | os.PathLike[str], environ: Mapping[str, str] = os.environ) -> str:
@@ -47,7 +52,9 @@ def folder_of(last_place: str | os.PathLike[str], environ: Mapping[str, str] = o
 
     Raises as `paths.parsed`.
     """
-    url = paths.parsed(last_place).url
+    place = paths.parsed(last_place)
+    # However the directory is written, through links or not: it has one memory.
+    url = os.path.realpath(place.root) if place.kind == "directory" else place.url  # guard: one-memory-for-a-directory
     name = re.sub(r"[^A-Za-z0-9_.-]", "_", url.rstrip("/").rpartition("/")[2])[:40]
     digest = checksum.digest("xxh3_128", f"{url}\0{machine(environ)}".encode())
     return f"{folder_of_user(environ)}/{name}-{digest[:12]}"

@@ -42,6 +42,7 @@ def stage(
     folder = paths.parsed(url).root
     _require_ranks(generation, of)
     _require_no_agent(folder, run)
+    memory_place.make(folder)
     # As an agent does, so that a start asks this process to give way.
     with access.for_writing(url, "atomic_dirsync", agent_order=survey.order) as opened:
         target, how = cast(Mendable, opened), replace(copying_by, stop=access.Wanted(folder))

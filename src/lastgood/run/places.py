@@ -32,6 +32,7 @@ from ..records import Finding, Generation, GenerationId, PlaceList, RunHeader, i
 from . import access, copying, node_copies, node_opening, node_parity, node_transfer, paths
 from .follower import Follower
 from .known import Environment
+from .left_behind import newer_in_memory
 from .lower_place import LowerPlace
 from .node_copies import CopyMaker, CopySender, Maker, NodeCopies
 from .node_disks import NodeDisks, NodeView
@@ -73,7 +74,7 @@ class Places:
             one.mender.sources = [other.tier for other in self._writers() if other is not one]
         for place in below:
             place.catch_up()
-        if below:
+        if isinstance(front, RunWriter):
             _note([self.front.tier, *(one.tier for one in below)])
 
     # ---- reading -------------------------------------------------------------------------------------------
@@ -396,8 +397,17 @@ def listed(tier: Tier) -> list[str]:
 
 
 def _note(tiers: Sequence[Tier]) -> None:
-    """Write the list of all places to each of them. It is a hint: where it cannot be written, nothing is lost."""
-    record = PlaceList(format=layout.FORMAT, places=[one.place for one in tiers])
+    """Write the list of all places to each of them. It is a hint: where it cannot be written, nothing is lost.
+
+    Memory of this machine that an earlier opening has noted, and that holds newer saves, is reported, and stays noted.
+    """
+    before = listed(tiers[-1])
+    if len(tiers) == 1 and not before:
+        return
+    left = newer_in_memory(before, tiers)
+    for one in left:  # guard: memory-left-behind-reported
+        reporting.threat(one.described())
+    record = PlaceList(format=layout.FORMAT, places=[*(one.place for one in tiers), *(one.place for one in left)])
     for tier in tiers:
         if tier.newest_only or listed(tier) == record.places:  # slots have no room for it
             continue

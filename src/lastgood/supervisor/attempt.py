@@ -187,7 +187,8 @@ class Attempt:
             if signals.end is not None and not asked:
                 asked, until = True, time.monotonic() + self._job.shutdown_seconds
             live = [*by_descriptor.values()]
-            if lived.failed is None and not asked and (silent := watch.silent(live, time.monotonic())) is not None:
+            silent = watch.silent(live, time.monotonic(), ended=len(live) < len(self._ranks))
+            if lived.failed is None and not asked and silent is not None:
                 lived.failed, texts = time.monotonic(), stacks(live)
                 lived.hang = Hang(behind(stuck(live, texts)), silent, texts)
                 return

@@ -21,6 +21,9 @@ from ..run.advice import Advice, Skip
 from .attempt import Lived
 from .attempt_log import Attempt, Cause
 
+LINE_CHARACTERS = 160
+"""of a cause in a report of one line"""
+
 
 def cause(lived: Lived) -> Cause | None:
     """Why an attempt has failed; None if it has not."""
@@ -95,9 +98,15 @@ def sentence(one: Attempt, number: int) -> str:
     found = one.cause
     if found is not None and found.kind == "hang":
         return f"attempt {number}: rank {found.rank} {found.what}, after {one.seconds:.1f} s. {one.answer}."
-    what = "ended" if found is None else f"rank {found.rank} failed first: {found.what.splitlines()[0]}"
+    what = "ended" if found is None else f"rank {found.rank} failed first: {short(found.what)}"
     since = "before a state was restored" if one.restored_step is None else f"at step {one.last_step}"
     return f"attempt {number}: {what}, {since}, after {one.seconds:.1f} s. {one.answer}."
+
+
+def short(what: str) -> str:
+    """The first line of a text, cut off where it is long. `lastgood attempts --json` has all of it."""
+    line = what.splitlines()[0]
+    return line if len(line) <= LINE_CHARACTERS else f"{line[:LINE_CHARACTERS]}..."
 
 
 def _key(found: Cause | None) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from ..io import heartbeat
 from ..policy import hang
 from ..policy.blame import Ended
-from ..policy.hang import FIRST_STEP, START, STEP, Limits, Signs, Silent, Stuck
+from ..policy.hang import END, FIRST_STEP, START, STEP, Limits, Signs, Silent, Stuck
 from .program import STACKS, STACKS_FILE
 
 DUMP_SECONDS, POLL_SECONDS = 1.0, 0.02
@@ -48,13 +48,13 @@ class ProgressWatch:
         """rank -> the phase that was open when it was looked at last, and when it began"""
         self._completed = dict[str, float]()
 
-    def silent(self, ranks: Sequence[RankProcess], now: float) -> Silent | None:
-        """The rank that hangs; None if none does. `ranks`: those that have not ended."""
+    def silent(self, ranks: Sequence[RankProcess], now: float, ended: bool) -> Silent | None:
+        """The rank that hangs; None if none does. `ranks`: those that have not ended. `ended`: whether another has."""
         found = list[Signs]()
         for one in ranks:
             shown = heartbeat.read(str(one.page))
             self._note_phase(one.rank, shown, now)
-            found.append(signs(one.rank, shown))
+            found.append(signs(one.rank, shown, ended))
         return hang.silent(found, now, self._limits, self._completed)
 
     def _note_phase(self, rank: int, shown: heartbeat.Progress, now: float) -> None:
@@ -67,9 +67,12 @@ class ProgressWatch:
             self._open[rank] = now_open
 
 
-def signs(rank: int, shown: heartbeat.Progress) -> Signs:
-    """What a rank has shown, as the policy takes it. A rank whose run is not open, or is closed, cannot hang."""
-    if shown.closed or shown.opened is None:
+def signs(rank: int, shown: heartbeat.Progress, ended: bool = False) -> Signs:
+    """What a rank has shown, as the policy takes it. A rank whose run is not open yet cannot hang; one whose run is
+    closed only if another rank has `ended`: torch's process groups sometimes do not, when they are destroyed."""
+    if shown.closed is not None:
+        return Signs(rank, shown.closed if ended else None, END, shown.step)
+    if shown.opened is None:
         return Signs(rank, None, START, shown.step)
     if shown.phase_began is not None:
         return Signs(rank, shown.phase_began, shown.phase, shown.step)

@@ -18,6 +18,12 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a file is taken while it is read", "read-file-not-reused", Remove()),
         ("a file that was deleted and taken is read", "reused-file-not-read", Never()),
         ("a file is refused while deleted ones have its memory", "reused-memory-freed-first", Remove()),
+        ("memory that is not looked at is not reported", "memory-left-behind-reported", Swap("in left", "in []")),
+        (
+            "a directory has a memory for each way to write it",
+            "one-memory-for-a-directory",
+            Swap("os.path.realpath(place.root)", "place.url"),
+        ),
         ("milestones stay in memory for ever", "memory-keeps-no-milestones", Never()),
     ),
     *table(
@@ -26,6 +32,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a place keeps a run that was not closed from ending", "unclosed-place-ends-with-the-process", Remove()),
         ("COMMIT is copied before the files of other nodes", "commit-copied-after-all-nodes", Never()),
         ("another user is served", "agent-serves-own-user", Never()),
+        ("an agent makes a place that was moved away anew", "agent-makes-no-place-anew", Always()),
+        ("an agent runs modules of the current folder", "agent-starts-outside-all-folders", Swap('"/"', "None")),
         ("the agent of another user is asked", "agent-of-another-user-not-asked", Never()),
         ("a request of a killed process keeps an agent away", "request-counts-once-renewed", Swap("!=", "is not")),
         ("the memory of an open run is removed", "open-memory-not-removed", Swap("access.LOCK", '"other"')),
