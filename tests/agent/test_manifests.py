@@ -15,12 +15,15 @@ import yaml
 
 from agents import agent, answers, until
 from cli_runs import writing
+from lastgood.errors import Refused
 from lastgood.format import layout
+from lastgood.policy.recovery import GAVE_UP
 from lastgood.policy.retention import KEEP
 from lastgood.run import agent_link, agent_messages, memory_place
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 SIDECAR, UNIT = DOCS / "manifests/agent-sidecar.yaml", DOCS / "manifests/lastgood-agent.service"
+SUPERVISED = DOCS / "manifests/supervised-job.yaml"
 NATIVE_SIDECARS = (1, 29)
 """The first version of Kubernetes that has them without a feature gate."""
 
@@ -50,6 +53,13 @@ def errors_of(manifest: dict[str, Any]) -> set[str]:
 
 def test_every_kubernetes_with_native_sidecars_accepts_the_manifest() -> None:
     assert errors_of(job()) == set()
+
+
+def test_every_kubernetes_accepts_the_manifest_of_a_supervised_job() -> None:
+    manifest = yaml.safe_load(SUPERVISED.read_text())
+    assert errors_of(manifest) == set()
+    codes = manifest["spec"]["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"]
+    assert codes == sorted({Refused.exit_code, GAVE_UP}), "the codes after which another pod would end in the same way"
 
 
 @pytest.mark.parametrize(("part", "wrong"), [("startupProbe", {"exec": "test"}), ("restartPolicies", "Always")])

@@ -32,6 +32,7 @@ from . import (
     importing,
     listing,
     mending,
+    replay,
     run,
     show,
     sizing,
@@ -82,6 +83,7 @@ app.command("ls")(listing.list_run)
 app.command("show")(show.show)
 app.command("verify")(verify.verify)
 app.command("diff")(compare.diff)
+app.command("replay")(replay.replay)
 app.command("gc")(sweep.gc)
 app.command("scrub")(mending.scrub)
 app.command("repair")(mending.repair)

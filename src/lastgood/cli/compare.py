@@ -15,8 +15,6 @@ from rich.text import Text
 
 from ..format import commit, layout
 from ..limits import CHUNK_BYTES
-from ..ports import Tier
-from ..records import Generation
 from ..run import access
 from ..run.content import Content
 from ..run.watched import Watched
@@ -44,13 +42,13 @@ def diff(
     survey = commit.survey(tier)
     one, two = pick(survey, step1), pick(survey, step2)
     with progress("comparing", one.bytes + two.bytes) as count_bytes:
-        data = compared(Watched(tier, count_bytes), one, two)
+        watched = Watched(tier, count_bytes)
+        data = {"place": tier.place, **compared(Content(watched, one), Content(watched, two))}
     return Answer(data, compared_view(data), 0 if data["same"] else DIFFERS)
 
 
-def compared(tier: Tier, first: Generation, second: Generation) -> dict[str, Any]:
+def compared(one: Content, two: Content) -> dict[str, Any]:
     """Compare every tensor and every value of two generations. Tensors with equal content digests are not read."""
-    one, two = Content(tier, first), Content(tier, second)
     ours, theirs = one.names(), two.names()
     rows = []
     for name in sorted(ours.keys() | theirs.keys(), key=natural):
@@ -78,7 +76,7 @@ def compared(tier: Tier, first: Generation, second: Generation) -> dict[str, Any
         if path not in before or path not in after or before[path] != after[path]
     ]
     same = not changed and all(row["status"] == "same" for row in rows)
-    return {"place": tier.place, "same": same, "tensors": rows, "values": changed}
+    return {"same": same, "tensors": rows, "values": changed}
 
 
 def compared_view(data: Mapping[str, Any]) -> RenderableType:

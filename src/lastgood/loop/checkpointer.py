@@ -34,6 +34,7 @@ from ..run.save_handle import Save
 from ..run.watched import Sources
 from ..state.live_check import require_live
 from ..state.patterns import Patterns
+from . import replaying
 from .beat import Beat
 from .ending import Ending, refresh
 from .load import LoadRequest, Restored, load, report
@@ -142,7 +143,9 @@ class Checkpointer:
             ranks=ranks if ranks is not None else Ranks(),
             tiers=tiers,
         )
-        self._options = options.with_keywords(earlier)
+        self._options, self._replay = options.with_keywords(earlier), replaying.from_environment()
+        if self._replay is not None:
+            path, self._options = self._replay.run, replaying.adapted(self._options)
         self._open(path, state)
 
     def _open(self, path: str | os.PathLike[str], state: MutableMapping[str, Any]) -> None:
@@ -262,7 +265,10 @@ class Checkpointer:
         if not saver.due(n, time.monotonic()):
             return None
         with self._beat.saving():
-            return saver.save(n, False, numbers(metrics), must=False)
+            save = saver.save(n, False, numbers(metrics), must=False)
+        if self._replay is not None:
+            replaying.after_step(self._replay, n, save, self._pipeline)
+        return save
 
     def save(self, n: int, milestone: bool = False, metrics: Mapping[str, Any] | None = None) -> Save:
         """Save now. Returns as soon as training may go on; `Save.result()` waits until the save is durable.

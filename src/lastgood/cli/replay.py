@@ -1,0 +1,148 @@
+"""`lastgood replay`: a training is started twice from one generation, and each of its next steps compared."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import msgspec
+import typer
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from ..errors import Diverged, Refused
+from ..format import commit
+from ..records import Generation
+from ..run import access, paths
+from ..run.content import Content
+from .answer import Answer
+from .arguments import Json, Run
+from .compare import compared
+from .copying import copied
+from .selection import pick
+from .terminal import clean
+from .texts import new_table, plural
+
+VARIABLE = "LASTGOOD_REPLAY"
+"""as in loop/replaying.py, which needs torch"""
+TAIL_CHARACTERS = 3000
+"""of the output of a command that failed"""
+HINTS = (
+    ("sampler", "the order of the samples: a shuffle without a seed, or a loader that is not in the state"),
+    ("rng.", "random numbers: a generator that is neither seeded nor in the state, or drawn from by another thread"),
+    ("scaler", "the loss scale, which follows overflows: look at what comes before it"),
+    (
+        "",
+        "arithmetic: operations that add in another order each time. torch.use_deterministic_algorithms(True) names "
+        "them; on CUDA set CUBLAS_WORKSPACE_CONFIG=:4096:8 and torch.backends.cudnn.benchmark = False. Dropout and "
+        "augmentation draw random numbers that must be seeded; threads may add up in any order (OMP_NUM_THREADS)",
+    ),
+)
+"""the beginning of a name of the state -> what usually causes a difference there; the first that fits counts"""
+
+
+class Step(NamedTuple):
+    """One step in both replays. `first`: the first tensor or value that differs; empty: none does."""
+
+    step: int
+    metrics: tuple[dict[str, float], dict[str, float]]
+    differing: int
+    compared: int
+    first: str
+
+
+def replay(
+    run: Run,
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="Starts the training on RUN.")],
+    steps: Annotated[int, typer.Option("--steps", min=1, help="So many steps are compared. Default 5.")] = 5,
+    step: Annotated[
+        str | None, typer.Option("--from", metavar="STEP", help="The generation; by default the newest good one.")
+    ] = None,
+    scratch: Annotated[
+        str | None, typer.Option("--in", metavar="DIR", help="For the copies; by default the directory of RUN.")
+    ] = None,
+    as_json: Json = False,
+) -> Answer:
+    """Start COMMAND twice from one generation of RUN, and compare each of the next steps, bit by bit.
+
+    Both work on copies: RUN is only read. They end after these steps. Exit code 6 if any tensor, value or metric
+    differs; the first is named, with what usually causes it. Example: lastgood replay runs/gpt -- python train.py
+    """
+    tier = access.for_reading(run)
+    generation = pick(commit.survey(tier), step)
+    parent = scratch or _beside(run)
+    with tempfile.TemporaryDirectory(prefix="replay-", dir=parent) as folder:
+        sides = [Path(folder) / name for name in ("first", "second")]
+        for side in sides:
+            copied(run, str(side), [f"{generation.step}-{generation.id.incarnation}"], take_over=False)
+            _played(command, side, generation.step + steps, Path(folder) / f"{side.name}.log")
+        found = _steps(sides, generation)
+    same = all(not one.first and one.metrics[0] == one.metrics[1] for one in found)
+    data = {"step": generation.step, "same": same, "steps": [one._asdict() for one in found]}
+    return Answer(data, _view(found, same), 0 if same else Diverged.exit_code)
+
+
+def _beside(run: str) -> str:
+    place = paths.parsed(run)
+    if place.kind != "directory":
+        raise Refused(f"there is no directory beside {run}", safe="Nothing was copied.", todo="Name one: --in DIR.")
+    return os.path.dirname(place.root)
+
+
+def _played(command: list[str], side: Path, until: int, log: Path) -> None:
+    """Run the command on a copy of the run. Raises Refused if it fails, or saves nothing."""
+    text = msgspec.json.encode({"run": str(side), "until": until}).decode()
+    with open(log, "w") as output:
+        try:
+            code = subprocess.run(
+                command, env={**os.environ, VARIABLE: text}, stdout=output, stderr=subprocess.STDOUT
+            ).returncode
+        except OSError as error:
+            raise Refused(f"{command[0]} cannot be started: {error.strerror}", safe="RUN was only read.") from error
+    if code:
+        raise Refused(
+            f"the command ended with status {code}:\n{clean(log.read_text(errors='replace')[-TAIL_CHARACTERS:])}",
+            safe="RUN was only read.",
+            todo="Give the command with which the training is started, after --.",
+        )
+
+
+def _steps(sides: list[Path], start: Generation) -> list[Step]:
+    """The steps that both replays have made, in ascending order."""
+    tiers = [access.for_reading(one) for one in sides]
+    surveys = [commit.survey(one) for one in tiers]
+    made = [
+        {at.step: one for at, one in survey.generations.items() if at.incarnation != start.id.incarnation}
+        for survey in surveys
+    ]
+    found = list[Step]()
+    for number in sorted(made[0].keys() & made[1].keys()):
+        first, second = (by_step[number] for by_step in made)
+        data = compared(Content(tiers[0], first), Content(tiers[1], second))
+        names = [row["name"] for row in data["tensors"] if row["status"] != "same"]
+        names += [row["path"] for row in data["values"]]
+        metrics = first.commit.metrics, second.commit.metrics
+        found.append(Step(number, metrics, len(names), len(data["tensors"]), names[0] if names else ""))
+    if not found:
+        raise Refused(
+            "the command has made no step",
+            safe="RUN was only read.",
+            todo="It has to open a Checkpointer, call restore() and then step(n). A run that is done has none left.",
+        )
+    return found
+
+
+def _view(found: list[Step], same: bool) -> RenderableType:
+    table = new_table("step", "metrics", "in the second", "differing", "of", "first that differs")
+    for one in found:
+        texts = [", ".join(f"{name} {value!r}" for name, value in side.items()) for side in one.metrics]
+        table.add_row(str(one.step), *map(clean, texts), str(one.differing), str(one.compared), clean(one.first))
+    if same:
+        return Group(table, Text(f"{plural(len(found), 'step')}, twice: the same, bit for bit", style="bold"))
+    worst = next(one for one in found if one.first or one.metrics[0] != one.metrics[1])
+    cause = next(text for beginning, text in HINTS if worst.first.startswith(beginning))
+    verdict = f"From step {worst.step} on they differ, first in {clean(worst.first) or 'a metric'}."
+    return Group(table, Text(verdict, style="bold"), Text(f"Usually: {cause}."))

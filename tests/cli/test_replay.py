@@ -1,0 +1,83 @@
+"""`lastgood replay`: a training whose next steps come again bit by bit, and ones that differ."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lastgood
+from harness import steps
+
+pytestmark = pytest.mark.slow
+
+TRAINING = """
+import os, sys, time
+import torch
+import lastgood
+
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.AdamW(model.parameters())
+sampler = lastgood.ResumableSampler(64, global_batch=8, seed=0)
+data = torch.utils.data.TensorDataset(torch.arange(64).float()[:, None].repeat(1, 4))
+state = {"model": model, "optimizer": optimizer, "sampler": sampler}
+with lastgood.Checkpointer(sys.argv[1], state, cadence=lastgood.Every(steps=5)) as ckpt:
+    n = ckpt.restore().step
+    last = int(sys.argv[3])
+    while n < last:
+        for (x,) in sampler.loader(data):
+            loss = model(x / 64).pow(2).mean()
+            if sys.argv[2] == "clock" and n == 12:
+                loss = loss * (1 + time.time_ns() % 1000)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if sys.argv[2] == "noise":
+                torch.rand(int.from_bytes(os.urandom(1)) + 1)
+            n += 1
+            ckpt.step(n, metrics={"loss": loss})
+            if n == last:
+                break
+"""
+
+
+@pytest.fixture
+def replayed(tmp_path: Path, call):
+    """Trains ten steps, and replays the next ones with a fault."""
+    script, run = tmp_path / "train.py", tmp_path / "run"
+    script.write_text(TRAINING)
+    command = [sys.executable, str(script), str(run)]
+
+    def made(fault: str, *options: str):
+        subprocess.run([*command, "none", "10"], check=True, capture_output=True)
+        before = steps(run)
+        code, out, _ = call("replay", str(run), "--json", *options, "--", *command, fault, "20")
+        assert steps(run) == before and sorted(one.name for one in tmp_path.iterdir()) == ["run", "train.py"]
+        return code, json.loads(out)
+
+    return made
+
+
+def test_steps_that_come_again_are_the_same_and_the_run_is_only_read(replayed) -> None:
+    code, data = replayed("none", "--steps", "3")
+    assert code == 0 and data["same"] and [one["step"] for one in data["steps"]] == [11, 12, 13]
+    assert all(one["metrics"][0] == one["metrics"][1] and "loss" in one["metrics"][0] for one in data["steps"])
+
+
+@pytest.mark.parametrize(("fault", "step", "first"), [("clock", 13, "model."), ("noise", 11, "rng.torch")])
+def test_the_first_tensor_that_differs_is_named(replayed, fault: str, step: int, first: str) -> None:
+    code, data = replayed(fault)
+    differing = [one for one in data["steps"] if one["first"]]
+    assert code == 6 and differing[0]["step"] == step and differing[0]["first"].startswith(first)
+
+
+def test_a_command_that_fails_is_shown(tmp_path: Path, call) -> None:
+    lastgood.save(tmp_path / "run", {"n": 1}, step=1)
+    failing = [sys.executable, "-c", "raise ValueError('no data')"]
+    code, _, text = call("replay", str(tmp_path / "run"), "--", *failing)
+    assert code == 3 and "ValueError: no data" in text
+    assert call("replay", str(tmp_path / "run"), "--", sys.executable, "-c", "")[0] == 3
