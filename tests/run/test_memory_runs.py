@@ -276,3 +276,25 @@ def test_a_directory_has_one_memory_however_it_is_written(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path / "scratch")
     spellings = [tmp_path / "disk" / "gpt", tmp_path / "scratch" / "gpt", "gpt", f"file://{tmp_path}/scratch/gpt"]
     assert len({memory_place.folder_of(one) for one in spellings}) == 1
+
+
+def test_memory_that_was_removed_under_a_job_is_made_anew(run: Run) -> None:
+    """systemd removes it when the user logs out. Every later save was refused, also the last one, although the disk
+    below was whole."""
+    with run.opened(home_every=4) as ckpt:
+        ckpt.restore()
+        for step in range(1, 11):
+            run.training.step()
+            if step == 6:
+                ckpt.wait()
+                shutil.rmtree(run.memory)
+                with reported("was removed while the run was open"):
+                    ckpt.save(step).committed()
+                    ckpt.wait()
+            else:
+                ckpt.save(step).committed()
+        ckpt.wait()
+    assert steps(run.home)[-1] == 10
+    again = run.opened()
+    with again as ckpt:
+        assert ckpt.restore().step == 10

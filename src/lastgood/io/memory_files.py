@@ -93,7 +93,22 @@ class MemoryFiles:
             return found
 
     def make_dir(self, path: str) -> None:
-        self._files.make_dir(path)
+        """As `ports.Files.make_dir`. The folder of the run is made anew if somebody has removed it.
+
+        systemd removes what a user has in /dev/shm when he logs out. A directory on a disk may have been moved instead,
+        and is not made anew; memory holds nothing that the places below should not have too.
+        """
+        try:
+            self._files.make_dir(path)
+        except FileNotFoundError:
+            if os.path.isdir(self._root):
+                raise
+            os.makedirs(self._root, mode=0o700)  # guard: removed-memory-made-anew
+            reporting.threat(
+                f"{self._root} was removed while the run was open, with what was only there: it is made anew. If "
+                "logging out removes it, set RemoveIPC=no in logind.conf, or name another tmpfs in LASTGOOD_MEMORY."
+            )
+            os.makedirs(path, mode=0o700, exist_ok=True)
 
     def link(self, old: str, new: str) -> None:
         self._require_free(new)

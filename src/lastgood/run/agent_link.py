@@ -79,6 +79,8 @@ class AgentLink:
         self._url, self._folder = url, paths.parsed(url).root
         self._connection: socket.socket | None = None
         self._serve: Serve | None = None
+        self._written: tuple[Mendable, AgentSpec] | None = None
+        """where the agent's record lies, and what is in it; None: this process has written none"""
         self._missed = 0
         """how often this process has found no agent, since one has lived for LIVED_SECONDS"""
         self._started = self._refused = 0
@@ -118,6 +120,7 @@ class AgentLink:
 
     def start(self, disk: Mendable, spec: AgentSpec) -> None:
         """Write what the agent is to know, and start it unless it runs. Raises what writing raises."""
+        self._written = disk, spec
         write_spec(disk, spec)
         self.check()
 
@@ -134,6 +137,9 @@ class AgentLink:
         self._missed += 1
         if not reporting.is_reported(self._missed):
             return
+        if self._written is not None and read_spec(self._folder) is None and os.path.isdir(self._folder):
+            with contextlib.suppress(LastgoodError):  # then the agent keeps what it finds, and reports that
+                write_spec(*self._written)  # the folder was removed, and was made anew
         problem, self._started = started(self._url), self._started + 1
         if (not problem and self.attach() and self._started == 1) or not reporting.is_reported(self._started):
             return

@@ -24,6 +24,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "one-memory-for-a-directory",
             Swap("os.path.realpath(place.root)", "place.url"),
         ),
+        ("memory that was removed under a job is not made anew", "removed-memory-made-anew", Remove()),
         ("milestones stay in memory for ever", "memory-keeps-no-milestones", Never()),
     ),
     *table(
