@@ -91,6 +91,16 @@ def test_an_iteration_that_has_begun_is_over() -> None:
         next(batches)
 
 
+def test_the_windows_of_a_step_are_those_that_it_has_trained() -> None:
+    """With several batches for each step only the last one counted, so that another batch was left out."""
+    one = sampler()
+    batches = iter(one.loader(Ids()))
+    next(batches), next(batches)
+    assert one.position == (0, 1) and one.counted == (0, 0)
+    one.advance_to(1)
+    assert one.counted == (0, 2)
+
+
 def test_the_audit_lists_what_was_left_out_and_misses_nothing() -> None:
     one, audit = sampler(), Audit()
     one.skip(0, 1, 2)

@@ -61,3 +61,19 @@ def test_a_process_that_nobody_supervises_has_no_page(tmp_path: Path) -> None:
     assert heartbeat.own({heartbeat.VARIABLE: str(tmp_path / "gone")}) is None
     (tmp_path / "short").write_bytes(b"x")
     assert heartbeat.own({heartbeat.VARIABLE: str(tmp_path / "short")}) is None, "it is no page"
+
+
+def test_a_run_that_is_opened_after_another_begins_without_its_signs(tmp_path: Path) -> None:
+    """A second run of a process was taken for hung at once, because the last step of the first was long ago."""
+    environ = {heartbeat.VARIABLE: str(tmp_path / "page")}
+    heartbeat.create(environ[heartbeat.VARIABLE])
+    first = heartbeat.own(environ)
+    assert first is not None
+    first.restored(0)
+    first.beat(1)
+    first.beat(2)
+    first.released()
+    assert heartbeat.read(environ[heartbeat.VARIABLE]).closed is not None
+    assert heartbeat.own(environ) is not None
+    shown = heartbeat.read(environ[heartbeat.VARIABLE])
+    assert shown.closed is shown.sign is None and shown.longest_seconds == 0.0

@@ -18,6 +18,7 @@ OWN = ('File "/home/me/train.py", line 20 in batch',)
     ("one", "limit"),
     [
         (replace(TRAINS, longest_seconds=0.1), 60.0),
+        (replace(TRAINS, longest_seconds=0.0), 3600.0),
         (TRAINS, 200.0),
         (replace(TRAINS, where=START), 3600.0),
         (replace(TRAINS, where=FIRST_STEP), 3600.0),
@@ -70,3 +71,18 @@ def test_a_report_names_the_place_where_the_rank_hangs() -> None:
         'hangs in the step after step 7, at "/home/me/train.py", line 20 in batch: it waits for a disk, or another '
         "device (no progress for 300.0 s; limit 200.0 s)"
     )
+
+
+def test_a_rank_that_waits_for_an_evaluation_of_another_does_not_hang() -> None:
+    """Only rank 0 evaluated, and the others waited for it: they were taken for hung after a minute."""
+    evaluates = replace(TRAINS, rank=1, where="eval")
+    assert silent([TRAINS, evaluates], 400.0, Limits(), {}) is None
+    late = silent([TRAINS, evaluates], 4000.0, Limits(), {})
+    assert late is not None and late.seconds == 3900.0
+    assert silent([TRAINS, replace(evaluates, step=9)], 400.0, Limits(), {}) is not None, "it is a step ahead"
+
+
+def test_the_second_step_has_as_long_as_the_first() -> None:
+    """Nothing was known of the length of steps then: a job whose steps took 90 s was killed in its second one."""
+    one = replace(TRAINS, longest_seconds=0.0)
+    assert silent([one], 1000.0, Limits(), {}) is None and silent([one], 3800.0, Limits(), {}) is not None

@@ -61,6 +61,12 @@ def test_each_remedy_is_tried_once_against_a_failure_that_repeats() -> None:
     assert after("restart", "restart", "back", "skip") == "end"
 
 
+def test_a_failure_of_another_kind_after_a_remedy_does_not_end_the_job() -> None:
+    """The attempts before the remedy counted as attempts without progress of what came after it."""
+    back = replace(FAILS, followed="back")
+    assert answer([FAILS, FAILS, back, replace(FAILS, restored_step=5, last_step=7, cause="x")], Budget()).restart
+
+
 def test_a_remedy_that_is_not_possible_is_passed_over() -> None:
     assert after("restart", "restart", restored_step=0) == "skip", "there is no generation to go back from"
     assert after("restart", "restart", "back", batches_known=False) == "end"

@@ -298,3 +298,11 @@ def test_memory_that_was_removed_under_a_job_is_made_anew(run: Run) -> None:
     again = run.opened()
     with again as ckpt:
         assert ckpt.restore().step == 10
+
+
+def test_a_listing_of_a_run_names_what_is_newer_in_memory(run: Run, call) -> None:
+    """It said that nothing was committed yet, although the memory of the machine had the newest step."""
+    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    assert subprocess.run([sys.executable, "-c", KILLED, path, str(run.home)]).returncode == -signal.SIGKILL
+    code, out, _ = call("ls", str(run.home))
+    assert code == 0 and "holds step 7 of this run, which is newer" in " ".join(out.split())

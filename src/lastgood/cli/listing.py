@@ -14,7 +14,8 @@ from ..format.commit import Survey
 from ..policy import restore
 from ..ports import Tier
 from ..records import GenerationId
-from ..run import access
+from ..run import access, places
+from ..run.left_behind import Left, newer_in_memory
 from ..units import size
 from .answer import Answer
 from .arguments import Json, Run
@@ -24,7 +25,7 @@ from .texts import NOTHING_YET, named, new_table, newest_first, plural, state_of
 
 MEANINGS = {
     "committed": "durable, not yet read back",
-    "not good": "intact, and holds NaN or infinity; never chosen by itself, restore(step=...) takes it",
+    "not good": "intact, and not good to go on from; never chosen by itself, restore(step=...) takes it",
     "abandoned": "left behind by a rewind; never chosen by itself, restore(step=...) takes it",
     "incomplete": "no COMMIT: a save that is under way, or one that did not end (`lastgood gc` clears it)",
     "deleting": "a deletion that did not end: it was interrupted, or a file cannot be removed (`lastgood gc`)",
@@ -69,6 +70,7 @@ def listing(tier: Tier, survey: Survey) -> dict[str, Any]:
         "lastgood": points and named(points),
         "restores": takes and named(takes),
         "generations": rows,
+        "newer_in_memory": [one._asdict() for one in newer_in_memory(places.listed(tier), [tier])],
     }
 
 
@@ -79,9 +81,10 @@ def bytes_on_disk(tier: Tier, at: GenerationId) -> int:
 
 def listing_view(data: Mapping[str, Any]) -> RenderableType:
     rows = data["generations"]
+    newer = [Text(clean(Left(**one).described()), style="yellow") for one in data["newer_in_memory"]]
     if not rows:
-        return Text(NOTHING_YET)
-    remarks: list[Text] = []
+        return Group(Text(NOTHING_YET), *newer)
+    remarks: list[Text] = newer
     for row in rows:
         if row["why"]:
             remarks.append(Text(f"step {row['step']} ({row['incarnation']}): {clean(row['why'])}", style="red"))

@@ -6,7 +6,7 @@ import os
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import typer
@@ -78,7 +78,8 @@ def replay(
         sides = [Path(folder) / name for name in ("first", "second")]
         for side in sides:
             copied(run, str(side), [f"{generation.step}-{generation.id.incarnation}"], take_over=False)
-            _played(command, side, generation.step + steps, Path(folder) / f"{side.name}.log")
+            start = {"of": run, "run": str(side), "until": generation.step + steps}
+            _played(command, start, Path(folder) / f"{side.name}.log")
         found = _steps(sides, generation)
     same = all(not one.first and one.metrics[0] == one.metrics[1] for one in found)
     data = {"step": generation.step, "same": same, "steps": [one._asdict() for one in found]}
@@ -92,9 +93,9 @@ def _beside(run: str) -> str:
     return os.path.dirname(place.root)
 
 
-def _played(command: list[str], side: Path, until: int, log: Path) -> None:
-    """Run the command on a copy of the run. Raises Refused if it fails, or saves nothing."""
-    text = msgspec.json.encode({"run": str(side), "until": until}).decode()
+def _played(command: list[str], start: dict[str, Any], log: Path) -> None:
+    """Run the command on a copy of the run. `start`: as `loop.replaying.Replay`. Raises Refused if it fails."""
+    text = msgspec.json.encode(start).decode()
     with open(log, "w") as output:
         try:
             code = subprocess.run(
@@ -126,6 +127,12 @@ def _steps(sides: list[Path], start: Generation) -> list[Step]:
         names += [row["path"] for row in data["values"]]
         metrics = first.commit.metrics, second.commit.metrics
         found.append(Step(number, metrics, len(names), len(data["tensors"]), names[0] if names else ""))
+    if lacking := made[0].keys() ^ made[1].keys():
+        raise Refused(
+            f"the replays made different steps: only one of them made {', '.join(map(str, sorted(lacking)))}",
+            safe="RUN was only read.",
+            todo="Let the training depend on its state and arguments only, and not on the time, for example.",
+        )
     if not found:
         raise Refused(
             "the command has made no step",

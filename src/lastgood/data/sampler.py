@@ -197,6 +197,11 @@ class ResumableSampler(Sampler[list[int]]):
         """
         return self._cached is None and step != self._step  # guard: counted-step-needs-no-read
 
+    @property
+    def counted(self) -> tuple[int, int]:
+        """(epoch, window) of the first batch that is not counted yet."""
+        return self._epoch, self._cursor
+
     def consumed(self) -> None:
         """Count one more optimizer step; without a Checkpointer. After the last window comes (epoch + 1, 0)."""
         self._count(1)
@@ -241,15 +246,13 @@ class ResumableSampler(Sampler[list[int]]):
         """As `_after`, step by step."""
         epoch, cursor = self._place(self._epoch, self._cursor)
         for _ in range(steps):
-            began = epoch
-            for _ in range(each):
-                epoch, cursor = self._place(epoch, cursor + 1)
-                if epoch != began:
-                    break
+            began, left = epoch, each
+            while left and epoch == began:
+                (epoch, cursor), left = self._place(epoch, cursor + 1), left - 1
         return epoch, cursor
 
     def _place(self, epoch: int, cursor: int) -> tuple[int, int]:
-        """Epoch and cursor of the first window from this one on that is not left out."""
+        # The first window from this one on that is not left out.
         while (cursor := self._skips.next(epoch, cursor)) >= self.steps_per_epoch:  # guard: skipped-windows-passed
             epoch, cursor = epoch + 1, cursor - self.steps_per_epoch
         return epoch, cursor

@@ -118,6 +118,8 @@ class Heartbeat:
         """Let one run write the page. Returns False if another process has it, or another run of this one."""
         if self._numbers[_Field.OWNER] not in (0, os.getpid()):  # guard: one-run-beats
             return False
+        for field in (_Field.SIGN, _Field.PHASE, _Field.LONGEST, _Field.CLOSED):  # of a run that was closed before
+            self._numbers[field] = 0  # guard: run-begins-without-signs
         self._numbers[_Field.OWNER] = -os.getpid()
         return True
 

@@ -17,6 +17,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import stat
 from collections.abc import Callable, Iterator
 
 from .. import reporting
@@ -103,12 +104,22 @@ class MemoryFiles:
         except FileNotFoundError:
             if os.path.isdir(self._root):
                 raise
-            os.makedirs(self._root, mode=0o700)  # guard: removed-memory-made-anew
+            self._make_root()  # guard: removed-memory-made-anew
             reporting.threat(
                 f"{self._root} was removed while the run was open, with what was only there: it is made anew. If "
                 "logging out removes it, set RemoveIPC=no in logind.conf, or name another tmpfs in LASTGOOD_MEMORY."
             )
             os.makedirs(path, mode=0o700, exist_ok=True)
+
+    def _make_root(self) -> None:
+        """Make the folder of the run, and that of the user above it. Raises PermissionError if others could read it."""
+        parent = os.path.dirname(self._root)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(parent, 0o700)
+        found = os.lstat(parent)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise PermissionError(errno.EPERM, "it is not of this user alone", parent)
+        os.mkdir(self._root, 0o700)
 
     def link(self, old: str, new: str) -> None:
         self._require_free(new)

@@ -6,11 +6,12 @@ Without a supervisor nothing is shown. Nothing here is read by the loop, and not
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 
 from ..io.heartbeat import Heartbeat
 from ..policy.arguments import require
-from ..policy.hang import SAVE
+from ..policy.hang import RESTORE, SAVE
 from ..records import Generation
 from .progress import Progress
 
@@ -20,7 +21,7 @@ class Beat:
 
     def __init__(self, page: Heartbeat | None, progress: Progress) -> None:
         self._page, self._progress = page, progress
-        self._phase = ""
+        self._phase, self._thread = "", threading.get_ident()
 
     def opened(self, run: str) -> None:
         """The run is open."""
@@ -36,11 +37,15 @@ class Beat:
     def step(self, n: int, saved_step: int | None) -> None:
         """Step `n` is completed, and counted on the samplers. `saved_step`: the newest one whose save is committed."""
         if self._page is not None:
-            self._page.beat(n, saved_step or 0, self._progress.position())
+            self._page.beat(n, saved_step or 0, self._progress.next_position())
 
     def saving(self) -> contextlib.AbstractContextManager[None]:
         """In the block, the loop waits for a save."""
         return self._in(SAVE)
+
+    def restoring(self) -> contextlib.AbstractContextManager[None]:
+        """In the block, the loop restores."""
+        return self._in(RESTORE)
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         """In the block, the loop is in a phase of this name. Raises Refused for an empty name."""
@@ -54,6 +59,9 @@ class Beat:
 
     @contextlib.contextmanager
     def _in(self, name: str) -> Iterator[None]:
+        if threading.get_ident() != self._thread:  # the loop goes on meanwhile
+            yield
+            return
         before, self._phase = self._phase, name
         self._show()
         try:

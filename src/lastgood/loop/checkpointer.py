@@ -145,7 +145,7 @@ class Checkpointer:
         )
         self._options, self._replay = options.with_keywords(earlier), replaying.from_environment()
         if self._replay is not None:
-            path, self._options = self._replay.run, replaying.adapted(self._options)
+            path, self._options = replaying.copy_of(self._replay, path), replaying.adapted(self._options)
         self._open(path, state)
 
     def _open(self, path: str | os.PathLike[str], state: MutableMapping[str, Any]) -> None:
@@ -183,6 +183,7 @@ class Checkpointer:
         self._divergence = DivergenceCheck(watched, url, pipeline, saver, progress, ranks) if watched else None
         self._beat = Beat(heartbeat.own(), progress)
         self._beat.opened(url)
+        planner.fence.waiting = self._beat.saving
 
     # ---- the loop ------------------------------------------------------------------------------------------
 
@@ -217,7 +218,7 @@ class Checkpointer:
         request = replace(self._request, step=step, strict=strict, rename=rename)
         try:
             restorer.run.sources = Sources()
-            with restorer.noting_half_loaded():
+            with restorer.noting_half_loaded(), self._beat.restoring():
                 found = load(request, restorer.run, self._ranks)
         except NoSuchStep:
             if step != 0 or not is_whole(step, 0):
@@ -253,21 +254,27 @@ class Checkpointer:
         n = self._advance(n)
         self._beat.step(n, self._pipeline.outcomes.newest)
         if self._divergence is not None:
-            self._divergence.check(n, metrics)
+            self._divergence.check(n, metrics, self._beat.saving)
         saver = self._saver
         if saver.announcements is not None and saver.expects_announcements:
             with self._reports.deferring_problems():
                 saver.announcements.poll(n, self.preempted)
                 saver.schedule.announce(n, time.monotonic())
-        self._ending.end_if_requested(n)
+        if self.preempted:
+            with self._beat.saving():
+                self._ending.end_if_requested(n)
+        else:
+            self._ending.end_if_requested(n)
         self._surface()
         self._pipeline.outcomes.require_durable(n, self._options.durable_within_seconds)
         if not saver.due(n, time.monotonic()):
             return None
         with self._beat.saving():
             save = saver.save(n, False, numbers(metrics), must=False)
-        if self._replay is not None:
-            replaying.after_step(self._replay, n, save, self._pipeline)
+            if self._replay is not None:
+                replaying.after_step(self._replay, n, save, self._pipeline)
+        if save is not None:
+            save.waiting = self._beat.saving
         return save
 
     def save(self, n: int, milestone: bool = False, metrics: Mapping[str, Any] | None = None) -> Save:
@@ -296,6 +303,7 @@ class Checkpointer:
         with self._beat.saving():
             save = self._saver.existing(n, pinned, found) or self._saver.save(n, pinned, found, must=True)
         assert save is not None, "a save that must be made was skipped"
+        save.waiting = self._beat.saving
         return save
 
     def fence(self) -> None:
@@ -373,7 +381,8 @@ class Checkpointer:
         if kind is None:
             try:
                 if self._options.save_on_exit and not self._closed and self._process == os.getpid():
-                    self._ending.save_newest()  # guard: newest-step-saved-on-exit
+                    with self._beat.saving():
+                        self._ending.save_newest()  # guard: newest-step-saved-on-exit
             finally:
                 self.close()
             return

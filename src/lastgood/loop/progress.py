@@ -67,24 +67,23 @@ class Progress:
             windows = after[1] - before[1] + before[2] * (after[0] - before[0])
             self.trained = Position(before[0], before[1], max(0, windows))
 
-    def position(self) -> Position | None:
-        """Where the sampler of the state stands, and how many windows the last step has trained.
-
-        None if there is not exactly one sampler.
-        """
-        found = self._position()
-        return None if found is None or self.trained is None else Position(*found[:2], self.trained.windows)
-
     def next_position(self) -> Position | None:
-        """Where the sampler of the state stands, and how many windows the next step is expected to train."""
+        """Where the sampler of the state stands, and how many windows the next step is expected to train: as many as
+        `batches_per_step` says, else as the last one. None if there is not exactly one sampler."""
         found = self._position()
-        each = next(samplers_in(self._state)).batches_per_step or 1 if found else 0
-        return None if found is None else Position(*found[:2], each)
+        if found is None:
+            return None
+        sampler = next(samplers_in(self._state))
+        if sampler.batches_per_step is not None or self.trained is None:
+            return Position(*found[:2], sampler.batches_per_step or 1)
+        epoch, first, count = self.trained
+        left_out = sum(at == epoch and first <= window < first + count for at, window in sampler.skipped)
+        return Position(*found[:2], max(1, count - left_out))
 
     def _position(self) -> tuple[int, int, int] | None:
         """Epoch and window of the first batch that is not counted, and the windows of an epoch."""
         samplers = list({id(one): one for one in samplers_in(self._state)}.values())
-        return (*samplers[0].position, samplers[0].steps_per_epoch) if len(samplers) == 1 else None
+        return (*samplers[0].counted, samplers[0].steps_per_epoch) if len(samplers) == 1 else None
 
     def restored(self, step: int, generation: Generation | None) -> None:
         """Record that the state is that of `step`, restored from `generation`, or (None) that the loop starts over."""

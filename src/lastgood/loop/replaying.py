@@ -11,9 +11,11 @@ from dataclasses import replace
 
 import msgspec
 
+from ..errors import Refused
 from ..policy.cadence import Every
 from ..policy.retention import Keep
 from ..records import Record
+from ..run import paths
 from ..run.pipeline import Pipeline
 from ..run.save_handle import Save
 from .options import Options
@@ -24,8 +26,10 @@ STEPS_KEPT = 1_000_000
 
 
 class Replay(Record, frozen=True, kw_only=True):
-    """`run`: the directory that is opened in place of the script's own. `until`: the step after which it ends."""
+    """`of`: the run that is replayed. `run`: the directory that is opened in its place. `until`: the step after which
+    the process ends."""
 
+    of: str
     run: str
     until: int
 
@@ -34,6 +38,32 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Replay | None:
     """What this process is to replay; None: nothing."""
     text = environ.get(VARIABLE)
     return msgspec.json.decode(text, type=Replay) if text else None
+
+
+def copy_of(replay: Replay, path: str | os.PathLike[str]) -> str:
+    """What is opened in place of `path`. Raises Refused if it is another run: nothing may be written to that."""
+    if _real(path) != _real(replay.of):
+        raise Refused(
+            f"{os.fspath(path)} was opened under `lastgood replay {replay.of}`, which replays one run",
+            safe="Nothing was touched.",
+            todo="Let the command open only this run.",
+        )
+    return replay.run
+
+
+def require_none(path: str | os.PathLike[str]) -> None:
+    """Raise Refused under `lastgood replay`: a save beside the Checkpointer would be made in a run of the user."""
+    if from_environment() is not None:
+        raise Refused(
+            f"lastgood.save({os.fspath(path)!r}) under `lastgood replay`, which writes to no run",
+            safe="Nothing was touched.",
+            todo="Leave it out while LASTGOOD_REPLAY is set.",
+        )
+
+
+def _real(path: str | os.PathLike[str]) -> str:
+    place = paths.parsed(path)
+    return os.path.realpath(place.root) if place.kind == "directory" else place.url
 
 
 def adapted(options: Options) -> Options:

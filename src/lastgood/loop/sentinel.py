@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import msgspec
@@ -57,9 +58,11 @@ class DivergenceCheck:
         self._seen, self._last = _Seen(self._options.names, self._options.spike), self._progress.step
         self._trained.clear()
 
-    def check(self, n: int, metrics: Mapping[str, Any] | None) -> None:
-        """Look at the metrics of step `n`. Raises TrainingDiverged, on all ranks at the same step; Refused where a
-        metric is missing."""
+    def check(
+        self, n: int, metrics: Mapping[str, Any] | None, saving: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        """Look at the metrics of step `n`. `saving`: entered while the loop waits for a save. Raises TrainingDiverged,
+        on all ranks at the same step; Refused where a metric is missing."""
         missing = [one for one in self._options.names if one not in (metrics or {})]
         require(
             not missing,
@@ -74,23 +77,24 @@ class DivergenceCheck:
         if n // self._options.every > before // self._options.every:  # at the same steps after each restart
             first = _earliest(self._seen.first_bad())
             if first is not None:
-                self._stop(n, first)
+                with saving():
+                    self._stop(n, first)
             self._trained.clear()
 
     def _stop(self, n: int, first: int) -> NoReturn:
         """Keep what has happened for people, write advice, and raise TrainingDiverged."""
         mine = self._seen.described(first)
         what = self._ranks.topic("diverged").agree(mine, _joined)
-        problem = self._kept(n)
+        # The advice first: if the process dies in between, no restore takes the state that is saved then.
         topic = self._ranks.topic("diverged advice")
-        todo = topic.agree(None, lambda _: self._advised(n, first, what))
-        raise TrainingDiverged(f"training has diverged: {what}", safe=f"{problem}{_SAFE}", todo=todo)
+        todo, for_ever = topic.agree(None, lambda _: self._advised(n, first, what))
+        kept = self._kept(n, for_ever)
+        raise TrainingDiverged(f"training has diverged: {what}", safe=f"{kept}{_SAFE}", todo=todo)
 
-    def _kept(self, n: int) -> str:
-        """Save the state as it is, for people. Returns why that failed, or ""."""
+    def _kept(self, n: int, for_ever: bool) -> str:
+        """Save the state as it is, for people. Returns what was done."""
         try:
-            for_ever = not self._pipeline.run.tier.newest_only
-            save = self._saver.save(n, for_ever, {}, must=True)
+            save = self._saver.save(n, for_ever and not self._pipeline.run.tier.newest_only, {}, must=True)
             if save is not None:
                 save.result()
             self._pipeline.wait()
@@ -98,22 +102,28 @@ class DivergenceCheck:
             return f"The state was not saved ({type(error).__name__}: {error.what}). "
         return f"Step {n} was saved as it is, for people. "
 
-    def _advised(self, n: int, first: int, what: str) -> str:
-        """Write the advice, at the coordinator. Returns what the user is told to do."""
+    def _advised(self, n: int, first: int, what: str) -> tuple[str, bool]:
+        """Write the advice, at the coordinator. Returns what the user is told to do, and whether batches are left out:
+        then the state is kept for ever."""
         survey, incarnation = self._pipeline.run.known.view, self._pipeline.run.known.incarnation
-        mine = incarnation.id if incarnation is not None else ""
-        suspects = [at for at in survey.generations if at.incarnation == mine and at.step >= first]
+        suspects = [at for at in survey.generations if incarnation and at.incarnation == incarnation.id]
+        suspects = [at for at in suspects if at.step >= first]
+        if incarnation is not None:
+            suspects.append(GenerationId(step=n, incarnation=incarnation.id))  # which is saved next
         try:
             with side_records.opened(self._url) as tier:
-                before = {one.step for one in advice.read(tier) if one.by == "sentinel"}
-                if len(before) >= self._options.at_most:  # guard: skips-of-sentinel-bounded
-                    return f"Batches were left out {len(before)} times (Sentinel.at_most): look at the data."
+                before = {one.step for one in advice.read(tier) if one.by == "sentinel" and one.skip is not None}
+                permitted = len(before) < self._options.at_most  # guard: skips-of-sentinel-bounded
                 for one in self._pieces(n, first, what, suspects):
-                    advice.append(tier, one)
+                    if permitted or one.skip is None:
+                        advice.append(tier, one)
         except LastgoodError as error:
             reporting.threat(f"the advice for the next restore was not written: {error}")
-            return f"Restore a step before {first}: restore(step=...)."
-        return f"restore() goes back to before step {first}, and leaves its batches out: `lastgood run` calls for it."
+            return f"Restore a step before {first}: restore(step=...).", False
+        if not permitted:
+            return f"Batches were left out {len(before)} times (Sentinel.at_most): look at the data.", False
+        todo = f"restore() goes back to before step {first}, and leaves its batches out: `lastgood run` calls for it."
+        return todo, True
 
     def _pieces(self, n: int, first: int, what: str, suspects: list[GenerationId]) -> list[Advice]:
         made = Advice(format=layout.FORMAT, by="sentinel", at=time.time(), step=first, why=f"training diverged: {what}")

@@ -17,6 +17,8 @@ START, FIRST_STEP, STEP = "start", "first step", "step"
 """where a rank may hang outside of phases: before its state is restored, before its first step, in a step"""
 END = "lastgood: end"
 """after its run is closed: another rank has ended, and this one has not"""
+RESTORE = "lastgood: restore"
+"""the phase in which a Checkpointer restores"""
 SAVE = "lastgood: save"
 """the phase in which a Checkpointer starts a save, or waits for saves: as long as the places need"""
 _WAITS = re.compile(r"/torch/(distributed|autograd|cuda|nn/parallel)/")
@@ -30,7 +32,7 @@ class Limits:
     """How long ranks may show no progress.
 
     `least_seconds`: in a step at least (default 60.0; 0: ranks are never taken for hung). `times`: in a step, this
-    multiple of the longest one so far (default 20.0). `long_seconds`: until the first step after a restore, while a
+    multiple of the longest one so far (default 20.0). `long_seconds`: until the second step after a restore, while a
     save makes the loop wait, after the run is closed if another rank has ended, and in a phase of which none was
     completed before (default 3600.0). Later phases of the same name have `times` the longest one, at least
     `least_seconds`. Raises Refused for values that cannot be meant.
@@ -95,15 +97,25 @@ def silent(ranks: Sequence[Signs], now: float, limits: Limits, completed: Mappin
     found = []
     for one in ranks:
         limit = _limit_seconds(one, limits, completed)
-        if one.since is not None and now - one.since > limit:  # guard: limit-follows-own-steps
+        if one.since is None or now - one.since <= limit:  # guard: limit-follows-own-steps
+            continue
+        if not any(_may_wait_for(one, other, now, limits, completed) for other in ranks):
             found.append(Silent(one.rank, one.where, one.step, now - one.since, limit))
     return max(found, key=lambda one: (one.seconds - one.limit_seconds, -one.rank), default=None)
 
 
+def _may_wait_for(one: Signs, other: Signs, now: float, limits: Limits, completed: Mapping[str, float]) -> bool:
+    """Whether a rank in a step may wait for another one, which is in a phase that may still last: an evaluation on one
+    rank, or a save of which it alone waits for the end."""
+    if one.where != STEP or other.where == STEP or other.since is None or other.step > one.step:
+        return False
+    return now - other.since <= _limit_seconds(other, limits, completed)  # guard: awaited-phase-may-last
+
+
 def _limit_seconds(one: Signs, limits: Limits, completed: Mapping[str, float]) -> float:
-    if one.where == STEP:
+    if one.where == STEP and one.longest_seconds:
         return max(limits.least_seconds, limits.times * one.longest_seconds)
-    if one.where in (START, FIRST_STEP, SAVE, END) or one.where not in completed:
+    if one.where in (START, FIRST_STEP, STEP, SAVE, RESTORE, END) or one.where not in completed:
         return max(limits.least_seconds, limits.long_seconds)
     return max(limits.least_seconds, limits.times * completed[one.where])
 
@@ -139,6 +151,7 @@ def described(one: Stuck, silent: Silent | None) -> str:
         FIRST_STEP: f"in the first step after step {one.signs.step}",
         STEP: f"in the step after step {one.signs.step}",
         END: f"after its run was closed, at step {one.signs.step}",
+        RESTORE: "while it restores",
         SAVE: f"while it waits for a save, after step {one.signs.step}",
     }.get(one.signs.where, f'in the phase "{one.signs.where}" after step {one.signs.step}')
     call = f", at {one.stack[0].strip().removeprefix('File ')}" if one.stack else ""

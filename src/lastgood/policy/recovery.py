@@ -176,6 +176,8 @@ def without_progress(outcomes: Sequence[Outcome]) -> int:
         newer = step is not None and one.restored_step is not None and one.restored_step < step
         if newer or one.saved_step > (one.restored_step or 0):  # guard: saved-step-is-progress
             break
+        if one.followed in REMEDIES:  # guard: remedy-begins-the-count-anew
+            break
         step = one.restored_step if step is None else step
         count += 1
     return count

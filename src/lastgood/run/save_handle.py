@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, get_args
 
 from ..errors import Overtaken, TimedOut, TornSnapshot
@@ -36,6 +37,8 @@ class Save:
         self._ended: float | None = None
         self._staged, self._written = threading.Event(), threading.Event()
         self._outcome: Future[Generation] = Future()
+        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+        """entered while a caller waits for this save"""
         self._places: dict[str, Future[None] | None] = {}
         """the places of the save: None for the one where it is committed first, the end of its copy for the others"""
 
@@ -109,7 +112,8 @@ class Save:
         for place, copied in list(self._places.items()):
             if copied is not None and not place.startswith(paths.PEERS):
                 try:
-                    copied.result(None if until is None else max(0.0, until - time.monotonic()))
+                    with self.waiting():
+                        copied.result(None if until is None else max(0.0, until - time.monotonic()))
                 except FutureTimeout:
                     raise TimedOut(
                         f"step {self.step} is not in {place} after {timeout} s",
@@ -120,7 +124,8 @@ class Save:
     def committed(self, timeout: float | None = None) -> Generation:
         """As `result`, but waits only for the place where the save is committed first."""
         try:
-            return self._outcome.result(timeout)
+            with self.waiting():
+                return self._outcome.result(timeout)
         except FutureTimeout:
             raise TimedOut(
                 f"step {self.step} is not durable after {timeout} s", safe="It is still under way."
@@ -128,7 +133,8 @@ class Save:
 
     def wait_ended(self) -> None:
         """Wait until the save is over. Raises nothing."""
-        self._outcome.exception()
+        with self.waiting():
+            self._outcome.exception()
 
     @property
     def seconds(self) -> float:

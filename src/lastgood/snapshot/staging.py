@@ -15,6 +15,7 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import operator
 import os
@@ -289,6 +290,8 @@ class Fence:
         self.waited_seconds = 0.0
         """total time that the host has waited"""
         self._process = os.getpid()
+        self.waiting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        """entered while an optimizer waits"""
 
     def hook(self, optimizers: Sequence[Optimizer]) -> None:
         """Register a step pre-hook on these optimizers, and remove it from all others."""
@@ -326,8 +329,9 @@ class Fence:
             )
         started = time.monotonic()
         host_waits = not all(one.enqueued.is_set() for one in self._pending)
-        for snapshot in self._pending:
-            snapshot.wait_for_copies()
+        with self.waiting() if host_waits else contextlib.nullcontext():
+            for snapshot in self._pending:
+                snapshot.wait_for_copies()
         self._pending.clear()
         self.waited_seconds += time.monotonic() - started if host_waits else 0.0
 

@@ -25,8 +25,9 @@ def folder(prefix: str, parent: str) -> Iterator[Path]:
     remove_left(prefix, parent)
     path = tempfile.mkdtemp(prefix=prefix, dir=parent)
     try:
-        with open(os.path.join(path, LOCK), "w") as lock:
+        with open(os.path.join(path, f"{LOCK}.new"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
+            os.rename(lock.name, os.path.join(path, LOCK))  # nobody finds it before it is locked
             yield Path(path)
     finally:
         shutil.rmtree(path, ignore_errors=True)
@@ -37,6 +38,17 @@ def remove_left(prefix: str, parent: str) -> None:
     with contextlib.suppress(OSError):
         for one in os.scandir(parent):
             if one.name.startswith(prefix) and one.is_dir(follow_symlinks=False):
-                with contextlib.suppress(OSError), open(os.path.join(one.path, LOCK)) as lock:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # guard: folder-in-use-not-removed
-                    shutil.rmtree(one.path, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    _remove_unless_used(one.path)
+
+
+def _remove_unless_used(path: str) -> None:
+    if os.lstat(path).st_uid != os.geteuid():
+        return
+    # Without waiting: another user may have put a pipe there, where the parent is open to all.
+    lock = os.open(os.path.join(path, LOCK), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # guard: folder-in-use-not-removed
+        shutil.rmtree(path, ignore_errors=True)
+    finally:
+        os.close(lock)

@@ -10,7 +10,7 @@ import re
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..io import heartbeat
@@ -19,6 +19,8 @@ from ..policy.blame import Ended
 from ..policy.hang import END, FIRST_STEP, START, STEP, Limits, Signs, Silent, Stuck
 from .program import STACKS, STACKS_FILE
 
+PAUSE_SECONDS = 5.0
+"""A supervisor that has not looked for so long was stopped, as by a scheduler that suspends a job."""
 DUMP_SECONDS, POLL_SECONDS = 1.0, 0.02
 """how long ranks have to write their stacks, and how often their files are read"""
 
@@ -47,14 +49,22 @@ class ProgressWatch:
         self._open = dict[int, tuple[str, float]]()
         """rank -> the phase that was open when it was looked at last, and when it began"""
         self._completed = dict[str, float]()
+        self._looked_at: float | None = None
+        self._resumed_at = 0.0
+        """when this process went on after it had been stopped, and with it perhaps the whole job"""
 
     def silent(self, ranks: Sequence[RankProcess], now: float, ended: bool) -> Silent | None:
         """The rank that hangs; None if none does. `ranks`: those that have not ended. `ended`: whether another has."""
+        if self._looked_at is not None and now - self._looked_at > PAUSE_SECONDS:  # guard: stopped-job-is-no-hang
+            self._resumed_at = now
+        self._looked_at = now
         found = list[Signs]()
         for one in ranks:
             shown = heartbeat.read(str(one.page))
             self._note_phase(one.rank, shown, now)
-            found.append(signs(one.rank, shown, ended))
+            sign = signs(one.rank, shown, ended)
+            since = None if sign.since is None else max(sign.since, self._resumed_at)
+            found.append(replace(sign, since=since))
         return hang.silent(found, now, self._limits, self._completed)
 
     def _note_phase(self, rank: int, shown: heartbeat.Progress, now: float) -> None:
@@ -76,10 +86,10 @@ def signs(rank: int, shown: heartbeat.Progress, ended: bool = False) -> Signs:
         return Signs(rank, None, START, shown.step)
     if shown.phase_began is not None:
         return Signs(rank, shown.phase_began, shown.phase, shown.step)
-    if shown.first is not None:
+    if shown.first is not None and shown.sign is not None:
         return Signs(rank, shown.sign, STEP, shown.step, shown.longest_seconds)
     if shown.restored is not None:
-        return Signs(rank, max(shown.restored, shown.sign or 0.0), FIRST_STEP, shown.step)
+        return Signs(rank, max(shown.restored, shown.opened, shown.sign or 0.0), FIRST_STEP, shown.step)
     return Signs(rank, shown.opened, START)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .change import Never, Remove, Swap
+from .change import Instead, Never, Remove, Swap
 from .record import Mutant, table
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -19,7 +19,11 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a rank outlives its supervisor", "rank-dies-with-supervisor", Remove()),
         ("what ranks have started is left", "processes-of-ranks-awaited", Remove()),
         ("a job counts as done although a rank was killed", "killed-rank-is-no-success", Swap("lived.killed", "False")),
-        ("a rank of slow steps is taken for hung", "limit-follows-own-steps", Swap("limit", "limits.least_seconds")),
+        ("a rank of slow steps is taken for hung", "limit-follows-own-steps", Swap("<= limit", "<= 1.0")),
+        ("a rank that waits for an evaluation is taken for hung", "awaited-phase-may-last", Instead("return False")),
+        ("a job that was suspended is taken for hung", "stopped-job-is-no-hang", Never()),
+        ("a second run has the signs of the first", "run-begins-without-signs", Remove()),
+        ("attempts before a remedy count after it", "remedy-begins-the-count-anew", Never()),
         ("the ranks that waited are named", "timeouts-name-who-hangs", Never()),
         ("a rank that cannot write its stacks is killed", "stacks-asked-only-of-who-can", Remove()),
         ("a remedy is tried again and again", "each-remedy-tried-once", Swap("act not in tried and ", "")),
@@ -34,7 +38,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a loss of NaN is not noticed", "non-finite-metric-found", Never()),
         ("a spike is not noticed", "spike-found", Swap("> mean +", "> 1e9 + mean +")),
         ("each rank finds its own divergence", "ranks-agree-on-divergence", Remove()),
-        ("batches are left out without a bound", "skips-of-sentinel-bounded", Never()),
+        ("batches are left out without a bound", "skips-of-sentinel-bounded", Instead("permitted = True")),
         ("another run of the process writes the page", "one-run-beats", Never()),
     ),
 )
