@@ -26,7 +26,7 @@ from torch import nn
 
 import lastgood
 
-STEPS, DAMAGED_IMAGE = 60, 1000
+STEPS, DAMAGED_IMAGE = 40, 1000
 
 
 def train(run: str, troubles: list[str]) -> None:

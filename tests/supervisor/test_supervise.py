@@ -361,3 +361,12 @@ def test_ranks_have_torchruns_environment_and_a_new_port_each_attempt(tmp_path: 
     assert seen["0", "0"]["TORCHELASTIC_RUN_ID"] == "job7"
     assert seen["0", "0"]["MASTER_PORT"] == seen["0", "1"]["MASTER_PORT"] != seen["1", "0"]["MASTER_PORT"]
     assert len({number for one in seen.values() for number in one["drawn"]}) == 8, "a fork draws numbers of its own"
+
+
+def test_the_example_heals_itself_and_ends_with_the_same_losses() -> None:
+    example = Path(__file__).resolve().parents[2] / "examples/self_healing.py"
+    done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for part in ("SIGKILL", "training has diverged", "rank 1 hangs", "the damaged one is among them"):
+        assert part in done.stdout
+    assert "the losses and samples are the same, bit for bit" in done.stdout
