@@ -176,12 +176,13 @@ class Checkpointer:
         self._reports = reports = Reports(options, pipeline, planner)
         self._progress = progress = Progress(request, ranks, pipeline.outcomes)
         self._saver = saver = Saver(request, options, pipeline, planner, ranks, reports)
-        self._ending = Ending(pipeline, saver, progress, ranks, end_request)
+        self._beat = Beat(heartbeat.own(), progress)
+        self._ending = Ending(pipeline, saver, progress, ranks, end_request, self._beat)
         url = paths.parsed(path).url
         self._restorer = Restorer(request, url, pipeline, planner, ranks, saver, progress, reports)
         watched = options.sentinel
-        self._divergence = DivergenceCheck(watched, url, pipeline, saver, progress, ranks) if watched else None
-        self._beat = Beat(heartbeat.own(), progress)
+        parts = pipeline, saver, progress, ranks, self._beat
+        self._divergence = DivergenceCheck(watched, url, *parts) if watched else None
         self._beat.opened(url)
         planner.fence.waiting = self._beat.saving
 
@@ -254,17 +255,13 @@ class Checkpointer:
         n = self._advance(n)
         self._beat.step(n, self._pipeline.outcomes.newest)
         if self._divergence is not None:
-            self._divergence.check(n, metrics, self._beat.saving)
+            self._divergence.check(n, metrics)
         saver = self._saver
         if saver.announcements is not None and saver.expects_announcements:
             with self._reports.deferring_problems():
                 saver.announcements.poll(n, self.preempted)
                 saver.schedule.announce(n, time.monotonic())
-        if self.preempted:
-            with self._beat.saving():
-                self._ending.end_if_requested(n)
-        else:
-            self._ending.end_if_requested(n)
+        self._ending.end_if_requested(n)
         self._surface()
         self._pipeline.outcomes.require_durable(n, self._options.durable_within_seconds)
         if not saver.due(n, time.monotonic()):

@@ -19,6 +19,7 @@ from ..run import paths
 from ..run.follower import Follower
 from ..run.pipeline import Pipeline
 from ..run.save_handle import Save
+from .beat import Beat
 from .preemption import EndRequest, Preempted
 from .progress import Progress
 from .saver import Saver
@@ -31,10 +32,16 @@ class Ending:
     """How one `Checkpointer` ends. `end_request`: the signals that request the end; None: no signal does."""
 
     def __init__(
-        self, pipeline: Pipeline, saver: Saver, progress: Progress, ranks: AnyRanks, end_request: EndRequest | None
+        self,
+        pipeline: Pipeline,
+        saver: Saver,
+        progress: Progress,
+        ranks: AnyRanks,
+        end_request: EndRequest | None,
+        beat: Beat,
     ) -> None:
         self._pipeline, self._saver, self._progress, self._ranks = pipeline, saver, progress, ranks
-        self._end_request = end_request
+        self._end_request, self._beat = end_request, beat
 
     @property
     def preempted(self) -> bool:
@@ -61,7 +68,8 @@ class Ending:
             self._end_request.begin_grace()
             ends = n >= announced.end and announced.end_holds(n)
         if ends:
-            self._end(n, self._end_request)
+            with self._beat.saving():
+                self._end(n, self._end_request)
 
     def close(self) -> None:
         """Restore the signal handlers that were installed before."""

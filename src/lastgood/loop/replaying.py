@@ -42,7 +42,7 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Replay | None:
 
 def copy_of(replay: Replay, path: str | os.PathLike[str]) -> str:
     """What is opened in place of `path`. Raises Refused if it is another run: nothing may be written to that."""
-    if _real(path) != _real(replay.of):
+    if paths.identity(path) != paths.identity(replay.of):
         raise Refused(
             f"{os.fspath(path)} was opened under `lastgood replay {replay.of}`, which replays one run",
             safe="Nothing was touched.",
@@ -59,11 +59,6 @@ def require_none(path: str | os.PathLike[str]) -> None:
             safe="Nothing was touched.",
             todo="Leave it out while LASTGOOD_REPLAY is set.",
         )
-
-
-def _real(path: str | os.PathLike[str]) -> str:
-    place = paths.parsed(path)
-    return os.path.realpath(place.root) if place.kind == "directory" else place.url
 
 
 def adapted(options: Options) -> Options:

@@ -2,7 +2,7 @@
 
     each step        loss and gradient norm are kept                    on their device, no synchronization
     every few steps  finite, and no spike? MAX over the ranks           one small all-reduce, one synchronization
-    on a hit         a generation for people; advice for restores; TrainingDiverged on all ranks at the same step
+    on a hit         advice for restores; a generation for people; TrainingDiverged on all ranks at the same step
 
 The next restore, in this process or another one, goes back to the newest generation before the first bad step, and
 leaves out the batches from that step on (run/advice.py). Everything here runs on the training thread.
@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
-import msgspec
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 
 from .. import reporting
 from ..coordination.single_rank import AnyRanks
@@ -30,6 +29,7 @@ from ..records import GenerationId
 from ..run import advice, side_records
 from ..run.advice import Advice, Skip
 from ..run.pipeline import Pipeline
+from .beat import Beat
 from .progress import Progress
 from .saver import Saver
 from .sentinel_options import Sentinel
@@ -44,10 +44,17 @@ class DivergenceCheck:
     """The sentinel of one `Checkpointer`. `url`: of the run's durable place, which receives the advice."""
 
     def __init__(
-        self, options: Sentinel, url: str, pipeline: Pipeline, saver: Saver, progress: Progress, ranks: AnyRanks
+        self,
+        options: Sentinel,
+        url: str,
+        pipeline: Pipeline,
+        saver: Saver,
+        progress: Progress,
+        ranks: AnyRanks,
+        beat: Beat,
     ) -> None:
         self._options, self._url, self._pipeline, self._saver = options, url, pipeline, saver
-        self._progress, self._ranks = progress, ranks
+        self._progress, self._ranks, self._beat = progress, ranks, beat
         self._seen = _Seen(options.names, options.spike)
         self._trained = dict[int, Skip]()
         """step -> the windows that it has trained, since the last comparison"""
@@ -58,11 +65,9 @@ class DivergenceCheck:
         self._seen, self._last = _Seen(self._options.names, self._options.spike), self._progress.step
         self._trained.clear()
 
-    def check(
-        self, n: int, metrics: Mapping[str, Any] | None, saving: Callable[[], AbstractContextManager[None]]
-    ) -> None:
-        """Look at the metrics of step `n`. `saving`: entered while the loop waits for a save. Raises TrainingDiverged,
-        on all ranks at the same step; Refused where a metric is missing."""
+    def check(self, n: int, metrics: Mapping[str, Any] | None) -> None:
+        """Look at the metrics of step `n`. Raises TrainingDiverged, on all ranks at the same step; Refused where a
+        metric is missing."""
         missing = [one for one in self._options.names if one not in (metrics or {})]
         require(
             not missing,
@@ -77,12 +82,12 @@ class DivergenceCheck:
         if n // self._options.every > before // self._options.every:  # at the same steps after each restart
             first = _earliest(self._seen.first_bad())
             if first is not None:
-                with saving():
+                with self._beat.saving():
                     self._stop(n, first)
             self._trained.clear()
 
     def _stop(self, n: int, first: int) -> NoReturn:
-        """Keep what has happened for people, write advice, and raise TrainingDiverged."""
+        """Write advice, keep the state for people, and raise TrainingDiverged."""
         mine = self._seen.described(first)
         what = self._ranks.topic("diverged").agree(mine, _joined)
         # The advice first: if the process dies in between, no restore takes the state that is saved then.
@@ -103,13 +108,14 @@ class DivergenceCheck:
         return f"Step {n} was saved as it is, for people. "
 
     def _advised(self, n: int, first: int, what: str) -> tuple[str, bool]:
-        """Write the advice, at the coordinator. Returns what the user is told to do, and whether batches are left out:
-        then the state is kept for ever."""
+        """Write the advice, at the coordinator. Returns the remedy for the user, and whether batches are left out: then
+        the state is kept for ever."""
         survey, incarnation = self._pipeline.run.known.view, self._pipeline.run.known.incarnation
-        suspects = [at for at in survey.generations if incarnation and at.incarnation == incarnation.id]
-        suspects = [at for at in suspects if at.step >= first]
+        suspects = list[GenerationId]()
         if incarnation is not None:
-            suspects.append(GenerationId(step=n, incarnation=incarnation.id))  # which is saved next
+            mine = [at for at in survey.generations if at.incarnation == incarnation.id]
+            next_one = GenerationId(step=n, incarnation=incarnation.id)  # which is saved for people
+            suspects = [*(at for at in mine if at.step >= first), next_one]
         try:
             with side_records.opened(self._url) as tier:
                 before = {one.step for one in advice.read(tier) if one.by == "sentinel" and one.skip is not None}
@@ -127,8 +133,8 @@ class DivergenceCheck:
 
     def _pieces(self, n: int, first: int, what: str, suspects: list[GenerationId]) -> list[Advice]:
         made = Advice(format=layout.FORMAT, by="sentinel", at=time.time(), step=first, why=f"training diverged: {what}")
-        found = [_with(made, suspect=one) for one in suspects]
-        return found + [_with(made, skip=one) for step, one in self._trained.items() if first <= step <= n]
+        found = [replace(made, suspect=one) for one in suspects]
+        return found + [replace(made, skip=one) for step, one in self._trained.items() if first <= step <= n]
 
 
 _SAFE = "Generations from before are untouched."
@@ -204,7 +210,3 @@ def _joined(posts: list[str]) -> str:
     more = f"; and {len(found) - 1} more ranks" if len(found) > 1 else ""
     # Gradients are summed over the ranks: the rank with the bad batch has a bad loss as well.
     return max(found, key=lambda one: one.count("nan") + one.count("inf")) + more
-
-
-def _with(made: Advice, suspect: GenerationId | None = None, skip: Skip | None = None) -> Advice:
-    return msgspec.structs.replace(made, suspect=suspect, skip=skip)

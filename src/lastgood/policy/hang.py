@@ -68,8 +68,6 @@ class Silent:
     """A rank that has shown nothing for longer than it may. `limit_seconds`: how long it may."""
 
     rank: int
-    where: str
-    step: int
     seconds: float
     limit_seconds: float
 
@@ -100,7 +98,7 @@ def silent(ranks: Sequence[Signs], now: float, limits: Limits, completed: Mappin
         if one.since is None or now - one.since <= limit:  # guard: limit-follows-own-steps
             continue
         if not any(_may_wait_for(one, other, now, limits, completed) for other in ranks):
-            found.append(Silent(one.rank, one.where, one.step, now - one.since, limit))
+            found.append(Silent(one.rank, now - one.since, limit))
     return max(found, key=lambda one: (one.seconds - one.limit_seconds, -one.rank), default=None)
 
 

@@ -52,9 +52,7 @@ def folder_of(last_place: str | os.PathLike[str], environ: Mapping[str, str] = o
 
     Raises as `paths.parsed`.
     """
-    place = paths.parsed(last_place)
-    # However the directory is written, through links or not: it has one memory.
-    url = os.path.realpath(place.root) if place.kind == "directory" else place.url  # guard: one-memory-for-a-directory
+    url = paths.identity(last_place)
     name = re.sub(r"[^A-Za-z0-9_.-]", "_", url.rstrip("/").rpartition("/")[2])[:40]
     digest = checksum.digest("xxh3_128", f"{url}\0{machine(environ)}".encode())
     return f"{folder_of_user(environ)}/{name}-{digest[:12]}"

@@ -180,6 +180,12 @@ def survived_by(place: str) -> frozenset[str]:
     return frozenset({"process", "power", "node", "domain"} if in_object_store(place) else {"process", "power"})
 
 
+def identity(path: str | os.PathLike[str]) -> str:
+    """The same text for every way to write one place, through links or not. Raises as `parsed`."""
+    place = parsed(path)
+    return os.path.realpath(place.root) if place.kind == "directory" else place.url  # guard: one-text-for-a-directory
+
+
 def in_memory(place: str) -> bool:
     """Whether a place, as tiers and messages name it, is in the memory of a machine."""
     return place.startswith(MEMORY)

@@ -117,7 +117,7 @@ class Attempt:
             with contextlib.ExitStack() as files:
                 outputs = self._outputs(rank, folder, files)
                 pid = self._started(environment, *outputs)
-            self._ranks.append(RankProcess(rank, pid, os.pidfd_open(pid), folder, page))
+            self._ranks.append(RankProcess(rank, pid, os.pidfd_open(pid), folder, page, heartbeat.read(str(page))))
 
     def _environment(self, rank: int, address: str, port: int) -> dict[str, str]:
         size, attempt = str(self._job.ranks), str(self._number)
@@ -177,6 +177,7 @@ class Attempt:
                     poll.unregister(descriptor)
                     one.ended = _ended(one)
             for one in self._ranks:
+                one.shown = heartbeat.read(str(one.page))
                 if not one.failed and _has_failed(one):
                     one.failed, lived.failed = True, lived.failed or time.monotonic()
                     if not asked:
@@ -261,7 +262,7 @@ def _ended(one: RankProcess) -> Ended:
 def _has_failed(one: RankProcess) -> bool:
     if one.ended is not None:
         return one.ended.failed
-    return heartbeat.read(str(one.page)).failed is not None
+    return one.shown.failed is not None
 
 
 def _grace_seconds(one: RankProcess) -> float:

@@ -34,6 +34,8 @@ class RankProcess:
     descriptor: int
     folder: Path
     page: Path
+    shown: heartbeat.Progress
+    """what its page showed when it was read last"""
     ended: Ended | None = None
     killed: bool = False
     """whether this supervisor has ended it"""
@@ -60,9 +62,8 @@ class ProgressWatch:
         self._looked_at = now
         found = list[Signs]()
         for one in ranks:
-            shown = heartbeat.read(str(one.page))
-            self._note_phase(one.rank, shown, now)
-            sign = signs(one.rank, shown, ended)
+            self._note_phase(one.rank, one.shown, now)
+            sign = signs(one.rank, one.shown, ended)
             since = None if sign.since is None else max(sign.since, self._resumed_at)
             found.append(replace(sign, since=since))
         return hang.silent(found, now, self._limits, self._completed)
@@ -111,10 +112,7 @@ def stacks(ranks: Sequence[RankProcess]) -> dict[int, str]:
 
 def stuck(ranks: Sequence[RankProcess], texts: dict[int, str]) -> list[Stuck]:
     """How ranks look now. `texts`: their stacks."""
-    return [
-        Stuck(signs(one.rank, heartbeat.read(str(one.page))), _state(one.pid), main_stack(texts.get(one.rank, "")))
-        for one in ranks
-    ]
+    return [Stuck(signs(one.rank, one.shown), _state(one.pid), main_stack(texts.get(one.rank, ""))) for one in ranks]
 
 
 def main_stack(text: str) -> list[str]:

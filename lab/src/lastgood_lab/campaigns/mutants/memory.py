@@ -21,7 +21,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("memory that is not looked at is not reported", "memory-left-behind-reported", Swap("in left", "in []")),
         (
             "a directory has a memory for each way to write it",
-            "one-memory-for-a-directory",
+            "one-text-for-a-directory",
             Swap("os.path.realpath(place.root)", "place.url"),
         ),
         ("memory that was removed under a job is not made anew", "removed-memory-made-anew", Remove()),
