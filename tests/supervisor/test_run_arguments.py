@@ -61,8 +61,14 @@ def test_output_of_some_ranks_may_go_to_files(script: str) -> None:
         (["--nprocs", "2", "SCRIPT"], "--nprocs"),
         (["--nproc-per-node", "many", "SCRIPT"], "many"),
         (["--nproc-per-node", "0", "SCRIPT"], "0"),
-        (["--nnodes", "2", "SCRIPT"], "--nnodes 2"),
-        (["--nnodes", "1:4", "SCRIPT"], "--nnodes 1:4"),
+        (["--nnodes", "2,4", "SCRIPT"], "--nnodes 2,4"),
+        (["--nnodes", "4:2", "SCRIPT"], "--nnodes 4:2"),
+        (["--node-rank", "1", "SCRIPT"], "--node-rank 1 with one node"),
+        (["--nnodes", "2", "--node-rank", "2", "SCRIPT"], "--node-rank 2 of 2 nodes"),
+        (["--nnodes", "2", "--rdzv-backend", "etcd", "SCRIPT"], "--rdzv-backend etcd"),
+        (["--nnodes", "2", "--standalone", "SCRIPT"], "contradict"),
+        (["--nnodes", "2", "--rdzv-conf", "join_timout=5", "SCRIPT"], "join_timout=5"),
+        (["--nnodes", "2", "--rdzv-conf", "join_timeout=soon", "SCRIPT"], "join_timeout=soon"),
         (["--tee", "3", "SCRIPT"], "--tee"),
         (["--numa-binding", "node", "SCRIPT"], "--numa-binding"),
         (["--redirects", "7", "SCRIPT"], "--redirects 7"),
@@ -86,3 +92,13 @@ def test_a_mistyped_option_is_answered_with_a_near_one(script: str) -> None:
     with pytest.raises(Refused) as found:
         parsed(["--nproc-per-nod3", "2", script], {})
     assert "Did you mean --nproc-per-node?" in found.value.todo
+
+
+def test_several_nodes_use_the_store_of_rank_0_or_of_an_endpoint(script: str) -> None:
+    static = parsed(["--nnodes", "2", "--node-rank", "1", "--master-addr", "head", script], {}).rendezvous
+    assert static is not None and static.settings.endpoint == "head:29500" and static.node_rank == 1
+    assert static.node_timeout_seconds == 10.0
+    elastic = ["--nnodes", "2:4", "--rdzv-backend", "c10d", "--rdzv-endpoint", "head:1", "--rdzv-conf"]
+    c10d = parsed([*elastic, "keep_alive_interval=3", script], {}).rendezvous
+    assert c10d is not None and (c10d.settings.least, c10d.settings.most, c10d.node_rank) == (2, 4, None)
+    assert c10d.node_timeout_seconds == 15.0 and c10d.settings.endpoint == "head:1"

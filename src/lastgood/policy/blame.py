@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from .recovery import PREEMPTED
 
 FOLLOWERS = re.compile(
-    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|closed by (the )?(remote )?peer|"
+    r"connection (was )?(likely )?(closed|reset|refused|aborted)|broken pipe|closed by (the )?(remote )?peer|"
     r"socket timeout|timed out|watchdog|nccl (communicator|error)|ncclRemoteError|RankFailed|"
     r"\b(TCPStore|DistStoreError|recvValue|sendBytes)\b|another rank",
     re.IGNORECASE,

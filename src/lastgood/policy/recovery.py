@@ -107,10 +107,13 @@ class Answer:
         return self.act != "end"
 
 
-def answer(outcomes: Sequence[Outcome], budget: Budget, asked_to_end: bool = False) -> Answer:
+def answer(outcomes: Sequence[Outcome], budget: Budget, asked_to_end: bool = False, regrouped: str = "") -> Answer:
     """What follows the last of these attempts. `outcomes`: all attempts so far, oldest first; at least one.
 
-    `asked_to_end`: whether the supervisor was asked to end. Example: after one attempt with code 0 the job is done.
+    `asked_to_end`: whether the supervisor was asked to end. `regrouped`: why the ranks were asked to save and to end,
+    although the job goes on, on other nodes (default: it was for the end of the job).
+
+    Example: after one attempt with code 0 the job is done.
     """
     last = outcomes[-1]
     if last.code == 0:
@@ -118,10 +121,11 @@ def answer(outcomes: Sequence[Outcome], budget: Budget, asked_to_end: bool = Fal
     if asked_to_end:
         return Answer("end", "the job was asked to end")
     if last.code == PREEMPTED:
-        return Answer("end", "the ranks were asked to end")
+        return Answer("restart", regrouped) if regrouped else Answer("end", "the ranks were asked to end")
     if hopeless(last):
         return Answer("end", "it would fail in the same way again")
-    if budget.restarts is not None and len(outcomes) > budget.restarts:  # guard: restarts-bounded
+    failures = sum(one.code != PREEMPTED for one in outcomes)
+    if budget.restarts is not None and failures > budget.restarts:  # guard: restarts-bounded
         return Answer("end", f"{budget.restarts} restarts are allowed")
     alike = _alike(outcomes)
     if len(alike) >= budget.without_progress:

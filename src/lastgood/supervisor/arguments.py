@@ -19,6 +19,7 @@ from ..errors import Refused
 from ..policy.hang import Limits
 from ..policy.recovery import Budget
 from .program import Program
+from .rendezvous_options import Options, Rendezvous, rendezvous
 
 ACCELERATORS = ("auto", "gpu", "xpu")
 """values of --nproc-per-node that ask for one rank a device"""
@@ -48,6 +49,8 @@ class Job:
     shutdown_seconds: float
     signals: tuple[int, ...]
     """those that ask for the end of the job"""
+    rendezvous: Rendezvous | None = None
+    """with the other nodes of the job; None: there are none"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -93,6 +96,7 @@ def parsed(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) ->
         preload=tuple(filter(None, args.preload.split(","))),
         shutdown_seconds=args.shutdown_timeout,
         signals=_signals(args.signals_to_handle),
+        rendezvous=_rendezvous(args),
     )
 
 
@@ -110,12 +114,12 @@ def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     def both(name: str, **settings: object) -> None:
         option(f"--{name.replace('-', '_')}", f"--{name}", **settings)
 
-    both("nnodes", default="1:1", help="Nodes of the job. Only one for now.")
+    both("nnodes", default="1:1", help="Nodes of the job: a number, or the least and the most: 2:4.")
     both("nproc-per-node", default="1", help="Ranks: a number, or cpu, gpu, xpu, auto.")
-    both("rdzv-backend", default="static", help="As for torchrun; one node needs none.")
-    both("rdzv-endpoint", default="", help="As for torchrun; one node needs none.")
+    both("rdzv-backend", default="static", help="static, with --node-rank; or c10d.")
+    both("rdzv-endpoint", default="", help="HOST:PORT of the node that holds the store of the nodes.")
     both("rdzv-id", default="none", help="TORCHELASTIC_RUN_ID of the ranks.")
-    both("rdzv-conf", default="", help="As for torchrun; one node needs none.")
+    both("rdzv-conf", default="", help="As for torchrun: join_timeout=600,last_call_timeout=30.")
     option("--standalone", action="store_true", help="As for torchrun: one node.")
     both("max-restarts", type=int, help="Restarts in all. Default: no bound while newer steps are saved.")
     both("monitor-interval", type=float, default=0.1, help="Accepted; the end of a rank is noticed at once.")
@@ -131,10 +135,10 @@ def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     both("local-ranks-filter", default="", help="Not done.")
     both("duplicate-stdout-filters", default="", help="Not done.")
     both("duplicate-stderr-filters", default="", help="Not done.")
-    both("node-rank", type=int, default=0, help="0: there is one node.")
-    both("master-addr", default="127.0.0.1", help="MASTER_ADDR of the ranks.")
+    both("node-rank", type=int, default=0, help="Number of this node, for --rdzv-backend static.")
+    both("master-addr", default="127.0.0.1", help="MASTER_ADDR of the ranks; of several nodes: the one of rank 0.")
     both("master-port", type=int, help="MASTER_PORT of the ranks. Default: a new one for each attempt.")
-    both("local-addr", help="Accepted; one node needs none.")
+    both("local-addr", help="Address of this node for the others.")
     both("logs-specs", help="Not done.")
     both("numa-binding", choices=["node", "socket", "exclusive", "core-complex"], help="Not done.")
     both("signals-to-handle", default="SIGTERM,SIGINT,SIGHUP,SIGQUIT", help="Signals that end the job.")
@@ -152,13 +156,6 @@ def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
 
 def _refuse(args: argparse.Namespace) -> None:
     """Raise Refused for what is not done."""
-    least, _, most = args.nnodes.partition(":")
-    if (most or least) != "1" or args.node_rank:
-        raise Refused(
-            f"--nnodes {args.nnodes} --node-rank {args.node_rank}: `lastgood run` starts the ranks of one node",
-            safe="Nothing was started.",
-            todo="Use torchrun for several nodes; a Checkpointer works under it as well.",
-        )
     asked = {
         "--tee": args.tee != "0",
         "--local-ranks-filter": args.local_ranks_filter,
@@ -174,6 +171,22 @@ def _refuse(args: argparse.Namespace) -> None:
             safe="Nothing was started.",
             todo="Leave it out, or use torchrun.",
         )
+
+
+def _rendezvous(args: argparse.Namespace) -> Rendezvous | None:
+    return rendezvous(
+        Options(
+            nnodes=args.nnodes,
+            backend=args.rdzv_backend,
+            endpoint=args.rdzv_endpoint,
+            run_id=args.rdzv_id,
+            configuration=args.rdzv_conf,
+            node_rank=int(args.node_rank),
+            master=(args.master_addr, args.master_port),
+            local_address=args.local_addr or "",
+            standalone=args.standalone,
+        )
+    )
 
 
 def _ranks(text: str) -> int:

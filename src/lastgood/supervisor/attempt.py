@@ -15,7 +15,6 @@ import math
 import os
 import select
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -30,9 +29,10 @@ from ..policy.blame import Ended, follows, timed_out
 from ..policy.hang import Silent, Stuck, awaited, behind
 from . import leftovers
 from .arguments import Job
+from .nodes import Kind, Nodes, Notice, Placement
 from .program import ERROR_FILE, PYTHON
 from .signals import Signals
-from .watch import ProgressWatch, RankProcess, stacks, stuck
+from .watch import ProgressWatch, RankProcess, signs, stacks, stuck
 from .zygote import Fork, Zygote
 
 MEMORY = "/dev/shm"
@@ -74,16 +74,36 @@ class Lived:
     """rank -> the stack of the exception that ended it"""
     hang: Hang | None = None
     """None: no rank was hung"""
+    lost: tuple[int, str] | None = None
+    """the first rank of the nodes that were lost, and a text about them"""
+    grows: bool = False
+    """whether the ranks were asked to save and to end so that more nodes can join"""
 
 
 class Attempt:
     """`folder`: of this attempt, an absolute path, which exists. `signals`: are passed on. `zygote`: forks the ranks;
-    None: each is a new process.
+    None: each is a new process. `place`: of this node among the `nodes` of the job.
     """
 
-    def __init__(self, job: Job, number: int, folder: Path, signals: Signals, zygote: Zygote | None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        number: int,
+        folder: Path,
+        signals: Signals,
+        zygote: Zygote | None,
+        place: Placement,
+        nodes: Nodes,
+    ) -> None:
         self._job, self._number, self._folder, self._signals, self._zygote = job, number, folder, signals, zygote
+        self._place, self._nodes = place, nodes
         self._ranks = list[RankProcess]()
+        self._live, self._poll = dict[int, RankProcess](), select.poll()
+        """pidfd -> a rank that has not ended"""
+        self._until, self._asked = math.inf, False
+        """when the ranks that are left are ended; whether they were asked to end"""
+        self._published: Kind | None = None
+        """why the attempt is over, as this node or another one has published it"""
 
     def run(self) -> Lived:
         """Live the attempt. Raises what `Zygote.fork` raises."""
@@ -106,44 +126,44 @@ class Attempt:
     # ---- start ---------------------------------------------------------------------------------------------
 
     def _start(self, pages: Path) -> None:
-        address, port = self._job.master
-        port = port or free_port(address)
-        for rank in range(self._job.ranks):
-            folder, page = self._folder / str(rank), pages / str(rank)
+        for local in range(self._job.ranks):
+            folder, page = self._folder / str(local), pages / str(local)
             folder.mkdir()
             heartbeat.create(str(page))
-            environment = self._environment(rank, address, port)
+            environment = self._environment(local)
             environment |= {ERROR_FILE: str(folder / "error.json"), heartbeat.VARIABLE: str(page)}
             with contextlib.ExitStack() as files:
-                outputs = self._outputs(rank, folder, files)
+                outputs = self._outputs(local, folder, files)
                 pid = self._started(environment, *outputs)
+            rank = self._place.first_rank + local
             self._ranks.append(RankProcess(rank, pid, os.pidfd_open(pid), folder, page, heartbeat.read(str(page))))
 
-    def _environment(self, rank: int, address: str, port: int) -> dict[str, str]:
-        size, attempt = str(self._job.ranks), str(self._number)
+    def _environment(self, local: int) -> dict[str, str]:
+        place, attempt = self._place, str(self._number)
+        rank, world = str(place.first_rank + local), str(place.world)
         return {
             **defaults(self._job.ranks),
             **os.environ,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "ROLE_RANK": str(rank),
-            "GROUP_RANK": "0",
+            "RANK": rank,
+            "LOCAL_RANK": str(local),
+            "ROLE_RANK": rank,
+            "GROUP_RANK": str(place.node),
             "ROLE_NAME": self._job.role,
-            "WORLD_SIZE": size,
-            "LOCAL_WORLD_SIZE": size,
-            "ROLE_WORLD_SIZE": size,
-            "GROUP_WORLD_SIZE": "1",
-            "MASTER_ADDR": address,
-            "MASTER_PORT": str(port),
+            "WORLD_SIZE": world,
+            "LOCAL_WORLD_SIZE": str(self._job.ranks),
+            "ROLE_WORLD_SIZE": world,
+            "GROUP_WORLD_SIZE": str(place.nodes),
+            "MASTER_ADDR": place.address,
+            "MASTER_PORT": str(place.port),
             "TORCHELASTIC_RESTART_COUNT": attempt,
             "TORCHELASTIC_MAX_RESTARTS": str(self._job.budget.restarts or 0),
             "TORCHELASTIC_RUN_ID": self._job.run_id,
             "TORCHELASTIC_USE_AGENT_STORE": "False",
         }
 
-    def _outputs(self, rank: int, folder: Path, files: contextlib.ExitStack) -> tuple[int, int]:
+    def _outputs(self, local: int, folder: Path, files: contextlib.ExitStack) -> tuple[int, int]:
         """The descriptors of stdout and stderr of a rank: those of this process, or files."""
-        redirected, found = self._job.redirects.get(rank, 0), [1, 2]
+        redirected, found = self._job.redirects.get(local, 0), [1, 2]
         for bit, name in enumerate(("stdout", "stderr")):
             if redirected & (bit + 1):
                 found[bit] = os.open(folder / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -164,53 +184,104 @@ class Attempt:
     # ---- watch ---------------------------------------------------------------------------------------------
 
     def _watch(self, lived: Lived) -> None:
-        poll, until, signals = select.poll(), math.inf, self._signals
-        by_descriptor = {one.descriptor: one for one in self._ranks}
-        for descriptor in (signals.descriptor, *by_descriptor):
-            poll.register(descriptor, select.POLLIN)
-        asked, watch = False, ProgressWatch(self._job.limits)
-        while by_descriptor and (now := time.monotonic()) < until:
-            left = min(POLL_SECONDS, until - now)
-            for descriptor, _ in poll.poll(int(1000 * left) + 1):
-                if descriptor in by_descriptor:
-                    one = by_descriptor.pop(descriptor)
-                    poll.unregister(descriptor)
+        watch = ProgressWatch(self._job.limits)
+        self._poll.register(self._signals.descriptor, select.POLLIN)
+        for one in self._ranks:
+            self._live[one.descriptor] = one
+            self._poll.register(one.descriptor, select.POLLIN)
+        while self._live and (now := time.monotonic()) < self._until:
+            for descriptor, _ in self._poll.poll(int(1000 * min(POLL_SECONDS, self._until - now)) + 1):
+                if descriptor in self._live:
+                    one = self._live.pop(descriptor)
+                    self._poll.unregister(descriptor)
                     one.ended = _ended(one)
-            for one in self._ranks:
-                one.shown = heartbeat.read(str(one.page))
-                if not one.failed and _has_failed(one):
-                    one.failed, lived.failed = True, lived.failed or time.monotonic()
-                    if not asked:
-                        until = min(until, time.monotonic() + _grace_seconds(one))
-            for number in signals.taken():
-                for one in by_descriptor.values():
-                    self._pass_on(one, number)
-            if signals.end is not None and not asked:
-                asked, until = True, time.monotonic() + self._job.shutdown_seconds
-            live = [*by_descriptor.values()]
-            silent = watch.silent(live, time.monotonic(), ended=len(live) < len(self._ranks))
-            if lived.failed is None and not asked and silent is not None:
-                lived.failed, texts = time.monotonic(), stacks(live)
-                lived.hang = Hang(behind(stuck(live, texts)), silent, texts)
+            self._note_failures(lived)
+            for number in self._signals.taken():
+                self._pass_on(number)
+            if self._signals.end is not None:
+                self._ask_to_end()
+            if self._hangs(lived, watch) or self._over_elsewhere(lived):
                 return
-        if not asked:
+        if not self._asked:
             self._note_awaited(lived)
 
+    def _note_failures(self, lived: Lived) -> None:
+        for one in self._ranks:
+            one.shown = heartbeat.read(str(one.page))
+            if not one.failed and _has_failed(one):
+                one.failed, lived.failed = True, lived.failed or time.monotonic()
+                if not self._asked:
+                    self._until = min(self._until, time.monotonic() + _grace_seconds(one))
+                    self._publish(_kind(_as_ended(one)))
+
+    def _ask_to_end(self) -> None:
+        """From now on, the ranks have some time to end by themselves."""
+        if not self._asked:
+            self._asked, self._until = True, time.monotonic() + self._job.shutdown_seconds
+
+    def _hangs(self, lived: Lived, watch: ProgressWatch) -> bool:
+        """Note if a rank hangs, also because of one of another node. Returns whether one does."""
+        if lived.failed is not None or self._asked:
+            return False
+        live, now = [*self._live.values()], time.monotonic()
+        ended = len(live) < len(self._ranks)
+        silent = watch.silent(live, now, ended)
+        if silent is not None and self._place.nodes > 1:
+            silent = watch.silent(live, now, ended, self._nodes.others(now))
+        if silent is None:
+            return False
+        self._note_hang(lived, silent)
+        self._publish("hang")
+        return True
+
+    def _note_hang(self, lived: Lived, silent: Silent | None) -> None:
+        live = [*self._live.values()]
+        lived.failed, texts = time.monotonic(), stacks(live)
+        lived.hang = Hang(behind(stuck(live, texts)), silent, texts)
+
+    def _over_elsewhere(self, lived: Lived) -> bool:
+        """Follow what other nodes have published. Returns whether the attempt is over here, at once."""
+        if self._published is not None:
+            return False
+        shown = [signs(one.rank, one.shown) for one in self._live.values()]
+        notice = self._nodes.notice(time.monotonic(), shown)
+        if notice is None:
+            return False
+        if notice.kind == "grow":
+            lived.grows = True
+            self._pass_on(signal.SIGTERM)
+            self._ask_to_end()
+            return False
+        self._published, lived.failed = notice.kind, lived.failed or time.monotonic()
+        if notice.kind == "hang" and self._live and not self._asked:
+            self._note_hang(lived, None)
+        waits = FOLLOWERS_SECONDS if notice.kind in ("follower", "timeout") else 0.0
+        self._until = min(self._until, time.monotonic() + waits)
+        return notice.kind in ("hang", "lost")
+
+    def _publish(self, kind: Kind) -> None:
+        """Let the other nodes know, once, that the attempt is over."""
+        if self._published is None:
+            self._published = kind
+            self._nodes.over(Notice(kind=kind))
+
     def _note_awaited(self, lived: Lived) -> None:
-        """If a rank has waited for others until a timeout, note which of them it was."""
+        """If a rank, of this node or another one, has waited for others until a timeout, note which of them it was."""
         failed = [_as_ended(one) for one in self._ranks if one.failed]
         live = [one for one in self._ranks if not one.failed and one.ended is None]
-        if live and any(map(timed_out, failed)) and all(map(follows, failed)):  # guard: timeouts-name-who-hangs
+        waited = self._published == "timeout" or any(map(timed_out, failed))
+        if live and waited and all(map(follows, failed)):  # guard: timeouts-name-who-hangs
             texts = stacks(live)
             one = awaited(stuck(live, texts))
             lived.hang = None if one is None else Hang(one, None, texts)
 
-    def _pass_on(self, one: RankProcess, number: int) -> None:
-        """Send a signal to a rank that has not ended. A command may be a shell: what it has started gets it too."""
-        if self._job.program.kind == "command":
-            os.killpg(one.pid, number)
-        else:
-            signal.pidfd_send_signal(one.descriptor, number)
+    def _pass_on(self, number: int) -> None:
+        """Send a signal to all ranks that have not ended. A command may be a shell: what it has started gets it too."""
+        for one in self._live.values():
+            if self._job.program.kind == "command":
+                os.killpg(one.pid, number)
+            else:
+                signal.pidfd_send_signal(one.descriptor, number)
 
     def _kill(self, lived: Lived) -> None:
         """End every process of the attempt, those in the process groups of the ranks too."""
@@ -238,13 +309,6 @@ class Attempt:
             lived.ended.append(Ended(one.rank, at or one.ended.at_seconds, one.ended.code, error))
 
 
-def free_port(address: str) -> int:
-    """A port of this machine that nobody uses now."""
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as one:
-        one.bind((address, 0))
-        return int(one.getsockname()[1])
-
-
 def defaults(ranks: int) -> dict[str, str]:
     """Variables that ranks have unless the user has set them: those of torchrun."""
     threads = {"OMP_NUM_THREADS": "1"} if ranks > 1 else {}
@@ -257,6 +321,13 @@ def _ended(one: RankProcess) -> Ended:
     assert found is not None
     code = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
     return Ended(one.rank, time.monotonic(), code)
+
+
+def _kind(one: Ended) -> Kind:
+    """What the other nodes are to know of a rank that has failed."""
+    if not follows(one):
+        return "failure"
+    return "timeout" if timed_out(one) else "follower"
 
 
 def _has_failed(one: RankProcess) -> bool:

@@ -15,8 +15,8 @@ FOLDER = "attempts"
 
 
 class Cause(Record, frozen=True, kw_only=True):
-    """Why an attempt has failed. `kind`: "signal", "exit", "exception" or "hang". `rank`: that failed first, or, of
-    ranks that hang, the one for which the others wait."""
+    """Why an attempt has failed. `kind`: "signal", "exit", "exception", "hang" or "node". `rank`: that failed first; of
+    ranks that hang, the one for which the others wait; of nodes that were lost, the first one."""
 
     kind: str
     rank: int
@@ -53,6 +53,8 @@ class Attempt(Record, frozen=True, kw_only=True):
     """None: it did not fail"""
     answer: str
     """what followed, and why"""
+    nodes: int = 1
+    """those that have reported; `ranks` are theirs"""
 
 
 def append(tier: Tier, attempt: Attempt) -> None:

@@ -55,9 +55,7 @@ def become_rank(supervisor: int, environment: Mapping[str, str]) -> None:
 
     `supervisor`: its process id. `environment`: all variables of the rank.
     """
-    _prctl(_DIES_WITH_PARENT, signal.SIGKILL)  # guard: rank-dies-with-supervisor
-    if os.getppid() != supervisor:
-        os._exit(1)
+    die_with(supervisor)
     if os.environ != environment:
         os.environ.clear()
         os.environ.update(environment)
@@ -104,6 +102,16 @@ def forget_current_folder() -> None:
     """Remove the current folder from sys.path, where `python -m` has put it: modules of the user may lie there."""
     if not getattr(sys.flags, "safe_path", False):
         del sys.path[0]
+
+
+def die_with(supervisor: int) -> None:
+    """Let the kernel kill this process when its supervisor ends. Ends it if that has ended already.
+
+    `supervisor`: its process id.
+    """
+    _prctl(_DIES_WITH_PARENT, signal.SIGKILL)  # guard: rank-dies-with-supervisor
+    if os.getppid() != supervisor:
+        os._exit(1)
 
 
 def adopt_orphans() -> None:

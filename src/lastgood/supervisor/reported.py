@@ -14,8 +14,8 @@ from msgspec.structs import replace
 
 from ..format import layout
 from ..policy import hang
-from ..policy.blame import Ended, first_cause
-from ..policy.recovery import Answer, Outcome
+from ..policy.blame import Ended, first_cause, follows
+from ..policy.recovery import PREEMPTED, Answer, Outcome
 from ..records import GenerationId
 from ..run.advice import Advice, Skip
 from .attempt import Lived
@@ -27,11 +27,14 @@ LINE_CHARACTERS = 160
 
 def cause(lived: Lived) -> Cause | None:
     """Why an attempt has failed; None if it has not."""
+    first = first_cause(lived.ended)
+    if lived.lost is not None and (first is None or follows(first)):  # guard: lost-node-blamed-before-followers
+        rank, what = lived.lost
+        return Cause(kind="node", rank=rank, code=-signal.SIGKILL, what=what)
     if lived.hang is not None:
         one, texts = lived.hang.behind, {str(rank): text for rank, text in lived.hang.stacks.items()}
         what = hang.described(one, lived.hang.silent)
         return Cause(kind="hang", rank=one.signs.rank, code=-signal.SIGKILL, what=what, stacks=texts)
-    first = first_cause(lived.ended)
     if first is None:
         return None
     if first.error:
@@ -98,6 +101,8 @@ def sentence(one: Attempt, number: int) -> str:
     found = one.cause
     if found is not None and found.kind == "hang":
         return f"attempt {number}: rank {found.rank} {found.what}, after {one.seconds:.1f} s. {one.answer}."
+    if found is not None and found.kind == "node":
+        return f"attempt {number}: {found.what}, at step {one.last_step}, after {one.seconds:.1f} s. {one.answer}."
     what = "ended" if found is None else f"rank {found.rank} failed first: {short(found.what)}"
     since = "before a state was restored" if one.restored_step is None else f"at step {one.last_step}"
     return f"attempt {number}: {what}, {since}, after {one.seconds:.1f} s. {one.answer}."
@@ -111,8 +116,8 @@ def short(what: str) -> str:
 
 def _key(found: Cause | None) -> str:
     """A text that is equal for causes of one kind."""
-    if found is None or found.kind == "hang":
-        return "" if found is None else "hang"
+    if found is None or found.kind in ("hang", "node"):
+        return "" if found is None else found.kind
     what = re.split(r"[^\w.]", found.what, maxsplit=1)[0] if found.kind == "exception" else found.what
     return f"{found.kind} {what}"
 
@@ -128,8 +133,12 @@ def _skip(lived: Lived) -> Skip | None:
 
 def _code(lived: Lived, first: Ended | None, found: Cause | None) -> int:
     """The code of the rank that failed first. If none has: SIGKILL where one was killed, else the highest."""
+    if lived.grows and (found is None or found.code == -signal.SIGTERM):
+        return PREEMPTED
     if found is not None:
         return found.code or 1
     if first is not None:
         return first.code
-    return -signal.SIGKILL if lived.killed else max(one.code for one in lived.ended)  # guard: killed-rank-is-no-success
+    return (
+        -signal.SIGKILL if lived.killed else max((one.code for one in lived.ended), default=1)
+    )  # guard: killed-rank-is-no-success

@@ -7,6 +7,7 @@ launch -> monitor -> recover -> launch ...          attempt.py starts and watche
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
 import secrets
 import select
@@ -16,14 +17,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+
 from .. import reporting
 from ..errors import Cancelled, LastgoodError
 from ..format import layout
-from ..policy.recovery import GAVE_UP, PREEMPTED, Answer, Outcome, answer, replayed_steps
+from ..io.machine import NODE
+from ..policy.membership import Bounds
+from ..policy.recovery import GAVE_UP, PREEMPTED, Outcome, answer, replayed_steps
 from ..run import advice, side_records
-from . import attempt_log, leftovers, reported, signals
+from . import attempt_log, leftovers, merged, reported, signals
 from .arguments import Job
 from .attempt import Attempt, Lived, defaults
+from .membership import Membership, Over
+from .merged import Report, Verdict
+from .nodes import NodeInfo, Nodes, OneNode, Placement, SeveralNodes
 from .program import adopt_orphans
 from .signals import Signals
 from .zygote import Zygote
@@ -34,7 +42,7 @@ class Supervisor:
 
     def __init__(self, job: Job, command: Sequence[str], report: Callable[[str], object]) -> None:
         self._job, self._command, self._report = job, list(command), report
-        self._id, self._host = secrets.token_hex(4), platform.node()
+        self._id, self._host = secrets.token_hex(4), os.environ.get(NODE) or platform.node()
         self._outcomes = list[Outcome]()
         self._run = ""
         """the run of the job, once a rank has opened it"""
@@ -45,7 +53,12 @@ class Supervisor:
         with signals.handled(self._job.signals) as received, self._folder() as folder:
             try:
                 with contextlib.ExitStack() as held:
-                    return self._attempts(folder, received, held)
+                    nodes = self._nodes(received)
+                    held.callback(nodes.end)
+                    return self._attempts(folder, received, nodes, held)
+            except Over:
+                self._report("the job is over: this node is not needed")
+                return 0
             except Cancelled:
                 if received.end is None:
                     raise
@@ -53,22 +66,35 @@ class Supervisor:
 
     # ---- steps ---------------------------------------------------------------------------------------------
 
-    def _attempts(self, folder: Path, received: Signals, held: contextlib.ExitStack) -> int:
+    def _attempts(self, folder: Path, received: Signals, nodes: Nodes, held: contextlib.ExitStack) -> int:
         zygote: Zygote | None = None
+        joins = True
         while True:
             if not self._job.spawn and (zygote is None or not zygote.alive):
                 zygote = Zygote(self._job.preload, defaults(self._job.ranks), received)
                 held.callback(zygote.close)
                 zygote.ready()
+            if joins and (before := nodes.join()) is not None:
+                self._follow(msgspec.json.decode(before, type=Verdict))
             number, began_at = len(self._outcomes), time.time()
-            attempt = folder / f"attempt_{number}"
-            attempt.mkdir()
-            lived = Attempt(self._job, number, attempt, received, zygote).run()
-            follows = self._after(lived, began_at, received.end is not None)
-            if follows.restart and follows.pause_seconds and received.end is None:
-                select.select([received.descriptor], [], [], follows.pause_seconds)
-            if not follows.restart or received.end is not None:
+            place = nodes.begin(number)
+            if isinstance(place, Placement):
+                attempt = folder / f"attempt_{number}"
+                attempt.mkdir(exist_ok=True)
+                lived = Attempt(self._job, number, attempt, received, zygote, place, nodes).run()
+            else:
+                lived = Lived(time.monotonic(), time.monotonic(), time.monotonic(), time.monotonic())
+            verdict = self._agreed(nodes, lived, began_at, received.end is not None)
+            joins = verdict is None or verdict.next == "join"
+            if verdict is None:
+                continue
+            self._follow(verdict)
+            ends = verdict.act == "end"
+            if ends or received.end is not None:
+                nodes.leave(last=ends)
                 return _exit_code(self._outcomes[-1], received.end)
+            if verdict.pause_seconds:
+                select.select([received.descriptor], [], [], verdict.pause_seconds)
 
     @contextlib.contextmanager
     def _folder(self) -> Iterator[Path]:
@@ -85,40 +111,90 @@ class Supervisor:
             with leftovers.folder("lastgood-attempts-", tempfile.gettempdir()) as made:
                 yield made
 
-    def _after(self, lived: Lived, began_at: float, asked: bool) -> Answer:
-        """Decide what follows an attempt, report it, and write the records about it into the run if that is known."""
-        self._run = next((one.run for one in lived.progress if one.run), self._run)
+    def _nodes(self, received: Signals) -> Nodes:
+        job = self._job
+        if job.rendezvous is None:
+            return OneNode(job.ranks, job.master)
+        settings, node_rank, timeout_seconds = job.rendezvous
+        info = NodeInfo(host=self._host, ranks=job.ranks, node_rank=node_rank, address="")
+        bounds = Bounds(settings.least, settings.most)
+        return SeveralNodes(Membership(settings, received), bounds, info, timeout_seconds, received)
+
+    # ---- after an attempt ----------------------------------------------------------------------------------
+
+    def _agreed(self, nodes: Nodes, lived: Lived, began_at: float, asked: bool) -> Verdict | None:
+        """What all nodes do now; None if the others have taken this node for lost, so that it joins anew."""
+        reports = nodes.reports(merged.encoded(self._host, self._job.ranks, asked, lived))
+        while True:
+            mine = None
+            if reports is not None:
+                found = {node: merged.decoded(text) for node, text in reports.items()}
+                mine = msgspec.json.encode(self._decided(nodes, found, lived.began, began_at)).decode()
+            verdict = nodes.verdict(mine)
+            if verdict is not None:
+                return msgspec.json.decode(verdict, type=Verdict)
+            if nodes.excluded:
+                return None
+            reports = nodes.reports(merged.encoded(self._host, self._job.ranks, asked, lived))
+
+    def _decided(self, nodes: Nodes, reports: dict[int, Report], began: float, began_at: float) -> Verdict:
+        """Decide what follows an attempt, report it, and write the records about it into the run if that is known.
+
+        `began`, `began_at`: when the attempt began, by the clock of this process, and of the day.
+        """
+        lived = merged.shifted(merged.merged(reports, nodes.lost_text()), began)
+        run = next((one.run for one in lived.progress if one.run), self._run)
         cause = reported.cause(lived)
-        self._outcomes.append(reported.outcome(lived, cause))
-        follows = answer(self._outcomes, self._job.budget, asked)
-        self._outcomes[-1] = replace(self._outcomes[-1], followed=follows.act)
+        outcomes = [*self._outcomes, reported.outcome(lived, cause)]
+        leaving = [node for node, one in reports.items() if one.asked]
+        follows_round = nodes.next_round(leaving)
+        asked = bool(leaving) and follows_round.act == "end"
+        regrouped = follows_round.why if follows_round.act == "join" and (leaving or lived.grows) else ""
+        follows = answer(outcomes, self._job.budget, asked, regrouped)
+        outcomes[-1] = replace(outcomes[-1], followed=follows.act)
         record = attempt_log.Attempt(
             format=layout.FORMAT,
             number=0,
             job=self._id,
             host=self._host,
             command=self._command,
-            ranks=self._job.ranks,
+            ranks=sum(one.ranks for one in reports.values()),
+            nodes=len(reports),
             began_at=began_at,
             seconds=lived.over - lived.began,
-            restored_step=self._outcomes[-1].restored_step,
-            last_step=self._outcomes[-1].last_step,
-            replayed_steps=replayed_steps(self._outcomes),
+            restored_step=outcomes[-1].restored_step,
+            last_step=outcomes[-1].last_step,
+            replayed_steps=replayed_steps(outcomes),
             phases=reported.phases(lived),
             cause=cause,
             answer=f"{follows.act}: {follows.why}",
         )
         if cause is not None or follows.restart:
-            self._report(reported.sentence(record, len(self._outcomes)))
-        if self._run:
-            try:
-                with side_records.opened(self._run) as tier:
-                    attempt_log.append(tier, record)
-                    if (found := reported.advice(lived, record, follows)) is not None:
-                        advice.append(tier, found)
-            except LastgoodError as error:
-                reporting.warning(f"the record of this attempt was not written to {self._run}: {error}")
-        return follows
+            self._report(reported.sentence(record, len(outcomes)))
+        self._write(run, record, reported.advice(lived, record, follows))
+        return Verdict(
+            outcomes=outcomes,
+            act=follows.act,
+            why=follows.why,
+            pause_seconds=follows.pause_seconds,
+            next=follows_round.act,
+            run=run,
+        )
+
+    def _write(self, run: str, record: attempt_log.Attempt, found: advice.Advice | None) -> None:
+        """Write the record of an attempt, and advice for the next restore, into the run."""
+        if not run:
+            return
+        try:
+            with side_records.opened(run) as tier:
+                attempt_log.append(tier, record)
+                if found is not None:
+                    advice.append(tier, found)
+        except LastgoodError as error:
+            reporting.warning(f"the record of this attempt was not written to {run}: {error}")
+
+    def _follow(self, verdict: Verdict) -> None:
+        self._outcomes, self._run = list(verdict.outcomes), verdict.run
 
 
 def _exit_code(last: Outcome, signal_number: int | None) -> int:

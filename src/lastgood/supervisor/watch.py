@@ -55,12 +55,15 @@ class ProgressWatch:
         self._resumed_at = 0.0
         """when this process went on after it had been stopped, and with it perhaps the whole job"""
 
-    def silent(self, ranks: Sequence[RankProcess], now: float, ended: bool) -> Silent | None:
-        """The rank that hangs; None if none does. `ranks`: those that have not ended. `ended`: whether another has."""
+    def silent(
+        self, ranks: Sequence[RankProcess], now: float, ended: bool, others: Sequence[Signs] = ()
+    ) -> Silent | None:
+        """The rank that hangs; None if none does. `ranks`: those that have not ended. `ended`: whether another has.
+        `others`: what ranks of other nodes show (default: there are none)."""
         if self._looked_at is not None and now - self._looked_at > PAUSE_SECONDS:  # guard: stopped-job-is-no-hang
             self._resumed_at = now
         self._looked_at = now
-        found = list[Signs]()
+        found = [*others]
         for one in ranks:
             self._note_phase(one.rank, one.shown, now)
             sign = signs(one.rank, one.shown, ended)

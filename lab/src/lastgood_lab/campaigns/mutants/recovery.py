@@ -8,7 +8,7 @@ from .record import Mutant, table
 MUTANTS: tuple[Mutant, ...] = (
     *table(
         "supervisor",
-        ("recovery", "hang", "sentinel", "leftovers", "supervise", "heartbeat"),
+        ("recovery", "hang", "sentinel", "leftovers", "supervise", "heartbeat", "membership", "verdict"),
         (
             "ranks that lost their connection are blamed",
             "followers-are-not-blamed",
@@ -40,5 +40,9 @@ MUTANTS: tuple[Mutant, ...] = (
         ("each rank finds its own divergence", "ranks-agree-on-divergence", Remove()),
         ("batches are left out without a bound", "skips-of-sentinel-bounded", Instead("permitted = True")),
         ("another run of the process writes the page", "one-run-beats", Never()),
+        ("a slow node is taken for lost", "slow-node-is-not-lost", Swap("> timeout_seconds", "> 0")),
+        ("the round of a lost node goes on without it", "lost-node-needs-new-round", Never()),
+        ("ranks that lost their node are blamed", "lost-node-blamed-before-followers", Never()),
+        ("two nodes decide about one attempt", "standing-verdict-is-followed", Never()),
     ),
 )

@@ -1,0 +1,144 @@
+"""The process that holds a node's membership in a job of several nodes: `python -m lastgood.ranks.membership`.
+
+It answers the requests of its supervisor (supervisor/membership.py), one after another, with torch's elastic rendezvous
+and the store behind it. torch keeps the membership alive in a thread of its own. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+from typing import Any
+
+import msgspec
+
+from ..supervisor import program
+from ..supervisor.membership import (
+    LENGTH_BYTES,
+    Answer,
+    Claim,
+    Close,
+    Failed,
+    Join,
+    Joined,
+    Number,
+    Put,
+    Read,
+    Request,
+    Settings,
+    Values,
+    Waiting,
+    received,
+)
+
+os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # torch reads it; the ranks have a store of their own
+JOB = "lastgood.job"
+"""prefix of the keys of a whole job"""
+
+
+class Member:
+    """The membership of this node. Connects when it is made. Raises what torch raises."""
+
+    def __init__(self, settings: Settings) -> None:
+        from torch.distributed.elastic.rendezvous import RendezvousParameters, c10d_rendezvous_backend
+        from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+
+        parameters = RendezvousParameters(
+            backend="c10d",
+            endpoint=settings.endpoint,
+            run_id=settings.run_id,
+            min_nodes=settings.least,
+            max_nodes=settings.most,
+            local_addr=settings.local_address or None,
+            **settings.configuration,
+        )
+        backend, self._store = c10d_rendezvous_backend.create_backend(parameters)
+        self._handler = create_handler(self._store, backend, parameters)
+        self._settings = settings
+        self._round: Any = None
+        """the store with the keys of the current round"""
+
+    def answer(self, request: Request) -> Answer:
+        """Do what a request asks for. Raises what torch raises."""
+        match request:
+            case Join():
+                found = self._handler.next_rendezvous()
+                self._round = found.store
+                return Joined(node=found.rank, nodes=found.world_size, address=self._address())
+            case Put():
+                store = self._of(request.job)
+                for key, value in request.values.items():
+                    store.set(key, value)
+                return Values(values=[])
+            case Read():
+                store = self._of(request.job)
+                return Values(values=[store.get(key).decode() if store.check([key]) else None for key in request.keys])
+            case Claim():
+                return Values(values=[self._round.compare_set(request.key, "", request.value).decode()])
+            case Waiting():
+                return Number(number=self._handler.num_nodes_waiting())
+            case Close():
+                self._handler.set_closed()
+                return Values(values=[])
+
+    def _of(self, job: bool) -> Any:
+        from torch.distributed import PrefixStore
+
+        return PrefixStore(f"{JOB}.{self._settings.run_id}", self._store) if job else self._round
+
+    def _address(self) -> str:
+        """The address of this node that other nodes reach: that from which it reaches the endpoint."""
+        if self._settings.local_address:
+            return self._settings.local_address
+        from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+        host, port = parse_rendezvous_endpoint(self._settings.endpoint, default_port=29400)
+        family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as one:
+            one.connect(place)  # sends nothing
+            return str(one.getsockname()[0])
+
+
+def _failed(error: Exception) -> Failed:
+    from torch.distributed.elastic.rendezvous import api
+
+    if isinstance(error, api.RendezvousClosedError | api.RendezvousGracefulExitError):
+        return Failed(kind="closed", what="")
+    if isinstance(error, api.RendezvousTimeoutError):
+        return Failed(kind="timeout", what="too few nodes have joined in time (join_timeout of --rdzv-conf)")
+    if isinstance(error, ValueError | KeyError | TypeError) or error.__cause__ is None:
+        kind = "refused" if isinstance(error, ValueError | KeyError | TypeError) else "store"
+        return Failed(kind=kind, what=f"{type(error).__name__}: {error}")
+    return Failed(kind="store", what=f"{error} ({error.__cause__})".replace("\n", " "))
+
+
+def main() -> None:
+    """Answer requests until the supervisor ends or closes the connection."""
+    program.forget_current_folder()
+    program.die_with(int(sys.argv[2]))
+    connection, member = socket.socket(fileno=int(sys.argv[1])), None
+    failed: Failed | None = None
+    settings = msgspec.json.decode(_message(connection), type=Settings)
+    try:
+        member = Member(settings)
+    except Exception as error:  # noqa: BLE001 - the supervisor reports it, as the answer to its first request
+        failed = _failed(error)
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            request = msgspec.json.decode(_message(connection), type=Request)
+            try:
+                answer = failed if member is None else member.answer(request)
+            except Exception as error:  # noqa: BLE001 - the supervisor reports it
+                answer = _failed(error)
+            message = msgspec.json.encode(answer)
+            connection.sendall(len(message).to_bytes(LENGTH_BYTES, "big") + message)
+
+
+def _message(connection: socket.socket) -> bytes:
+    return received(connection, int.from_bytes(received(connection, LENGTH_BYTES), "big"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""What several nodes report of one attempt, made one: the attempt as if one supervisor had seen all ranks. Pure.
+
+Times are seconds since the attempt began while they travel, because the clocks of nodes differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Literal
+
+import msgspec
+
+from ..io.heartbeat import Progress
+from ..policy.hang import behind
+from ..policy.recovery import Act, Outcome
+from ..records import Record
+from .attempt import Hang, Lived
+
+_TIMES = ("begun", "opened", "restored", "first", "beat", "sign", "phase_began", "closed", "failed")
+"""the fields of a Progress that are times"""
+
+
+class Report(Record, frozen=True, kw_only=True):
+    """What one node reports. `asked`: whether it was asked to end. `lived`: times since the attempt began there."""
+
+    host: str
+    ranks: int
+    asked: bool
+    lived: Lived
+
+
+class Verdict(Record, frozen=True, kw_only=True):
+    """What all nodes do after an attempt. `outcomes`: of all attempts so far. `act`, `why`, `pause_seconds`: as in
+    policy/recovery.py. `next`: as in policy/membership.py. `run`: the run of the job; empty if it is not known."""
+
+    outcomes: list[Outcome]
+    act: Act
+    why: str
+    pause_seconds: float
+    next: Literal["stay", "join", "end"]
+    run: str
+
+
+def encoded(host: str, ranks: int, asked: bool, lived: Lived) -> str:
+    """The report of a node, to be read by `decoded`."""
+    report = Report(host=host, ranks=ranks, asked=asked, lived=shifted(lived, -lived.began))
+    return msgspec.json.encode(report).decode()
+
+
+def decoded(text: str) -> Report:
+    """A report as `encoded` has made it."""
+    return msgspec.json.decode(text, type=Report)
+
+
+def shifted(lived: Lived, seconds: float) -> Lived:
+    """The same attempt, with other times."""
+
+    def moved(one: Progress) -> Progress:
+        known = {name: getattr(one, name) for name in _TIMES}
+        return one._replace(**{name: at + seconds for name, at in known.items() if at is not None})
+
+    hang = lived.hang
+    if hang is not None and hang.behind.signs.since is not None:
+        signs = replace(hang.behind.signs, since=hang.behind.signs.since + seconds)
+        hang = replace(hang, behind=replace(hang.behind, signs=signs))
+    return replace(
+        lived,
+        began=lived.began + seconds,
+        started=lived.started + seconds,
+        failed=None if lived.failed is None else lived.failed + seconds,
+        over=lived.over + seconds,
+        ended=[replace(one, at_seconds=one.at_seconds + seconds) for one in lived.ended],
+        progress=[moved(one) for one in lived.progress],
+        hang=hang,
+    )
+
+
+def merged(reports: Mapping[int, Report], lost: tuple[int, str] | None) -> Lived:
+    """One attempt. `reports`: those of the nodes that answer, by number; at least one. `lost`: as in Lived."""
+    lives = [one.lived for _, one in sorted(reports.items())]
+    failed = [one.failed for one in lives if one.failed is not None]
+    return Lived(
+        began=min(one.began for one in lives),
+        started=max(one.started for one in lives),
+        failed=min(failed, default=None),
+        over=max(one.over for one in lives),
+        killed=any(one.killed for one in lives) or lost is not None,
+        ended=[ended for one in lives for ended in one.ended],
+        progress=[shown for one in lives for shown in one.progress],
+        stacks={rank: text for one in lives for rank, text in one.stacks.items()},
+        hang=_hang([one.hang for one in lives if one.hang is not None]),
+        lost=lost,
+        grows=any(one.grows for one in lives),
+    )
+
+
+def _hang(hangs: list[Hang]) -> Hang | None:
+    """The rank that is behind among those that are behind on their nodes, and the stacks of all."""
+    if not hangs:
+        return None
+    last = behind([one.behind for one in hangs])
+    silent = next((one.silent for one in hangs if one.silent is not None), None)
+    return Hang(last, silent, {rank: text for one in hangs for rank, text in one.stacks.items()})

@@ -1,0 +1,439 @@
+"""The nodes of a job, as the supervisor of one of them sees the others.
+
+    join      the nodes of a round know each other: host, number of ranks, which is node 0
+    begin     node 0 publishes the address at which the ranks of an attempt find each other
+    notice    during an attempt: whether it is over on another node, or a node is lost
+    reports   after an attempt: one node receives what all nodes report, and decides
+    verdict   every node receives the same decision
+
+Keys, in torch's store of the round; N is the number of the attempt, K of a node:
+
+    node/K      NodeInfo            alive/K     a counter, and what the ranks of the node show
+    N/master    address and port    N/over      why the attempt is over, set once
+    N/report/K  the report          N/verdict   the decision, set once          N/received/K  it was received
+    refused/K           the nodes cannot be ordered
+
+Invariants
+  1. All nodes follow the same verdict, because it is set once.
+  2. A node is lost once it has shown no new counter for `timeout_seconds` by the clock of another one. No clocks are
+     compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Literal, NamedTuple, Protocol
+
+import msgspec
+
+from ..errors import Cancelled, Refused, TierDown
+from ..policy import membership as policy
+from ..policy.hang import Signs
+from ..records import Record
+from .membership import Membership
+from .signals import Signals
+
+POLL_SECONDS = 0.25
+"""how often the store is asked during an attempt, and while other nodes are waited for"""
+WAITING_SECONDS = 5.0
+"""how often it is asked whether more nodes wait"""
+RECEIVED_SECONDS = 5.0
+"""How long a node waits at its end until all others know why: the store may end with it."""
+WAITERS_SECONDS = 1.5
+"""How long it stays after that for nodes that wait in reserve: torch asks the store once a second."""
+
+
+Kind = Literal["failure", "follower", "timeout", "hang", "lost", "grow"]
+
+
+class Placement(NamedTuple):
+    """The place of this node in an attempt. `first_rank`: of its ranks. `world`: ranks of all nodes. `address`, `port`:
+    where the ranks find each other; port 0: nobody has chosen one yet."""
+
+    node: int
+    nodes: int
+    first_rank: int
+    world: int
+    address: str
+    port: int
+
+
+class Notice(Record, frozen=True, kw_only=True):
+    """Why an attempt is over, or is to end. `what`: for people. `lost`: numbers of the nodes that do not answer.
+
+    "failure": a rank of another node has failed; "follower": so it seems, because of another one; "timeout": it has
+    waited for other ranks for too long; "hang": ranks hang; "lost": a node is lost; "grow": more nodes wait, so the
+    ranks are asked to save and to end.
+    """
+
+    kind: Kind
+    what: str = ""
+    lost: list[int] = msgspec.field(default_factory=list)
+
+
+class NodeInfo(Record, frozen=True, kw_only=True):
+    """A node of a round. `node_rank`: as --node-rank says; None: any. `address`: where others reach it."""
+
+    host: str
+    ranks: int
+    node_rank: int | None
+    address: str
+
+
+class Alive(Record, frozen=True, kw_only=True):
+    """A sign of life. `signs`: of its ranks; `since` is the age in seconds there, because clocks differ."""
+
+    count: int
+    signs: list[Signs] = msgspec.field(default_factory=list)
+
+
+class Nodes(Protocol):
+    """What the supervisor needs of the nodes of its job. The methods are those of SeveralNodes."""
+
+    def join(self) -> str | None: ...
+    def begin(self, number: int) -> Placement | Notice: ...
+    def notice(self, now: float, signs: Sequence[Signs]) -> Notice | None: ...
+    def others(self, now: float) -> list[Signs]: ...
+    def over(self, notice: Notice) -> None: ...
+    def reports(self, mine: str) -> dict[int, str] | None: ...
+    def verdict(self, mine: str | None) -> str | None: ...
+    def next_round(self, leaving: Collection[int]) -> policy.Next: ...
+    def lost_text(self) -> tuple[int, str] | None: ...
+    def leave(self, last: bool) -> None: ...
+    def end(self) -> None: ...
+    @property
+    def excluded(self) -> bool: ...
+
+
+class OneNode:
+    """The only node of its job. `ranks`: how many it has. `master`: address and port; None: a new one each time."""
+
+    def __init__(self, ranks: int, master: tuple[str, int | None]) -> None:
+        self._ranks, self._master = ranks, master
+
+    def join(self) -> None:
+        """Nothing: no other node has published anything."""
+
+    def begin(self, number: int) -> Placement:
+        """The place in an attempt."""
+        address, port = self._master
+        return Placement(0, 1, 0, self._ranks, address, port or free_port(address))
+
+    def notice(self, now: float, signs: Sequence[Signs]) -> None:
+        """Nothing: there is no other node."""
+
+    def others(self, now: float) -> list[Signs]:
+        """Nothing: there are no other ranks."""
+        return []
+
+    def over(self, notice: Notice) -> None:
+        """Nothing: nobody else has to know."""
+
+    def reports(self, mine: str) -> dict[int, str]:
+        """The reports of all nodes."""
+        return {0: mine}
+
+    def verdict(self, mine: str | None) -> str | None:
+        """The decision."""
+        return mine
+
+    def next_round(self, leaving: Collection[int]) -> policy.Next:
+        """The ranks start again here, unless this node is to end."""
+        return policy.next_round(1, (), leaving, 0, policy.Bounds())
+
+    def lost_text(self) -> None:
+        """Nothing: no other node can be lost."""
+
+    excluded = False
+
+    def leave(self, last: bool) -> None:
+        """Nobody waits for this node."""
+
+    def end(self) -> None:
+        """Nothing is held."""
+
+
+class SeveralNodes:
+    """This node among those of its job.
+
+    `membership`: the process that holds it. `bounds`: how many nodes the job has. `info`: this node. `timeout_seconds`:
+    without a sign of life, after which a node is lost. `signals`: end each wait.
+    """
+
+    def __init__(
+        self, membership: Membership, bounds: policy.Bounds, info: NodeInfo, timeout_seconds: float, signals: Signals
+    ) -> None:
+        self._membership, self._bounds, self._info = membership, bounds, info
+        self._timeout_seconds, self._signals = timeout_seconds, signals
+        self.infos = list[NodeInfo]()
+        """of all nodes of the round, by number"""
+        self.node = 0
+        """number of this node in the round"""
+        self.lost = set[int]()
+        """nodes that do not answer"""
+        self._number = 0
+        self._count = 0
+        self._seen = dict[int, tuple[str, float]]()
+        """node -> its newest sign of life, and when it came"""
+        self._next = self._next_alive = self._next_waiting = 0.0
+        self._grows = False
+        """whether this attempt ends so that more nodes can join"""
+        self._asked = False
+        """whether this node was asked to end during the attempt"""
+
+    # ---- a round -------------------------------------------------------------------------------------------
+
+    def join(self) -> str | None:
+        """Join the next round. Returns the newest verdict of the nodes that were there before; None: there is none.
+
+        Raises Refused if two nodes claim the same --node-rank, and what `Membership.join` raises.
+        """
+        infos = None
+        while infos is None:
+            joined = self._membership.join()
+            mine = msgspec.structs.replace(self._info, address=joined.address)
+            self._membership.put({f"node/{joined.node}": _encoded(mine)})
+            infos = self._infos(joined.nodes)
+        self.infos, self.node, self.lost = infos, joined.node, set()
+        try:
+            order = _order(infos)
+        except Refused:
+            self._await_others("refused")
+            raise
+        self.infos, self.node = [infos[one] for one in order], order.index(joined.node)
+        return self._membership.read(["verdict"], job=True)[0]
+
+    def _infos(self, nodes: int) -> list[NodeInfo] | None:
+        """What all nodes of a round have published; None if one does not in time, so that a new round is needed."""
+        until = time.monotonic() + 2 * self._timeout_seconds
+        while time.monotonic() < until:
+            found = self._membership.read([f"node/{one}" for one in range(nodes)])
+            if None not in found:
+                return [msgspec.json.decode(one or "", type=NodeInfo) for one in found]
+            self._pause()
+        return None
+
+    # ---- an attempt ----------------------------------------------------------------------------------------
+
+    def begin(self, number: int) -> Placement | Notice:
+        """The place of this node in an attempt; a Notice if the attempt is over before it began. Raises TierDown."""
+        self._number, self._grows, self._asked, now = number, False, False, time.monotonic()
+        self._seen = {one: ("", now) for one in range(len(self.infos))}
+        self._next = self._next_alive = 0.0
+        self._next_waiting = now + WAITING_SECONDS
+        if self._decides:
+            address = self.infos[self.node].address
+            port = free_port(address)
+            self._membership.put({f"{number}/master": f"{address} {port}"})
+            return self._placement(address, port)
+        while True:
+            found = self._membership.read([f"{number}/master"])[0]
+            if found is not None:
+                address, _, text = found.rpartition(" ")
+                return self._placement(address, int(text))
+            notice = self.notice(time.monotonic(), [])
+            if notice is not None:
+                return notice
+            self._pause()
+
+    def _placement(self, address: str, port: int) -> Placement:
+        ranks = [one.ranks for one in self.infos]
+        return Placement(self.node, len(ranks), sum(ranks[: self.node]), sum(ranks), address, port)
+
+    def notice(self, now: float, signs: Sequence[Signs]) -> Notice | None:
+        """Why the attempt is over, if it is. Called often; asks the store seldom. `signs`: of the ranks here.
+
+        Raises TierDown.
+        """
+        if now < self._next:
+            return None
+        self._next = now + POLL_SECONDS
+        over = self._poll(now, [f"{self._number}/over"], signs)[0]
+        if over is None and (silent := self._silent(now)):
+            what = f"{self._names(silent)}: no sign of life for {self._timeout_seconds:.0f} s"
+            over = self._membership.claim(f"{self._number}/over", _encoded(Notice(kind="lost", what=what, lost=silent)))
+        return self._growing(now) if over is None else self._note_lost(over)
+
+    def _note_lost(self, over: str) -> Notice:
+        """Note which nodes the standing notice takes for lost: this one too, if it was stopped for a while."""
+        notice = msgspec.json.decode(over, type=Notice)
+        self.lost |= set(notice.lost)
+        return notice
+
+    def _growing(self, now: float) -> Notice | None:
+        """At the node that decides: whether the ranks are to save and end, because more nodes wait."""
+        if self._grows or not self._decides or now < self._next_waiting or len(self.infos) >= self._bounds.most:
+            return None
+        self._next_waiting = now + WAITING_SECONDS
+        self._grows = self._membership.waiting() > 0
+        return Notice(kind="grow", what="more nodes wait") if self._grows else None
+
+    def others(self, now: float) -> list[Signs]:
+        """What the ranks of all other nodes have shown, by this node's clock. Raises TierDown."""
+        others = [one for one in range(len(self.infos)) if one != self.node]
+        values = self._membership.read([f"alive/{one}" for one in others])
+        found = [msgspec.json.decode(one, type=Alive) for one in values if one is not None]
+        return [_aged(sign, now) for one in found for sign in one.signs]
+
+    def over(self, notice: Notice) -> None:
+        """Publish why the attempt is over here. The first reason stands. Raises TierDown."""
+        self._note_lost(self._membership.claim(f"{self._number}/over", _encoded(notice)))
+
+    # ---- after an attempt ----------------------------------------------------------------------------------
+
+    def reports(self, mine: str) -> dict[int, str] | None:
+        """Report an attempt. Returns the reports of all nodes, by number, if this node decides; else None.
+
+        A node that shows no sign of life is not waited for. Raises TierDown, and Cancelled if this node is to end.
+        """
+        self._membership.put({f"{self._number}/report/{self.node}": mine})
+        self._asked = self._signals.end is not None
+        while self._decides:
+            nodes = [one for one in range(len(self.infos)) if one not in self.lost]
+            keys = [f"{self._number}/report/{one}" for one in nodes]
+            over, verdict, *found = self._poll(
+                time.monotonic(), [f"{self._number}/over", f"{self._number}/verdict", *keys], []
+            )
+            if verdict is not None:  # guard: standing-verdict-is-followed
+                return None
+            if over is not None and self.node in self._note_lost(over).lost:
+                return None
+            missing = {node for node, report in zip(nodes, found, strict=True) if report is None}
+            if not missing:
+                return {node: report or "" for node, report in zip(nodes, found, strict=True)}
+            self.lost |= missing & set(self._silent(time.monotonic()))
+            self._pause()
+        return None
+
+    def verdict(self, mine: str | None) -> str | None:
+        """The decision that all nodes follow. `mine`: that of this node, if it decides.
+
+        Returns None if the node that decides is lost, and this one decides in its place, or if the others take this
+        node for lost. Raises TierDown, and Cancelled if this node is to end.
+        """
+        key = f"{self._number}/verdict"
+        if mine is not None:
+            found = self._membership.claim(key, mine)
+            self._membership.put({"verdict": found}, job=True)
+            return found
+        while self.node not in self.lost:
+            standing = self._poll(time.monotonic(), [key], [])[0]
+            if standing is not None:
+                return standing
+            leader = policy.leader(len(self.infos), self.lost)
+            if leader in self._silent(time.monotonic()):
+                self.lost.add(leader)
+            if self._decides:
+                return None
+            self._pause()
+        return None
+
+    def next_round(self, leaving: Collection[int]) -> policy.Next:
+        """What the nodes do if the job is to go on. `leaving`: nodes that were asked to end. Raises TierDown."""
+        waiting = self._membership.waiting()
+        return policy.next_round(len(self.infos), self.lost, leaving, waiting, self._bounds)
+
+    def lost_text(self) -> tuple[int, str] | None:
+        """The first rank of the nodes that are lost, and a text about them; None: none is."""
+        if not self.lost:
+            return None
+        first = min(self.lost)
+        what = f"{self._names(sorted(self.lost))}: no sign of life for {self._timeout_seconds:.0f} s"
+        return sum(one.ranks for one in self.infos[:first]), what
+
+    @property
+    def excluded(self) -> bool:
+        """Whether the other nodes have taken this one for lost, so that it joins anew."""
+        return self.node in self.lost
+
+    def leave(self, last: bool) -> None:
+        """This node ends. `last`: so does the job: nodes that wait are to end too, and this one waits until all others
+        have the verdict, because the store may end with this node."""
+        if last:
+            with contextlib.suppress(TierDown):
+                self._membership.close()
+            self._await_others(f"{self._number}/received")
+            select.select([], [], [], WAITERS_SECONDS)
+
+    def end(self) -> None:
+        """End the process that holds the membership."""
+        self._membership.end()
+
+    def _await_others(self, key: str) -> None:
+        """Wait, not for long, until all other nodes have come here too: the store may end with this node."""
+        others = [f"{key}/{one}" for one in range(len(self.infos)) if one not in self.lost]
+        until = time.monotonic() + RECEIVED_SECONDS
+        with contextlib.suppress(TierDown):  # the node of the store has ended: it had found all others here
+            self._membership.put({f"{key}/{self.node}": ""})
+            while None in self._membership.read(others) and time.monotonic() < until:
+                select.select([], [], [], POLL_SECONDS)
+
+    # ---- signs of life -------------------------------------------------------------------------------------
+
+    @property
+    def _decides(self) -> bool:
+        return self.node not in self.lost and self.node == policy.leader(len(self.infos), self.lost)
+
+    def _poll(self, now: float, keys: list[str], signs: Sequence[Signs]) -> list[str | None]:
+        """Show a sign of life, read those of the nodes that this one watches, and read keys."""
+        if now >= self._next_alive:
+            self._next_alive = now + self._timeout_seconds / 10
+            self._count += 1
+            shown = [_aged(sign, now) for sign in signs]
+            self._membership.put({f"alive/{self.node}": _encoded(Alive(count=self._count, signs=shown))})
+        watched = policy.watched(self.node, len(self.infos), self.lost)
+        values = self._membership.read([*keys, *(f"alive/{one}" for one in watched)])
+        for node, value in zip(watched, values[len(keys) :], strict=True):
+            if value is not None and value != self._seen[node][0]:
+                self._seen[node] = (value, now)
+        return values[: len(keys)]
+
+    def _silent(self, now: float) -> list[int]:
+        watched = policy.watched(self.node, len(self.infos), self.lost)
+        return policy.silent({one: self._seen[one][1] for one in watched}, now, self._timeout_seconds)
+
+    def _names(self, nodes: Sequence[int]) -> str:
+        return ", ".join(f"node {one} ({self.infos[one].host})" for one in nodes)
+
+    def _pause(self) -> None:
+        """Wait before the store is asked again. Raises Cancelled if this node is asked to end, unless it was asked
+        during the attempt, of which the verdict is still to come."""
+        select.select([self._signals.descriptor], [], [], POLL_SECONDS)
+        self._signals.drain()
+        if self._signals.end is not None and not self._asked:
+            raise Cancelled("the job was asked to end")
+
+
+def free_port(address: str) -> int:
+    """A port of this machine that nobody uses now."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as one:
+        one.bind((address, 0))
+        return int(one.getsockname()[1])
+
+
+def _order(infos: Sequence[NodeInfo]) -> list[int]:
+    """The nodes in the order of --node-rank where they have one. Raises Refused if two have the same."""
+    claimed = [one.node_rank for one in infos if one.node_rank is not None]
+    if len({*claimed}) != len(claimed):
+        twice = next(one for one in claimed if claimed.count(one) > 1)
+        hosts = ", ".join(one.host for one in infos if one.node_rank == twice)
+        raise Refused(
+            f"--node-rank {twice} was given on several nodes: {hosts}",
+            safe="No rank was started.",
+            todo="Give each node a number of its own, from 0 on, or none.",
+        )
+    return sorted(range(len(infos)), key=lambda one: (infos[one].node_rank is None, infos[one].node_rank or 0, one))
+
+
+def _aged(sign: Signs, now: float) -> Signs:
+    """With its age in place of the time of its newest sign of life, or the other way round."""
+    return replace(sign, since=None if sign.since is None else now - sign.since)
+
+
+def _encoded(record: Record) -> str:
+    return msgspec.json.encode(record).decode()

@@ -1,0 +1,120 @@
+"""The options of `lastgood run` about several nodes, which are those of torchrun, as settings of a rendezvous. Pure.
+
+torch's backend c10d is the engine. "static", torchrun's default with --node-rank and --master-addr, is made of it too:
+the node of that address holds the store, and the nodes keep the order that their ranks say.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import NamedTuple
+
+from ..errors import Refused
+from ..policy.membership import Bounds
+from .membership import Settings
+
+BACKENDS = ("static", "c10d")
+CONFIGURATION = (
+    "close_timeout",
+    "heartbeat_timeout",
+    "is_host",
+    "join_timeout",
+    "keep_alive_interval",
+    "keep_alive_max_attempt",
+    "last_call_timeout",
+    "read_timeout",
+)
+"""the keys of --rdzv-conf that c10d takes over TCP"""
+KEEP_ALIVE = {"keep_alive_interval": "2", "keep_alive_max_attempt": "5"}
+"""A node is lost after ten seconds without a sign of life, and not after fifteen as for torchrun."""
+STATIC_PORT = 29500
+"""torchrun's default of --master-port"""
+
+
+class Rendezvous(NamedTuple):
+    """`settings`: for torch. `node_rank`: of this node; None: any. `node_timeout_seconds`: without a sign of life,
+    after which a node is lost."""
+
+    settings: Settings
+    node_rank: int | None
+    node_timeout_seconds: float
+
+
+class Options(NamedTuple):
+    """What was given. `master`: address and port; None: not given."""
+
+    nnodes: str
+    backend: str
+    endpoint: str
+    run_id: str
+    configuration: str
+    node_rank: int
+    master: tuple[str, int | None]
+    local_address: str
+    standalone: bool
+
+
+def rendezvous(given: Options) -> Rendezvous | None:
+    """The rendezvous of a job of several nodes; None: it has one. Raises Refused for what cannot be meant."""
+    bounds = _bounds(given.nnodes)
+    if bounds.most == 1:
+        if given.node_rank:
+            raise _refused(f"--node-rank {given.node_rank} with one node", "Give --nnodes too.")
+        return None
+    if given.standalone:
+        raise _refused(f"--standalone and --nnodes {given.nnodes} contradict each other", "Leave one of them out.")
+    if given.backend not in BACKENDS:
+        raise _refused(f"--rdzv-backend {given.backend} is not done", "Use c10d, or static with --node-rank.")
+    static = given.backend == "static"
+    if static and not 0 <= given.node_rank < bounds.most:
+        raise _refused(f"--node-rank {given.node_rank} of {bounds.most} nodes", "Count nodes from 0.")
+    configuration = KEEP_ALIVE | _configuration(given.configuration)
+    endpoint = given.endpoint
+    if static:
+        address, port = given.master
+        endpoint = endpoint or f"{address}:{port or STATIC_PORT}"
+    settings = Settings(
+        endpoint=endpoint or "localhost:29400",
+        run_id=given.run_id,
+        least=bounds.least,
+        most=bounds.most,
+        local_address=given.local_address,
+        configuration=configuration,
+    )
+    interval, attempts = (_whole(name, configuration[name]) for name in KEEP_ALIVE)
+    return Rendezvous(settings, given.node_rank if static else None, float(interval * attempts))
+
+
+def _bounds(text: str) -> Bounds:
+    least, _, most = text.partition(":")
+    try:
+        return Bounds(int(least), int(most or least))
+    except ValueError:
+        raise _refused(f"--nnodes {text}", "Give a number of nodes, or the least and the most: 2:4.") from None
+
+
+def _configuration(text: str) -> dict[str, str]:
+    """The keys and values of --rdzv-conf."""
+    found = dict[str, str]()
+    for one in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = one.partition("=")
+        near = difflib.get_close_matches(key, CONFIGURATION, 1)
+        if key not in CONFIGURATION or not equals:
+            hint = f"Did you mean {near[0]}=...?" if near else f"It takes {', '.join(CONFIGURATION)}."
+            raise _refused(f"--rdzv-conf {one}", hint)
+        found[key] = str(_whole(key, value)) if key != "is_host" else value
+    return found
+
+
+def _whole(key: str, value: str) -> int:
+    try:
+        number = int(value)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise _refused(f"--rdzv-conf {key}={value}", "Give a whole number of at least 1.")
+    return number
+
+
+def _refused(what: str, todo: str) -> Refused:
+    return Refused(what, safe="Nothing was started.", todo=todo)

@@ -1,0 +1,101 @@
+"""The verdict of several nodes: decided once, also if a node is lost or was stopped meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from lastgood.policy.blame import Ended
+from lastgood.policy.membership import Bounds
+from lastgood.supervisor import reported
+from lastgood.supervisor.attempt import Lived
+from lastgood.supervisor.membership import Joined
+from lastgood.supervisor.nodes import NodeInfo, Notice, SeveralNodes
+from lastgood.supervisor.signals import Signals
+
+TIMEOUT_SECONDS = 0.5
+
+
+class Board:
+    """The keys of one round, which all nodes share."""
+
+    def __init__(self, nodes: int) -> None:
+        self.nodes, self.keys = nodes, dict[str, str]()
+
+
+class Member:
+    """The membership of one node: the calls of `Membership`, on a board."""
+
+    def __init__(self, board: Board, node: int) -> None:
+        self._board, self._node = board, node
+
+    def join(self) -> Joined:
+        return Joined(node=self._node, nodes=self._board.nodes, address="127.0.0.1")
+
+    def put(self, values: Mapping[str, str], job: bool = False) -> None:
+        self._board.keys |= values
+
+    def read(self, keys: Sequence[str], job: bool = False) -> list[str | None]:
+        return [self._board.keys.get(key) for key in keys]
+
+    def claim(self, key: str, value: str) -> str:
+        return self._board.keys.setdefault(key, value)
+
+    def waiting(self) -> int:
+        return 0
+
+
+@pytest.fixture
+def nodes() -> list[SeveralNodes]:
+    """Three nodes that have begun an attempt."""
+    board = Board(3)
+    board.keys |= {f"node/{one}": '{"host":"h","ranks":2,"node_rank":null,"address":""}' for one in range(3)}
+    made = list[SeveralNodes]()
+    for one in range(3):
+        info = NodeInfo(host=f"host{one}", ranks=2, node_rank=None, address="")
+        node = SeveralNodes(Member(board, one), Bounds(3, 3), info, TIMEOUT_SECONDS, Signals([]))  # type: ignore[arg-type]
+        node.join()
+        made.append(node)
+    assert [one.begin(0).first_rank for one in made] == [0, 2, 4]  # type: ignore[union-attr]
+    return made
+
+
+def test_one_node_decides_and_all_have_its_verdict(nodes: list[SeveralNodes]) -> None:
+    assert nodes[2].reports("of 2") is None and nodes[1].reports("of 1") is None
+    assert nodes[0].reports("of 0") == {0: "of 0", 1: "of 1", 2: "of 2"}
+    assert [one.verdict(None if one is not nodes[0] else "go on") for one in nodes] == ["go on"] * 3
+
+
+def test_a_lost_node_is_not_awaited_and_the_next_one_decides_for_it(nodes: list[SeveralNodes]) -> None:
+    assert nodes[2].reports("of 2") is None
+    assert nodes[1].reports("of 1") is None and nodes[1].verdict(None) is None, "node 0 is silent"
+    assert nodes[1].reports("of 1") == {1: "of 1", 2: "of 2"}
+    assert nodes[1].lost_text() == (0, "node 0 (host0): no sign of life for 0 s")
+    assert nodes[1].verdict("without 0") == nodes[2].verdict(None) == "without 0"
+
+
+def test_a_node_that_was_stopped_decides_nothing_when_it_comes_back(nodes: list[SeveralNodes]) -> None:
+    """A node of which all others had lost sight decided about the attempt a second time, and recorded it twice."""
+    nodes[1].over(Notice(kind="lost", lost=[0]))
+    nodes[2].reports("of 2")
+    assert nodes[2].notice(10.0**9, []) == Notice(kind="lost", lost=[0])
+    assert nodes[1].reports("of 1") == {1: "of 1", 2: "of 2"}
+    assert nodes[1].verdict("without 0") == "without 0"
+    assert nodes[0].reports("of 0") is None and not nodes[0].excluded, "the verdict stands"
+    assert nodes[0].verdict(None) == "without 0"
+
+
+def test_a_node_that_the_others_take_for_lost_joins_anew(nodes: list[SeveralNodes]) -> None:
+    nodes[1].over(Notice(kind="lost", lost=[0]))
+    assert nodes[0].reports("of 0") is None and nodes[0].verdict(None) is None and nodes[0].excluded
+
+
+def test_the_lost_node_is_the_cause_and_not_the_ranks_that_lost_it() -> None:
+    follower = Ended(0, 1.0, 1, "RuntimeError: Connection closed by peer")
+    lived = Lived(0.0, ended=[follower], lost=(2, "node 1 (h): no sign of life"))
+    cause = reported.cause(lived)
+    assert cause is not None and (cause.kind, cause.rank) == ("node", 2)
+    lived.ended.append(Ended(1, 2.0, 1, "ValueError: a bad batch"))
+    cause = reported.cause(lived)
+    assert cause is not None and (cause.kind, cause.rank) == ("exception", 1)
