@@ -31,7 +31,7 @@ from .iteration import Iteration, require_no_joining_batch_sampler
 from .loader import Fetching, Loader
 from .order import Order, whole_number
 from .skips import Skips
-from .stored_state import UNCHANGED, Saved, stored_change, stored_number, stored_order, stored_skips
+from .stored_state import SKIPPED, differences, stored_state
 from .worker_seeding import SeededDataset, Window, WorkerInit, unchanged
 
 # Options that decide which samples come, and in which order. With `in_order=False` batches come in any order, so the
@@ -41,11 +41,6 @@ _AHEAD = (
     "the loader yielded one batch more before the first step of this iteration than before the second. If it is "
     "fetched ahead of the step, as frameworks do, a resume leaves it out: give the sampler batches_per_step."
 )
-_PLACE = {"epoch", "cursor_step", "seed"}
-"""keys of the states that earlier versions wrote"""
-_KEYS = _PLACE | {"dataset_size", "earlier", "global_batch", "shuffle", "step"}
-_SKIPPED = "skipped"
-"""key of the windows that are left out; a state without any does not have it"""
 
 
 class ResumableSampler(Sampler[list[int]]):
@@ -297,7 +292,7 @@ class ResumableSampler(Sampler[list[int]]):
             "seed": self._seed,
             "shuffle": self.shuffle,
             "step": self._step,
-            **({_SKIPPED: self._skips.state()} if self._skips else {}),
+            **({SKIPPED: self._skips.state()} if self._skips else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -307,61 +302,25 @@ class ResumableSampler(Sampler[list[int]]):
         too; a state at the start of an epoch is continued in the order of this sampler. Raises Refused, and changes
         nothing, for anything else. A Checkpointer checks this (`differs`) before it loads anything.
         """
-        saved = self._read(state)
+        saved = stored_state(state, self._order)
         self._invalidate("a state was loaded into the sampler")
         self._earlier = saved.earlier
         if saved.order != self._order:
             if saved.epoch:
                 self._earlier = [*saved.earlier, (saved.epoch, saved.order)]  # guard: earlier-epoch-orders-kept
             if self.rank == 0:
-                reporting.info(
-                    f"from epoch {saved.epoch} on the samples have another order: {self._differences(saved.order)}"
-                )
+                changed = differences(saved.order, self._order)
+                reporting.info(f"from epoch {saved.epoch} on the samples have another order: {changed}")
         self._step, self._skips = saved.step, saved.skips
         self._move(saved.epoch, saved.cursor)
 
     def differs(self, state: object) -> str:
         """Why `load_state_dict` would refuse this state, and what to do; empty if it would not. Changes nothing."""
         try:
-            self._read(state)
+            stored_state(state, self._order)
         except Refused as error:
             return f"{error.what}. {error.todo}".rstrip(". ")
         return ""
-
-    def _read(self, state: object) -> Saved:
-        if not isinstance(state, Mapping) or set(state) - {_SKIPPED} not in (_KEYS, _PLACE):
-            found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
-            raise Refused(f"a sampler's state has {', '.join(sorted(_KEYS))}; this one is {found}", safe=UNCHANGED)
-        full = {
-            **self.state_dict(),
-            "step": None,
-            "earlier": [],
-            _SKIPPED: [],
-            **state,
-        }  # what an older state lacks is taken from this sampler
-        epoch, cursor = (stored_number(name, full[name]) for name in ("epoch", "cursor_step"))
-        order = stored_order([full[name] for name in Order._fields])
-        step = None if full["step"] is None else stored_number("step", full["step"])
-        earlier = [stored_change(one, order.seed) for one in full["earlier"]]
-        if order != self._order and (cursor or order.seed != self._seed):  # guard: changed-order-refused
-            raise Refused(
-                f"the state, at step {cursor} of epoch {epoch}, has another order: {self._differences(order)}",
-                safe=UNCHANGED,
-                todo="Make the sampler with the values of the state. dataset_size, global_batch and shuffle may change "
-                "where an epoch begins (until then use torch.utils.data.Subset of a dataset that grew), seed never.",
-            )
-        if cursor >= order.steps_per_epoch:
-            raise Refused(
-                f"the state is at step {cursor} of epoch {epoch}, and an epoch has {self.steps_per_epoch} steps "
-                f"here (dataset_size {self.dataset_size}, global_batch {self.global_batch}): one of these has changed",
-                safe=UNCHANGED,
-                todo="Use the dataset and the global batch that the state was saved with.",
-            )
-        return Saved(epoch, cursor, step, order, earlier, stored_skips(full[_SKIPPED]))
-
-    def _differences(self, saved: Order) -> str:
-        pairs = zip(Order._fields, saved, self._order, strict=True)
-        return ", ".join(f"{name} {stored} in the state, {own} here" for name, stored, own in pairs if stored != own)
 
     # ---- iterations ----------------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "a state with another seed is accepted at the start of an epoch",
             "changed-order-refused",
-            Swap("(cursor or order.seed != self._seed)", "cursor"),
+            Swap("(cursor or order.seed != own.seed)", "cursor"),
         ),
         ("another order is refused only after the load has begun", "order-checked-before-load", Instead('return ""')),
         ("the order of earlier epochs is forgotten", "earlier-epoch-orders-kept", Remove()),
