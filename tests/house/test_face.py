@@ -69,7 +69,10 @@ def test_the_public_names_are_exactly_these_and_each_exists() -> None:
         (lastgood.Checkpointer.fence, "self"),
         (lastgood.Save.result, "self timeout"),
         (lastgood.Save.durable, "self survives"),
-        (lastgood.ResumableSampler, "dataset_size global_batch seed rank world_size shuffle batches_per_step"),
+        (
+            lastgood.ResumableSampler,
+            "dataset_size global_batch seed rank world_size shuffle batches_per_step largest_batch",
+        ),
         (lastgood.Keep, "last every milestones best"),
         (lastgood.Every, "steps seconds"),
         (lastgood.save, "path state step include exclude"),

@@ -8,6 +8,7 @@ from types import FrameType
 from torch.utils.data import BatchSampler
 
 from ..errors import Refused
+from .division import Division
 
 
 @dataclass
@@ -24,8 +25,12 @@ class Iteration:
     earlier_counted: bool
     """whether all batches that earlier iterations fetched have been counted; then several steps counted at once
     have all trained on batches of this iteration"""
+    division: Division
+    """into which batches a window is divided"""
     batches: int = 0
     """how many batches were yielded, or fetched"""
+    read: set[str] = field(default_factory=set)
+    """which of the loader's `weight` and `completes_step` the training loop has read"""
     stale: str = ""
     """why the iteration is no longer valid; empty while it is valid"""
     ended: bool = False
@@ -44,8 +49,39 @@ class Iteration:
             )
 
     def note_fetched(self, window: int) -> None:
-        """The batch of this window is yielded, or fetched in a DataLoader of the user's own."""
-        self.batches, self.next_step = self.batches + 1, window + 1
+        """A batch of this window is yielded, or fetched in a DataLoader of the user's own."""
+        self.batches += 1
+        if self.window_completed:
+            self.next_step = window + 1
+
+    @property
+    def window_completed(self) -> bool:
+        """Whether the newest batch is the last one of its window, or there is no batch yet."""
+        return self.batches % self.division.batches == 0
+
+    def weight(self) -> float:
+        """The weight of the newest batch, on this rank."""
+        return self.division.weight((self.batches - 1) % self.division.batches)
+
+    def require_step_due(self) -> None:
+        """Raises Refused unless a step that is counted now has trained on whole windows, with their weights."""
+        if not self.window_completed:  # guard: step-completes-window
+            raise Refused(
+                f"a step was counted after {self.batches} batches of this iteration, in the middle of a window: each "
+                f"rank trains a window in {self.division.batches} batches here",
+                safe="The cursor is where the last step was counted.",
+                todo="Make the optimizer step, and call step(n), where loader.completes_step is true. Frameworks that "
+                "fetch a batch ahead cannot use largest_batch; leave the sampler of an evaluation out of the state.",
+            )
+        unread = {"weight", "completes_step"} - self.read
+        if self.division.largest_batch is not None and self.batches and unread:  # guard: weight-and-end-are-read
+            raise Refused(
+                f"a step was counted, and the loop has not read {' and '.join(sorted(unread))} of its loader: in "
+                "another number of ranks its gradients would be those of another global batch",
+                safe="The cursor is where the last step was counted.",
+                todo="Multiply the mean loss of each batch by loader.weight, and make the optimizer step where "
+                "loader.completes_step is true; or leave largest_batch out.",
+            )
 
     def count(self) -> bool:
         """Record a counted step. True if a batch was probably fetched ahead of the first step.

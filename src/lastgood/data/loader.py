@@ -16,10 +16,14 @@ if TYPE_CHECKING:
 
 
 class Loader:
-    """The result of `ResumableSampler.loader`. Iterate it once an epoch; each starts at the sampler's cursor."""
+    """The result of `ResumableSampler.loader`. Iterate it once an epoch; each starts at the sampler's cursor.
+
+    With `largest_batch`, a window is trained in one or several batches: see `weight` and `completes_step`.
+    """
 
     def __init__(self, sampler: ResumableSampler, batches: DataLoader[Any]) -> None:
         self._sampler, self._batches = sampler, batches
+        self._at: Iteration | None = None
 
     def __len__(self) -> int:
         """Batches of a whole epoch, before and after a resume."""
@@ -30,10 +34,45 @@ class Loader:
         """Batches left in the current epoch: what an iteration that starts now yields."""
         return self._sampler.remaining
 
+    @property
+    def weight(self) -> float:
+        """By what to multiply the mean loss of the batch that was yielded last: size * world_size / global_batch.
+
+            (cross_entropy(model(inputs), targets) * loader.weight).backward()
+
+        Where the ranks average their gradients (DDP, FSDP), every sample of the window then counts 1 / global_batch,
+        into whatever batches it is divided. Raises Refused before the first batch, and without `largest_batch`.
+        """
+        return self._yielded("weight").weight()
+
+    @property
+    def completes_step(self) -> bool:
+        """Whether the batch that was yielded last is the last one of its window, so that the optimizer step is due.
+
+            with nullcontext() if loader.completes_step else model.no_sync():  # DDP
+                (cross_entropy(model(inputs), targets) * loader.weight).backward()
+
+        It is true at the same batch on all ranks. Raises Refused before the first batch, and without `largest_batch`.
+        """
+        return self._yielded("completes_step").window_completed
+
+    def _yielded(self, what: str) -> Iteration:
+        if self._sampler.largest_batch is None:
+            raise Refused(
+                f"this loader does not know {what}: its sampler has no largest_batch, so the loop decides how many "
+                "batches a step has",
+                todo="Give ResumableSampler the largest batch that fits on one rank: largest_batch=...",
+            )
+        if self._at is None or not self._at.batches:
+            raise Refused(f"no batch was yielded yet, so there is no {what}", todo="Read it inside of the loop.")
+        self._at.read.add(what)
+        return self._at
+
     def __iter__(self) -> Iterator[Any]:
         at = self._sampler._begin(counts_yielded=self._sampler.batches_per_step is None)  # guard: prefetch-not-counted
         # iter(DataLoader) draws a base seed for its workers: from this generator, never from the global one
         self._batches.generator.manual_seed(entropy("workers", self._sampler._seed, at.epoch)[0])
+        self._at = at
         return self._batches_of(at, iter(self._batches))
 
     def _batches_of(self, at: Iteration, batches: Iterator[Any]) -> Iterator[Any]:

@@ -1,12 +1,12 @@
 """The resumable order of the samples, and the loader that yields their batches.
 
-    order(epoch) -> windows of B samples -> rank r's part of a window -> DataLoader -> training loop
-                        ^ cursor                                                            |
-                        `------------ advance_to(n) when optimizer step n is completed -----'
+    order(epoch) -> windows of B samples -> rank r's batches of a window -> DataLoader -> training loop
+                        ^ cursor                                                               |
+                        `------------ advance_to(n) when optimizer step n is completed --------'
 
 Invariants
-  1. The order is a pure function of (dataset_size, global_batch, seed, shuffle) and the epoch. The world size only
-     decides which rank trains which part of a window.
+  1. The order is a pure function of (dataset_size, global_batch, seed, shuffle) and the epoch. The world size and
+     `largest_batch` only decide which rank trains which part of a window, in how many batches.
   2. The cursor counts the windows that the weights were trained with. Fetching runs ahead of it and never moves it.
   3. Each optimizer step is counted once, by its number, however many checkpointers report it.
   4. Only one iteration is valid at a time. A newer one, or a load, invalidates the older ones: these raise Refused and
@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, defa
 
 from .. import reporting
 from ..errors import Refused
+from .division import divided
 from .iteration import Iteration, require_no_joining_batch_sampler
 from .loader import Fetching, Loader
 from .order import Order, whole_number
@@ -55,15 +56,31 @@ class ResumableSampler(Sampler[list[int]]):
                 ckpt.step(n)
 
     `dataset_size`: number of samples in the dataset, at least `global_batch`. `global_batch`: samples of one window,
-    over all ranks; a multiple of `world_size`. `seed`: of the permutations, from 0 to 2**63 - 1. `rank` (default 0),
-    `world_size` (default 1): of the ranks that divide each window. `shuffle`: True (default) permutes the samples anew
-    in each epoch; False keeps the order of the dataset. `batches_per_step`: how many batches one optimizer step trains
-    with; None (default) means all batches that `loader` has yielded since the last step.
+    over all ranks; without `largest_batch` a multiple of `world_size`. `seed`: of the permutations, from 0 to
+    2**63 - 1. `rank` (default 0), `world_size` (default 1): of the ranks that divide each window. `shuffle`: True
+    (default) permutes the samples anew in each epoch; False keeps the order of the dataset. `batches_per_step`: how
+    many batches one optimizer step trains with; None (default) means all batches that `loader` has yielded since the
+    last step. `largest_batch`: how many samples fit into one batch of a rank; None (default) makes one batch of its
+    whole part.
 
     An epoch has S = dataset_size // global_batch windows. Window s holds the samples at [s * B, (s + 1) * B) of the
     epoch's permutation (B = global_batch, for every world size); rank r trains the r-th contiguous part of it. So a
     state that was saved in one world continues in another, and each of the S * B scheduled samples is trained exactly
     once. The other samples of an epoch, fewer than B, are left out. An iteration yields lists of sample ids (int).
+
+    With `largest_batch` a window is one optimizer step in every world. Each rank's part of it is divided into as few
+    batches as fit, the same number on all ranks, and the parts may differ by one sample. `loader` has the weight of
+    each batch (`Loader.weight`) and knows when the step is due (`Loader.completes_step`). A loop must read both:
+
+        loader = sampler.loader(dataset)
+        for inputs, targets in loader:
+            with nullcontext() if loader.completes_step else model.no_sync():
+                (cross_entropy(model(inputs), targets) * loader.weight).backward()
+            if loader.completes_step:
+                optimizer.step()
+                optimizer.zero_grad()
+                n += 1
+                ckpt.step(n)
 
     A Checkpointer that has the sampler in its state counts each optimizer step by its number, in `step(n)` and
     `save(n)`. With `batches_per_step=None` a step has trained on all batches that `loader` yielded since the last step;
@@ -87,6 +104,7 @@ class ResumableSampler(Sampler[list[int]]):
         world_size: int = 1,
         shuffle: bool = True,
         batches_per_step: int | None = None,
+        largest_batch: int | None = None,
     ) -> None:
         self.dataset_size = whole_number("dataset_size", dataset_size, low=1)
         self.global_batch = whole_number("global_batch", global_batch, low=1)
@@ -97,6 +115,14 @@ class ResumableSampler(Sampler[list[int]]):
         if batches_per_step is not None:
             batches_per_step = whole_number("batches_per_step", batches_per_step, low=1)
         self.batches_per_step = batches_per_step
+        if largest_batch is not None:
+            largest_batch = whole_number("largest_batch", largest_batch, low=1)
+        self.largest_batch = largest_batch
+        if batches_per_step is not None and largest_batch is not None:
+            raise Refused(
+                "batches_per_step and largest_batch exclude each other: each says what one optimizer step is",
+                todo="Give largest_batch in a loop of your own, batches_per_step under a framework that fetches ahead.",
+            )
         if self.rank >= self.world_size:
             raise Refused(f"rank {rank} is outside a world of {world_size}", todo=f"Use 0 to {world_size - 1}.")
         if self.dataset_size < self.global_batch:
@@ -104,11 +130,7 @@ class ResumableSampler(Sampler[list[int]]):
                 f"dataset_size {dataset_size} does not fill one global_batch of {global_batch}",
                 todo="Use a smaller global batch.",
             )
-        if self.global_batch % self.world_size:
-            raise Refused(
-                f"global_batch {global_batch} cannot be divided equally by world_size {world_size}",
-                todo="Use a global batch that the world size divides; it stays the same on every world.",
-            )
+        self._division = divided(self.global_batch, self.rank, self.world_size, largest_batch)
         self._order = Order(self.dataset_size, self.global_batch, self._seed, self.shuffle)
         self.steps_per_epoch = self._order.steps_per_epoch
         self._earlier: list[tuple[int, Order]] = []  # (epoch, order of the epochs before it), ascending
@@ -139,19 +161,28 @@ class ResumableSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         """This rank's part of each window, from the cursor to the end of the epoch, as lists of sample ids.
 
-        Raises Refused once a newer iteration or a load has invalidated it, and if a DataLoader has this sampler as
-        `sampler=` with a `batch_size` above 1.
+        Raises Refused once a newer iteration or a load has invalidated it, if a DataLoader has this sampler as
+        `sampler=` with a `batch_size` above 1, and with `largest_batch`, where batches need the weights of `loader`.
         """
+        if self.largest_batch is not None:
+            raise Refused(
+                "a sampler with largest_batch cannot be iterated by a DataLoader of your own: it does not know the "
+                "weights of its batches, nor which one completes a step",
+                todo="Take the batches from sampler.loader(dataset), which knows both.",
+            )
         require_no_joining_batch_sampler(self, sys._getframe(1))
         return self._ids(self._begin(counts_yielded=False))
 
     def __len__(self) -> int:
         """Batches of a whole epoch, before and after a resume: frameworks take it for the length of every epoch."""
-        return self.steps_per_epoch
+        return self.steps_per_epoch * self._division.batches
 
     @property
     def remaining(self) -> int:
         """Batches left in the current epoch: what an iteration that starts now yields."""
+        return self._windows_left() * self._division.batches
+
+    def _windows_left(self) -> int:
         return self._skips.remaining(self._epoch, self._cursor, self.steps_per_epoch)
 
     @property
@@ -174,7 +205,8 @@ class ResumableSampler(Sampler[list[int]]):
 
         Raises Refused, and leaves the cursor unchanged, if it is unknown which batches these steps were trained with.
         With a DataLoader of your own, or with `batches_per_step`, that is so if there are more steps than fetched
-        batches, or several steps across two iterations.
+        batches, or several steps across two iterations. With `largest_batch`, it is so in the middle of a window; and
+        a loop that has not read both `weight` and `completes_step` of its loader is refused.
         """
         if step != self._step:  # guard: step-counted-once
             # guard: steps-counted-by-number
@@ -208,6 +240,7 @@ class ResumableSampler(Sampler[list[int]]):
         if at is None:
             self._move(*self._after(steps))
         elif at.counts_yielded and not at.stale:
+            at.require_step_due()
             if at.count() and self.rank == 0:
                 reporting.warning(_AHEAD)
             self._move(at.epoch, at.next_step)
@@ -231,7 +264,7 @@ class ResumableSampler(Sampler[list[int]]):
         each = self.batches_per_step or 1
         if self._skips:
             return self._after_with_skips(steps, each)
-        left = -(-self.remaining // each)  # guard: last-step-takes-remainder
+        left = -(-self._windows_left() // each)  # guard: last-step-takes-remainder
         if steps < left:
             return self._epoch, self._cursor + steps * each
         epochs, steps = divmod(steps - left, -(-self.steps_per_epoch // each))
@@ -385,7 +418,9 @@ class ResumableSampler(Sampler[list[int]]):
                 )
             earlier_counted = before.earlier_counted and counted
         self._invalidate("a newer iteration over the sampler began")
-        self._iteration = Iteration(self._epoch, self._cursor, self._cursor, counts_yielded, earlier_counted)
+        self._iteration = Iteration(
+            self._epoch, self._cursor, self._cursor, counts_yielded, earlier_counted, self._division
+        )
         return self._iteration
 
     def _invalidate(self, why: str) -> None:
@@ -399,10 +434,10 @@ class ResumableSampler(Sampler[list[int]]):
             yield window.ids
 
     def _windows(self, at: Iteration) -> Iterator[Window]:
-        part = self.global_batch // self.world_size
-        own = self.order(at.epoch)[:, self.rank * part : (self.rank + 1) * part]
+        windows, slices = self.order(at.epoch), at.division.slices
         step = self._skips.next(at.epoch, at.first_step)
         while step < self.steps_per_epoch:
-            at.require_live()
-            yield Window(self._seed, at.epoch, own[step].tolist())
+            for batch in slices:
+                at.require_live()
+                yield Window(self._seed, at.epoch, windows[step, batch].tolist())
             step = self._skips.next(at.epoch, step + 1)
