@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import runpy
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -255,3 +256,20 @@ def test_four_then_three_then_two_ranks_train_as_one_does(tmp_path: Path) -> Non
     lastgood.load(tmp_path / "elastic", {"sampler": one}, strict=False)
     found = Audit.merge(audits).report(one)
     assert found.exact and found.scheduled == len(losses) * BATCH
+
+
+def example(rank: int, ranks: int, root: Path, steps: int) -> None:
+    """The training script of the example, as `lastgood run` starts it."""
+    path = Path(__file__).resolve().parents[2] / "examples/elastic.py"
+    runpy.run_path(str(path), run_name="elastic")["train"](str(root), steps)
+
+
+@pytest.mark.slow
+def test_the_elastic_example_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
+    for ranks, steps in ((3, 10), (2, 20)):
+        world(ranks, example, tmp_path, steps)
+    assert [one.step for one in lastgood.open(tmp_path).generations()][-1] == 20
+    one, audit = ResumableSampler(1797, 64, 0, largest_batch=64), Audit()
+    lastgood.load(tmp_path, {"sampler": one, "audit": audit}, strict=False)
+    found = audit.report(one)
+    assert found.exact and found.scheduled == 20 * 64
