@@ -51,7 +51,7 @@ DROP_IN = ("dcp_faults", "dcp")
 """the storage under torch.distributed.checkpoint"""
 LAYOUT = ("layouts", "capture_plan")
 """the memory order of tensors"""
-DATA = ("sampler_loop", "sampler_resume", "sampler", "skips", "audit_worlds")
+DATA = ("sampler_loop", "elastic", "sampler_resume", "sampler", "skips", "audit_worlds")
 """the order of the samples, and the audit of the samples that were trained with"""
 SAVED_TWICE = ("saved_twice",)
 """steps that are saved a second time"""
