@@ -56,7 +56,7 @@ def test_the_public_names_are_exactly_these_and_each_exists() -> None:
         ),
         (
             lastgood.Tuning,
-            "* memory in_flight writers chunk staging torn_check when_full overhead write_mode digest persist",
+            "* memory in_flight writers chunk staging torn_check when_full overhead mtbf write_mode digest persist",
         ),
         (lastgood.Ranks, "* patience"),
         (lastgood.Tier, "url * cadence retention parity copies spread shared"),

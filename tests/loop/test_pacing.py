@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
 import lastgood
+from lastgood.cli.app import main
 from lastgood.errors import Refused
 from lastgood.loop.adaptive_interval import Pace
+from lastgood.policy.failures import Failures
+from lastgood.policy.interval import Rule
 from lastgood.policy.tune import Auto
+from lastgood.run import side_records
+from lastgood.supervisor import attempt_log
 
 
 class Flown:
@@ -28,9 +36,11 @@ class Loop:
     """A simulated loop with steps of `t` seconds. A save takes `tw` seconds, and slows the steps beside it by `c`
     seconds in total."""
 
-    def __init__(self, t: float, tw: float, c: float, overhead: float = 0.1) -> None:
+    def __init__(
+        self, t: float, tw: float, c: float, overhead: float | None = 0.1, failures: Failures | None = None
+    ) -> None:
         self.t, self.tw, self.c, self.now, self.n, self.last = t, tw, c, 0.0, 0, 0
-        self.pace, self.flying, self.reasons = Pace(Auto(overhead=overhead)), [], []
+        self.pace, self.flying, self.reasons = Pace(Auto(Rule(failures or Failures(), overhead))), [], []
         self.saved: list[int] = []
 
     def run(self, steps: int, good: bool = True) -> None:
@@ -93,7 +103,88 @@ def test_training_adapts_its_interval_and_reports_the_reason(tmp_path):
     assert tuned and all("a save every" in one.detail and "allowed" in one.detail for one in tuned)
 
 
-@pytest.mark.parametrize("options", [{"cadence": "always"}, {"overhead": 0.1}, {"cadence": "auto", "overhead": 0.0}])
+def attempted(run: Path, seconds: float, last_step: int, signal: str) -> None:
+    """Record an attempt of one rank in a run, as `lastgood run` does."""
+    cause = attempt_log.Cause(kind="signal", rank=0, code=-9, what=signal) if signal else None
+    record = attempt_log.Attempt(
+        format=1,
+        number=0,
+        job="x",
+        host="x",
+        command=[],
+        ranks=1,
+        began_at=0.0,
+        seconds=seconds,
+        restored_step=0,
+        last_step=last_step,
+        replayed_steps=0,
+        phases={},
+        cause=cause,
+        answer="",
+    )
+    with side_records.opened(str(run)) as tier:
+        attempt_log.append(tier, record)
+
+
+def test_the_plan_and_the_running_loop_choose_the_same_interval(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    run = tmp_path / "run"
+    lastgood.save(run, {"w": torch.zeros(1)}, step=1)
+    attempted(run, 12_500, 70, "SIGKILL")
+    attempted(run, 7_500, 0, "")
+    cost = ["--stall-seconds=0.5", "--write-seconds=2", "--step-seconds=1"]
+    assert main(["plan", "--run", str(run), "--mtbf-seconds=12000", *cost]) == 0
+    printed = capsys.readouterr().out
+    assert "1 in 20,000 s (5.6 h); every 12,000 s (3.3 h) expected" in printed and ", 127 steps:" in printed
+    assert main(["plan", "--json", "--run", str(run), "--mtbf-seconds=12000", *cost]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    loop = Loop(t=1.0, tw=2.0, c=0.5, overhead=None, failures=Failures(12_000, seconds=20_000, count=1))
+    loop.run(2000)
+    assert planned["mtbf_seconds"] == 16_000 and loop.pace.auto.interval_steps == planned["auto_steps"] == 127
+    assert "a failure every 4.4 h (3.3 h expected, 1 seen in 5.6 h); the least time is lost so" in loop.reasons[-1]
+
+
+@pytest.mark.parametrize("options", [{"mtbf": 3600.0}, {}])
+def test_failures_that_the_supervisor_has_seen_count_in_the_next_attempt(tmp_path, options):
+    lastgood.save(tmp_path, {"w": torch.zeros(1)}, step=1)
+    attempted(tmp_path, 1800, 70, "SIGKILL")
+    attempted(tmp_path, 1800, 90, "SIGKILL")
+    events: list[lastgood.Event] = []
+    state = {"w": torch.zeros(1000)}
+    with lastgood.Checkpointer(tmp_path, state, cadence="auto", on_event=events.append, **options) as ckpt:
+        ckpt.restore(step=0)
+        for n in range(1, 100):
+            ckpt.step(n)
+    tuned = [one.detail for one in events if one.kind == "tuned"]
+    assert tuned and all("2 seen in 60 min" in one and ("expected" in one) == bool(options) for one in tuned)
+
+
+def test_an_mtbf_lets_memory_adapt_while_its_home_keeps_its_own_cadence(tmp_path):
+    front = lastgood.Tier(tmp_path / "front", cadence="auto", retention=lastgood.Keep(last=40))
+    options = {"tiers": [front], "cadence": lastgood.Every(steps=40), "mtbf": 3600.0}
+    with lastgood.Checkpointer(tmp_path / "home", {"w": torch.zeros(9)}, **options, save_on_exit=False) as ckpt:
+        ckpt.restore()
+        for n in range(1, 41):
+            save = ckpt.step(n)
+            if save is not None:
+                save.result()
+    steps = {name: [one.step for one in lastgood.open(tmp_path / name).generations()] for name in ("front", "home")}
+    assert steps["home"] == [40] and {10, 40} <= {*steps["front"]}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cadence": "always"},
+        {"overhead": 0.1},
+        {"cadence": "auto", "overhead": 0.0},
+        {"mtbf": 3600.0},
+        {"cadence": "auto", "mtbf": 0.5},
+        {"cadence": "auto", "mtbf": "1h"},
+        {"cadence": "auto", "mtbf": True},
+        {"cadence": "auto", "mtbf": float("inf")},
+    ],
+)
 def test_an_invalid_cadence_is_refused_before_anything_is_changed(tmp_path, options):
     with pytest.raises(Refused):
         lastgood.Checkpointer(tmp_path / "run", {}, **options)

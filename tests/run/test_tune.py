@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from lastgood.cli import app, tuning
 from lastgood.errors import LastgoodError, NoSpace, NotARun, Refused, TierDown
 from lastgood.policy import tune
+from lastgood.policy.interval import Rule
 from lastgood.policy.tune import Auto, Measured, Setting, adapt, choose, interval_steps
 from lastgood.run import access, measure, scratch
 from lastgood.run.trial_saves import TrainingLoad, TrialSaves
@@ -222,7 +223,7 @@ def test_noise_of_ten_percent_never_makes_the_interval_oscillate(
     """In any order of the noise, an interval that has risen does not fall again, and it settles. This holds for small
     intervals too: between 1 and 2 steps, a factor alone gives no hysteresis."""
     tw, c = wanted * 1.03 * t * n, wanted * copying * 0.03 * t
-    intervals = played(Auto(0.03, n, first), [(t * x, tw * y, c * z) for x, y, z in noise])
+    intervals = played(Auto(Rule(overhead=0.03), n, first), [(t * x, tw * y, c * z) for x, y, z in noise])
     rises = [b > a for a, b in itertools.pairwise(intervals)]
     assert False not in rises[1:], intervals  # after the first change the interval only rises, so no value repeats
     assert len(set(intervals)) == len(intervals)
@@ -232,7 +233,7 @@ def test_noise_of_ten_percent_never_makes_the_interval_oscillate(
 def test_the_interval_converges_within_ten_percent_of_the_budget(
     t: float, tw: float, c: float, n: int, first: int
 ) -> None:
-    auto = Auto(0.03, n, first)
+    auto = Auto(Rule(overhead=0.03), n, first)
     for _ in range(40):
         auto = adapt(auto, t, tw, c)
     wanted = interval_steps(tw, n, 0.03, t, c)
@@ -288,9 +289,11 @@ def test_senseless_measurements_are_refused(bad: float) -> None:
     for numbers in ((bad, 1.0, 0.0), (1.0, bad, 0.0), (1.0, 1.0, bad)):
         with pytest.raises(Refused):
             adapt(Auto(), *numbers)
-    for wrong in ({"overhead": bad}, {"in_flight": 0}, {"interval_steps": 0}, {"ahead_steps": -1}):
+    for wrong in ({"in_flight": 0}, {"interval_steps": 0}, {"ahead_steps": -1}):
         with pytest.raises(Refused):
             replace(Auto(), **wrong)
+    with pytest.raises(Refused):
+        Rule(overhead=bad)
 
 
 # ---- the command -------------------------------------------------------------------------------------------------

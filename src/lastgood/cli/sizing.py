@@ -1,4 +1,5 @@
-"""`lastgood plan`: size a job before it runs. The formulas are in policy/sizing.py."""
+"""`lastgood plan`: size a job before it runs. The formulas are in policy/sizing.py, and in policy/interval.py that of
+cadence="auto"."""
 
 from __future__ import annotations
 
@@ -11,6 +12,10 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ..policy import sizing
+from ..policy.failures import Failures
+from ..policy.interval import Rule
+from ..run import access, side_records
+from ..supervisor import attempt_log
 from ..units import size
 from .answer import Answer
 from .arguments import Json, bytes_of, not_negative, positive
@@ -41,35 +46,40 @@ def plan(
     parameters: Annotated[float | None, _PARAMETERS] = None,
     bytes_per_parameter: Annotated[float, _PER_PARAMETER] = 14.0,
     state_bytes: Annotated[int | None, _STATE] = None,
-    ranks: Annotated[int, typer.Option(min=1, help="That share the state evenly.")] = 1,
+    ranks: Annotated[int | None, typer.Option(min=1, help="That share the state evenly (1, or as in RUN).")] = None,
     copy_rate: Annotated[int | None, _rate("Bytes a second, each rank's snapshot.")] = None,
     write_rate: Annotated[int | None, _rate("Bytes a second, all ranks together.")] = None,
     restore_rate: Annotated[list[str], _RESTORE] = [],  # noqa: B006 - typer makes a list of its own for every call
     mtbf_seconds: Annotated[float | None, _seconds("M, of the whole job.")] = None,
     device_days: Annotated[float | None, _days("Mean days until one device fails.")] = None,
     devices: Annotated[int | None, typer.Option(min=1, help="How many of them (default: --ranks).")] = None,
+    run: Annotated[str | None, typer.Option(metavar="RUN", help="Its failures under `lastgood run` count too.")] = None,
     stall_seconds: Annotated[float | None, _seconds("C, instead of shard / copy rate.")] = None,
     write_seconds: Annotated[float | None, _seconds("Tw, instead of state / write rate.")] = None,
     in_flight: Annotated[int, typer.Option(min=1, help="N.")] = 1,
+    step_seconds: Annotated[float | None, _seconds("One step, no save.")] = None,
     restart_seconds: Annotated[float, _RESTART] = 0.0,
     minutes: Annotated[str, typer.Option(metavar="LIST", help="Intervals to weigh: 5,15,60.")] = "",
     run_days: Annotated[float | None, _days("Length of the run.")] = None,
     as_json: Json = False,
 ) -> Answer:
     """Size a job on paper: its state, a save, how often to save, what failures cost. Nothing is measured."""
+    attempts = _attempts(run) if run else []
+    ranks = ranks or (attempts[-1].ranks if attempts else 1)
     mtbf = mtbf_seconds or (sizing.mtbf_seconds(device_days, devices or ranks) if device_days else None)
     held = state_bytes or (sizing.state_bytes(parameters, bytes_per_parameter) if parameters else None)
-    if mtbf is None and held is None:
+    if mtbf is None and held is None and run is None:
         raise typer.BadParameter("give the state (--parameters or --state-bytes), failures (--mtbf-seconds), or both.")
     shard = held / ranks if held else None
     facts = Facts(
         state_bytes=held,
         ranks=ranks,
         restore_rates=[_tier(one) for one in restore_rate],
-        mtbf_seconds=mtbf,
+        failures=attempt_log.failures(attempts, ranks, mtbf),
         stall_seconds=stall_seconds or (shard / copy_rate if shard and copy_rate else None),
         write_seconds=write_seconds or (held / write_rate if held and write_rate else 0.0),
         in_flight=in_flight,
+        step_seconds=step_seconds,
         restart_seconds=restart_seconds,
         intervals=[60 * positive(one) for one in minutes.split(",") if minutes],
         run_days=run_days,
@@ -77,9 +87,17 @@ def plan(
     data = sized(facts)
     if minutes and not data["intervals"]:
         raise typer.BadParameter(
-            "--minutes needs M (--mtbf-seconds, or --device-days) and C (--stall-seconds, or --copy-rate and a state)."
+            "--minutes needs M (--mtbf-seconds, --device-days, or failures in --run) and C (--stall-seconds, or "
+            "--copy-rate and a state)."
         )
     return Answer(data, sized_view(data))
+
+
+def _attempts(run: str) -> list[attempt_log.Attempt]:
+    """The attempts that `lastgood run` has recorded in a run, oldest first."""
+    access.for_reading(run)  # raises what is wrong with the path
+    with side_records.opened(run) as tier:
+        return attempt_log.read(tier)
 
 
 def _tier(text: str) -> tuple[str, int]:
@@ -98,13 +116,14 @@ class Facts:
     ranks: int
     restore_rates: Sequence[tuple[str, int]]
     """name of a tier, and the bytes a second at which it is read"""
-    mtbf_seconds: float | None
-    """mean time between failures of the whole job"""
+    failures: Failures
+    """of the whole job, as expected and as seen"""
     stall_seconds: float | None
     """what a save takes from the training loop"""
     write_seconds: float
     """from the beginning of a save until it is durable; 0.0 if it is not known"""
     in_flight: int
+    step_seconds: float | None
     restart_seconds: float
     intervals: Sequence[float]
     """seconds between two saves that are to be weighed"""
@@ -113,7 +132,7 @@ class Facts:
 
 def sized(facts: Facts) -> dict[str, Any]:
     """What follows from the facts; None for what needs a fact that is missing. Raises Refused."""
-    state, stall, mtbf = facts.state_bytes, facts.stall_seconds, facts.mtbf_seconds
+    state, stall, mtbf = facts.state_bytes, facts.stall_seconds, facts.failures.mean_seconds
     data: dict[str, Any] = {
         "state_bytes": state,
         "ranks": facts.ranks,
@@ -122,10 +141,21 @@ def sized(facts: Facts) -> dict[str, Any]:
         "write_seconds": facts.write_seconds or None,
         "restore_seconds": {name: state / rate for name, rate in facts.restore_rates} if state else {},
         "mtbf_seconds": mtbf,
+        "mtbf_expected_seconds": facts.failures.mtbf,
+        "failures_seen": facts.failures.count,
+        "observed_seconds": facts.failures.seconds,
         "failures": facts.run_days * sizing.DAY_SECONDS / mtbf if facts.run_days and mtbf else None,
         "intervals": [],
     }
-    if stall is None or mtbf is None:
+    if stall is None:
+        return data
+    auto = Rule(facts.failures).interval(stall, facts.write_seconds, facts.in_flight)
+    data |= {
+        "auto_seconds": auto.seconds,
+        "auto_steps": auto.steps(facts.step_seconds) if facts.step_seconds else None,
+        "auto_why": auto.why,
+    }
+    if mtbf is None:
         return data
     job = sizing.Job(mtbf, stall, facts.write_seconds, facts.in_flight, facts.restart_seconds)
     data |= {
@@ -134,7 +164,7 @@ def sized(facts: Facts) -> dict[str, Any]:
         "shortest_seconds": job.shortest,
         "best_seconds": job.best,
     }
-    chosen = sorted({*facts.intervals, max(job.young, job.shortest), job.best})
+    chosen = sorted({*facts.intervals, max(job.young, job.shortest), job.best, auto.seconds})
     data["intervals"] = [
         {
             "interval_seconds": one,
@@ -162,8 +192,8 @@ def sized_view(data: Mapping[str, Any]) -> RenderableType:
         for one in data["intervals"]:
             shares = [f"{100 * one[name]:.1f} %" for name in ("stalled", "lost", "wasted_first_order", "useful")]
             marks = ["~"] * one["breaks_down"] + ["!"] * one["too_short"]
-            for mark, name in (("Young", "young_seconds"), ("Daly", "daly_seconds"), ("best", "best_seconds")):
-                marks += [mark] * (one["interval_seconds"] == data[name])
+            for mark in ("Young", "Daly", "best", "auto"):
+                marks += [mark] * (one["interval_seconds"] == data[f"{mark.lower()}_seconds"])
             rows.add_row(_time(one["interval_seconds"]), *shares, " ".join(marks))
         parts += [Text(), rows, Text(), Text("wasted: to first order; useful: by the exact expectation")]
         if any(one["breaks_down"] for one in data["intervals"]):
@@ -190,9 +220,16 @@ def _facts(data: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("best by the exact expectation", "best_seconds"),
     ]
     found += [(text, _time(data[name])) for text, name in times if data.get(name)]
+    if data["observed_seconds"]:
+        seen = f"{data['failures_seen']} in {_time(data['observed_seconds'])}"
+        expected = data["mtbf_expected_seconds"]
+        found.append(("failures seen", f"{seen}; every {_time(expected)} expected" if expected else seen))
     found += [(f"to read it back from {clean(name)}", _time(one)) for name, one in data["restore_seconds"].items()]
     if data["failures"]:
         found.append(("failures to expect", f"{data['failures']:,.0f}"))
+    if data.get("auto_seconds") is not None:
+        steps = f", {plural(data['auto_steps'], 'step')}" if data["auto_steps"] else ""
+        found.append(('cadence="auto" saves every', f"{_time(data['auto_seconds'])}{steps}: {data['auto_why']}"))
     return found
 
 

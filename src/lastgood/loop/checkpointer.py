@@ -35,6 +35,7 @@ from ..run.watched import Sources
 from ..state.live_check import require_live
 from ..state.patterns import Patterns
 from . import replaying
+from .adaptive_interval import known_failures
 from .beat import Beat
 from .ending import Ending, refresh
 from .load import LoadRequest, Restored, load, report
@@ -63,7 +64,8 @@ class Checkpointer:
     read again at every save, so the result of an object's state_dict(), which never changes again, is refused. The
     states of the random number generators are saved too.
     `cadence`: when `step()` saves: Every(steps=...), Every(seconds=...), or "auto", as often as `Tuning.overhead`
-    allows; default Every(seconds=300). `retention`: which generations are kept; default Keep(last=3).
+    allows, or so that failures cost the least time (`Tuning.mtbf`); default Every(seconds=300).
+    `retention`: which generations are kept; default Keep(last=3).
     `include`, `exclude`: name patterns (fnmatch) of what is saved, and of what is not; default (): everything is saved.
     A pattern that matches no name is refused at the first step.
     `on_error`: what happens when a save fails in the background: "warn" (default) reports it and training goes on,
@@ -167,7 +169,9 @@ class Checkpointer:
         self._pipeline = pipeline = Pipeline(places[0].path, options.of_run(places), ranks)
         replicas = Replicas(group, options.tuning.digest) if group else None
         self._planner = planner = SavePlanner(options, pipeline, replicas)
+        url = paths.parsed(path).url
         try:
+            failures = known_failures(options, url, ranks, pipeline.outcomes)
             end_request = EndRequest(options.preemption) if options.preemption else None
         except BaseException:
             pipeline.close()
@@ -175,10 +179,9 @@ class Checkpointer:
         planner.exempt(state)
         self._reports = reports = Reports(options, pipeline, planner)
         self._progress = progress = Progress(request, ranks, pipeline.outcomes)
-        self._saver = saver = Saver(request, options, pipeline, planner, ranks, reports)
+        self._saver = saver = Saver(request, options, pipeline, planner, ranks, reports, failures)
         self._beat = Beat(heartbeat.own(), progress)
         self._ending = Ending(pipeline, saver, progress, ranks, end_request, self._beat)
-        url = paths.parsed(path).url
         self._restorer = Restorer(request, url, pipeline, planner, ranks, saver, progress, reports)
         watched = options.sentinel
         parts = pipeline, saver, progress, ranks, self._beat

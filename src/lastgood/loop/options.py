@@ -7,6 +7,7 @@ Each field of these two is also a keyword argument of its own, as in earlier ver
 from __future__ import annotations
 
 import difflib
+import math
 import os
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -27,6 +28,8 @@ from ..limits import (
 )
 from ..policy.arguments import is_positive, is_whole, require
 from ..policy.cadence import Every
+from ..policy.failures import Failures
+from ..policy.interval import Rule
 from ..policy.retention import KEEP, Keep
 from ..policy.scrub import Scrub
 from ..run import access, memory_place, paths
@@ -58,8 +61,10 @@ class Tuning:
     tensor before and after the copy, "full" digests every tensor.
     `when_full`: what becomes of a save while `in_flight` others are under way: it waits ("wait", the default), is
     skipped if the cadence asked for it ("skip"), or raises InFlightFull ("raise").
+    `mtbf`: with cadence="auto", the mean time between failures of the whole job that is expected, in seconds, at least
+    1; then the interval loses the least time, whatever part of it saving takes. Default None: not known.
     `overhead`: with cadence="auto", the fraction of the training time that saving may cost, between 0 and 1; default
-    None: 0.03.
+    None: 0.03, or no bound where `mtbf` is given.
     `write_mode`: "atomic_dirsync" (default), or a mode that syncs less, see docs/format.md.
     `digest`: "xxh3_128" (default), or another algorithm of docs/format.md. `persist`: how slots are written: "direct"
     (default) with direct I/O, "mmap" through a mapping.
@@ -76,6 +81,7 @@ class Tuning:
     torn_check: TornCheck = "sampled"
     when_full: WhenFull = "wait"
     overhead: float | None = None
+    mtbf: float | None = None
     write_mode: WriteMode = "atomic_dirsync"
     digest: str = "xxh3_128"
     persist: access.Persist = "direct"
@@ -134,6 +140,7 @@ class EarlierKeywords(TypedDict, total=False):
     torn_check: TornCheck
     when_full: WhenFull
     overhead: float | None
+    mtbf: float | None
     write_mode: WriteMode
     digest: str
     persist: access.Persist
@@ -178,7 +185,8 @@ class Options:
         for name, value in earlier.items():
             group = next((one for one, of in groups.items() if name in {entry.name for entry in fields(of)}), "")
             if not group:
-                near = difflib.get_close_matches(name, option_names())
+                begun = [one for one in option_names() if name.startswith(f"{one}_")]  # such as mtbf_seconds
+                near = begun or difflib.get_close_matches(name, option_names())
                 more = f"; did you mean {near[0]!r}?" if near else ""
                 raise TypeError(f"Checkpointer() got an unexpected keyword argument {name!r}{more}")
             default = type(groups[group])()
@@ -188,7 +196,8 @@ class Options:
         return replace(self, **groups)
 
     def _check_times(self) -> None:
-        limit, overhead = self.durable_within_seconds, self.tuning.overhead
+        limit, overhead, mtbf = self.durable_within_seconds, self.tuning.overhead, self.tuning.mtbf
+        auto = self.front_cadence() == "auto"
         require(
             limit is None or is_positive(limit), f"durable_within_seconds={limit!r}", "Give seconds above 0, or None."
         )
@@ -198,9 +207,14 @@ class Options:
             'Give lastgood.Every(steps=...), lastgood.Every(seconds=...) or "auto".',
         )
         require(
-            overhead is None or (self.cadence == "auto" and is_positive(overhead) and overhead < 1),
+            overhead is None or (auto and is_positive(overhead) and overhead < 1),
             f"overhead={overhead!r}",
             'Give a share between 0 and 1, with cadence="auto".',
+        )
+        require(
+            mtbf is None or (auto and is_positive(mtbf) and mtbf >= 1),
+            f"mtbf={mtbf!r}" + ("" if auto else f" with {self.front_cadence()}"),
+            'Give the seconds between two failures of the job, at least 1, with cadence="auto".',
         )
         seconds = self.cadence.seconds if isinstance(self.cadence, Every) else None
         require(
@@ -244,9 +258,15 @@ class Options:
         below = [one for one in self.tiers[1:] if paths.parsed(one.url).kind == "slots"]
         require(not below, "slots below another place", "Give slots as the first tier, or a directory.")
         require(
-            self.cadence != "auto" or not self.tiers or self.tiers[0].cadence is None,
+            self.cadence != "auto" or not self.tiers or self.tiers[0].cadence in (None, "auto"),
             'cadence="auto" for a run whose first tier has its own cadence',
             'Leave the cadence of the first tier out: "auto" then holds for it.',
+        )
+        copied = [one.url for one in self.tiers[1:] if one.cadence == "auto"]
+        require(
+            not copied,
+            f'cadence="auto" for {copied[:1]}, which is not the first tier',
+            "Give lastgood.Every(...) there: saves are made in the first tier, and copied to the others.",
         )
 
     @property
@@ -268,12 +288,18 @@ class Options:
         """The cadence of the place that is written first."""
         return self.front.cadence or self.cadence
 
+    def rule(self, failures: Failures) -> Rule:
+        """From what the interval of cadence="auto" follows. `failures`: what is known of those of the job."""
+        limit = self.durable_within_seconds
+        longest = math.inf if limit is None else limit / 2  # the other half is for the save that must be durable then
+        return Rule(failures, self.tuning.overhead, longest)
+
     def cadences_below(self) -> list[Every | None]:
         """The cadences of the places that receive copies; None: all that are saved in the first place."""
         if not self.tiers:
             return []
         last = self.cadence if isinstance(self.cadence, Every) and self.cadence != self.front_cadence() else None
-        return [*(one.cadence for one in self.tiers[1:]), last]
+        return [*(one.cadence for one in self.tiers[1:] if one.cadence != "auto"), last]
 
     def places(self, path: str | os.PathLike[str]) -> list[PlaceOptions]:
         """The places of the run, the one that is written first in front. Raises Refused if one is given twice.

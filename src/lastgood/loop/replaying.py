@@ -72,7 +72,7 @@ def adapted(options: Options) -> Options:
         scrub=None,
         preemption=None,
         save_on_exit=False,
-        tuning=replace(options.tuning, when_full="wait", overhead=None),
+        tuning=replace(options.tuning, when_full="wait", overhead=None, mtbf=None),
     )
 
 

@@ -28,6 +28,7 @@ from ..errors import Damaged, InFlightFull, StepTaken
 from ..format import commit, parity_layout
 from ..policy.arguments import require
 from ..policy.cadence import Every
+from ..policy.failures import Failures
 from ..policy.retention import wanted
 from ..policy.tune import Auto
 from ..records import Generation, GenerationId
@@ -48,7 +49,10 @@ from .tiers import PlaceCadence
 
 
 class Saver:
-    """Makes the saves of one `Checkpointer`. All methods are called on the training thread."""
+    """Makes the saves of one `Checkpointer`. All methods are called on the training thread.
+
+    `failures`: what is known of those of the job.
+    """
 
     def __init__(
         self,
@@ -58,6 +62,7 @@ class Saver:
         planner: SavePlanner,
         ranks: AnyRanks,
         reports: Reports,
+        failures: Failures,
     ) -> None:
         self._request, self._options, self._pipeline, self._planner = request, options, pipeline, planner
         self._ranks, self._reports = ranks, reports
@@ -71,7 +76,7 @@ class Saver:
         """the newest save that was started since the run was opened or restored"""
         self._restored: Generation | None = None
         """the restored generation, if the next process would resume at it too"""
-        self._cadence: Every | Pace = _cadence(options)
+        self._cadence: Every | Pace = _cadence(options, failures)
         self._below = [PlaceCadence(one, ranks.size == 1) for one in options.cadences_below()]
         self._fence_seconds = 0.0
         """the part of `Fence.waited_seconds` that is counted in a save already"""
@@ -311,10 +316,8 @@ class Saver:
             self._reports.emit("fenced", self.last.step, seconds=waited)
 
 
-def _cadence(options: Options) -> Every | Pace:
+def _cadence(options: Options, failures: Failures) -> Every | Pace:
     front = options.front_cadence()
     if isinstance(front, Every):
         return front
-    if options.tuning.overhead is None:
-        return Pace(Auto(in_flight=options.tuning.in_flight))
-    return Pace(Auto(overhead=options.tuning.overhead, in_flight=options.tuning.in_flight))
+    return Pace(Auto(options.rule(failures), options.tuning.in_flight))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import KW_ONLY, dataclass
+from typing import Literal
 
 from ..format import parity_layout
 from ..policy.arguments import is_whole, require
@@ -23,8 +24,9 @@ class Tier:
     `url`: a directory, `slots:///...`, `s3://`, `gs://` or `az://`; not that of another place of the run. "memory://",
     for the first tier only, is the memory of each machine (docs/agent.md): its saves outlive the training process, not
     the machine.
-    `cadence`: when `step()` saves here; default None: as the run. `retention`: which generations are kept here; default
-    Keep(last=3), in memory Keep(last=1). `parity`: as that of a Checkpointer; default None: no parity. In memory, and
+    `cadence`: when `step()` saves here; default None: as the run. "auto" is for the first tier only; the places below
+    keep cadences of their own. `retention`: which generations are kept here; default Keep(last=3), in memory
+    Keep(last=1). `parity`: as that of a Checkpointer; default None: no parity. In memory, and
     with shared=False, parity="4+2" is kept among nodes: the loss of any two of them loses nothing that is protected,
     and it takes half as much as each node's part. With fewer than six nodes three copies are made instead, which is
     reported.
@@ -41,7 +43,7 @@ class Tier:
 
     url: str | os.PathLike[str]
     _: KW_ONLY
-    cadence: Every | None = None
+    cadence: Every | Literal["auto"] | None = None
     retention: Keep = KEEP
     parity: str | None = None
     copies: int = 1
@@ -87,9 +89,9 @@ class Tier:
             "Keep others in a place below.",
         )
         require(
-            self.cadence is None or isinstance(self.cadence, Every),
+            self.cadence is None or isinstance(self.cadence, Every) or self.cadence == "auto",
             f"Tier(cadence={self.cadence!r})",
-            "Give lastgood.Every(...), or None.",
+            'Give lastgood.Every(...), "auto" for the first tier, or None.',
         )
         require(
             self.parity is None or isinstance(self.parity, str),

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 from ..errors import Refused
 from ..limits import CHUNK_BYTES, PAGE_BYTES, SLOTS_BESIDE, STAGING_CHUNKS
+from .interval import Interval, Rule
 
 WRITERS = (1, 2, 3, 4)
 CHUNK_CHOICES = (CHUNK_BYTES // 2, CHUNK_BYTES, 2 * CHUNK_BYTES)
@@ -45,7 +46,8 @@ def interval_steps(
     With copying, f steps take f t + c, so the wait that remains is Tw / N - f t - c. The total loss is
     max(c, Tw / N - f t), and it is at most overhead f t exactly when both conditions hold. Raises Refused.
     """
-    return _whole(_wanted(write_seconds, in_flight, overhead, step_seconds, contention_seconds))
+    rule = Rule(overhead=overhead)
+    return _wanted(rule, step_seconds, write_seconds, contention_seconds, in_flight).steps(step_seconds)
 
 
 def expected_overhead(
@@ -208,7 +210,7 @@ class Auto:
 
     How a checkpointer uses it:
 
-        auto = Auto(overhead=0.03, in_flight=N)                 # interval_steps=f* if `lastgood tune` gave one
+        auto = Auto(Rule(overhead=0.03), in_flight=N)           # interval_steps=f* if `lastgood tune` gave one
         step(n):      if auto.due(n, last): save, last = n      # last: step of the last save begun, or restored
         durable save: new = adapt(auto, t, Tw, c, step=n)       # on the training thread, which is at step n
                       if new.interval_steps != auto.interval_steps: log new.reason
@@ -225,7 +227,7 @@ class Auto:
     steps only, so it is the same on all ranks.
     """
 
-    overhead: float = 0.03
+    rule: Rule = field(default_factory=Rule)
     in_flight: int = 1
     interval_steps: int = FIRST_STEPS
     ahead_steps: int = 0
@@ -241,7 +243,7 @@ class Auto:
     recent_contention_seconds: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        _require_positive(overhead=self.overhead, in_flight=self.in_flight, interval_steps=self.interval_steps)
+        _require_positive(in_flight=self.in_flight, interval_steps=self.interval_steps)
         _require_time(ahead_steps=self.ahead_steps)
 
     def due(self, step: int, last_saved_step: int) -> bool:
@@ -260,10 +262,11 @@ def adapt(
     """The record after one more durable save. A measurement that could not be made is None. Raises Refused.
 
     The interval changes only when the wanted interval leaves a band around it. It rises when the wanted one is longer
-    by more than a tenth, because then the budget is exceeded. It falls when the wanted one is shorter by more than a
+    by more than a tenth, because then saving costs too much. It falls when the wanted one is shorter by more than a
     third and a step, because until then a longer interval costs no more than some lost work. If every measurement is
     within a tenth of the truth, wanted intervals differ by a factor of at most (1.1 / 0.9)**2 = 1.49, which is below
-    FALLS_BELOW, so an interval that has risen does not fall again and cannot oscillate.
+    FALLS_BELOW, so an interval that has risen does not fall again and cannot oscillate. An interval that follows from
+    failures moves less, because it grows with the root of the cost of a save.
 
     It at most doubles at a time, so that a disk that hung for a minute does not stop saving for an hour. It doubles if
     no step was ever free of a save, because then t is unknown. While an announced change has not taken effect
@@ -287,39 +290,34 @@ def adapt(
     if measured.recent_step_seconds:
         t, tw = median(measured.recent_step_seconds), median(measured.recent_write_seconds)
         c = median(measured.recent_contention_seconds or (0.0,))
-        wanted = _wanted(tw, auto.in_flight, auto.overhead, t, c)
+        found = _wanted(auto.rule, t, tw, c, auto.in_flight)
+        wanted = found.seconds / t
         if now <= wanted * FALLS_BELOW + 1 and wanted <= now * RISES_ABOVE:
             return measured
-        interval = min(_whole(wanted), interval)
-        why = f"Tw {tw:.3g} s with {auto.in_flight} in flight, {t:.3g} s a step, {c:.3g} s lost to copying a save"
+        bounded = "" if wanted <= interval else "; no more than doubled at once"
+        interval = min(found.steps(t), interval)
+        cost = f"Tw {tw:.3g} s with {auto.in_flight} in flight, {t:.3g} s a step, {c:.3g} s lost to copying a save"
+        why = "; ".join(part for part in (cost, str(auto.rule.failures), found.why + bounded) if part)
     holds_from = step + auto.ahead_steps
-    reason = (
-        f"a save every {interval} steps instead of {now} from step {holds_from}: {why}; {auto.overhead:.2%} allowed"
-    )
+    reason = f"a save every {interval} steps instead of {now} from step {holds_from}: {why}"
     return replace(measured, interval_steps=interval, previous_steps=now, holds_from=holds_from, reason=reason)
 
 
 # ---- arithmetic and checks ---------------------------------------------------------------------------------
 
 
-def _wanted(tw: float, n: int, overhead: float, t: float, c: float) -> float:
-    """The interval in steps, not rounded; see `interval_steps`."""
-    _require_positive(write_seconds=tw, in_flight=n, overhead=overhead, step_seconds=t)
+def _wanted(rule: Rule, t: float, tw: float, c: float, n: int) -> Interval:
+    """The interval for steps of `t` seconds, and saves with these Tw and c, n in flight."""
+    _require_positive(write_seconds=tw, in_flight=n, step_seconds=t)
     _require_time(contention_seconds=c)
-    budget = overhead * t
-    found = max(tw / n / (t + budget), c / budget) if budget > 0 else math.inf
-    if not math.isfinite(found):
+    found = rule.interval(c, tw, n)
+    if not math.isfinite(found.seconds / t):
         raise Refused(
             f"no interval is long enough for Tw {tw} s, {t} s a step and {c} s of copying",
             safe="Nothing was changed.",
             todo="Allow a larger overhead.",
         )
     return found
-
-
-def _whole(steps: float) -> int:
-    """Round up to a whole number of at least 1; a rounding error above a whole number does not count."""
-    return max(1, math.ceil(steps * (1 - 1e-12)))
 
 
 def _remember(before: tuple[float, ...], one: float | None) -> tuple[float, ...]:

@@ -1,12 +1,17 @@
 """The attempts of a job, as records in its run: one for each attempt, created when it has ended.
 
-`lastgood attempts` reads them. A record is never changed, and nothing is decided by it.
+`lastgood attempts` reads them. A record is never changed. No restart follows from them; cadence="auto" learns from
+them how often the job fails.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 import msgspec
 
+from ..policy.failures import Failures, Life, observed
 from ..ports import Tier
 from ..records import Record
 from ..run import side_records
@@ -27,6 +32,14 @@ class Cause(Record, frozen=True, kw_only=True):
     """the stack of the exception"""
     stacks: dict[str, str] = msgspec.field(default_factory=dict)
     """of a hang: rank -> the stacks of its threads"""
+
+    @property
+    def key(self) -> str:
+        """A text that is equal for causes of one kind."""
+        if self.kind in ("hang", "node"):
+            return self.kind
+        what = re.split(r"[^\w.]", self.what, maxsplit=1)[0] if self.kind == "exception" else self.what
+        return f"{self.kind} {what}"
 
 
 class Attempt(Record, frozen=True, kw_only=True):
@@ -66,3 +79,18 @@ def read(tier: Tier) -> list[Attempt]:
     """The attempts of a run, oldest first. As `side_records.read`."""
     found = side_records.read(tier, FOLDER, Attempt)
     return [msgspec.structs.replace(one, number=number) for number, one in found.items()]
+
+
+def failures(attempts: Sequence[Attempt], ranks: int, mtbf: float | None) -> Failures:
+    """What attempts, oldest first, tell about the failures of a job of so many ranks: `policy.failures.observed`."""
+    lives = [
+        Life(
+            seconds=one.seconds,
+            ranks=one.ranks,
+            trained=one.restored_step is not None,
+            last_step=one.last_step,
+            cause="" if one.cause is None else one.cause.key,
+        )
+        for one in attempts
+    ]
+    return observed(lives, ranks, mtbf)

@@ -5,7 +5,6 @@ Pure but for the time of advice: makes records and texts of what attempt.py has 
 
 from __future__ import annotations
 
-import re
 import signal
 import time
 from collections.abc import Sequence
@@ -54,7 +53,7 @@ def outcome(lived: Lived, found: Cause | None) -> Outcome:
         last_step=max((one.step for one in lived.progress), default=0),
         saved_step=max((one.saved_step for one in lived.progress), default=0),
         code=_code(lived, first_cause(lived.ended), found),
-        cause=_key(found),
+        cause=found.key if found is not None else "",
         error=found.what if found is not None and found.kind == "exception" else "",
         batches_known=_skip(lived) is not None,
     )
@@ -112,14 +111,6 @@ def short(what: str) -> str:
     """The first line of a text, cut off where it is long. `lastgood attempts --json` has all of it."""
     line = what.splitlines()[0]
     return line if len(line) <= LINE_CHARACTERS else f"{line[:LINE_CHARACTERS]}..."
-
-
-def _key(found: Cause | None) -> str:
-    """A text that is equal for causes of one kind."""
-    if found is None or found.kind in ("hang", "node"):
-        return "" if found is None else found.kind
-    what = re.split(r"[^\w.]", found.what, maxsplit=1)[0] if found.kind == "exception" else found.what
-    return f"{found.kind} {what}"
 
 
 def _skip(lived: Lived) -> Skip | None:
