@@ -23,7 +23,7 @@ class Flown:
     """A save whose end is set by a test."""
 
     def __init__(self) -> None:
-        self.seconds, self.good, self.over = 0.0, True, False
+        self.seconds, self.stall_seconds, self.good, self.over = 0.0, 0.0, True, False
 
     def ended(self) -> bool:
         return self.over
@@ -81,6 +81,20 @@ def test_the_interval_follows_a_disk_that_slows_down_and_recovers():
     loop.tw = 1.0
     loop.run(1000)
     assert loop.pace.auto.interval_steps <= short
+
+
+def test_steps_of_varying_duration_do_not_hide_that_the_loop_stood_still():
+    """On a busy machine the steps beside a save were often no slower than others, so a save seemed to cost nothing, and
+    every step was saved."""
+    pace, now = Pace(Auto(Rule(Failures(mtbf=8100.0)), interval_steps=50)), 0.0
+    for n in range(1, 301):
+        now += 2.0 if n % 50 else 1.0
+        pace.passed(n, now)
+        if n % 50 == 0:
+            save = Flown()
+            save.seconds, save.stall_seconds, save.over = 0.1, 3.0, True
+            pace.begun(save, n, now, waited_seconds=1.0)
+    assert pace.auto.interval_steps == 90, "2 s for each save: sqrt(2 * 2 * 8100) = 180 s"
 
 
 def test_a_failed_save_does_not_count_as_a_measurement():
@@ -157,6 +171,15 @@ def test_failures_that_the_supervisor_has_seen_count_in_the_next_attempt(tmp_pat
             ckpt.step(n)
     tuned = [one.detail for one in events if one.kind == "tuned"]
     assert tuned and all("2 seen in 60 min" in one and ("expected" in one) == bool(options) for one in tuned)
+
+
+def test_attempts_that_cannot_be_read_are_reported_and_saving_goes_on(tmp_path, caplog):
+    lastgood.save(tmp_path, {"w": torch.zeros(9)}, step=1)
+    (tmp_path / "attempts").write_text("a file in place of the folder")
+    with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(9)}, cadence="auto", mtbf=3600.0) as ckpt:
+        ckpt.restore()
+        ckpt.save(2).result()
+    assert "attempts: Not a directory" in caplog.text
 
 
 def test_an_mtbf_lets_memory_adapt_while_its_home_keeps_its_own_cadence(tmp_path):

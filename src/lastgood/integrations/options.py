@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping
 from typing import Any
 
 from ..errors import NotARun, Refused
 from ..loop.opened import open_run
-from ..loop.options import option_names
+from ..loop.options import near_option, option_names
 from ..policy.cadence import Every
 from ..run import paths
 
@@ -22,8 +21,8 @@ def checkpointer_options(every_steps: int | None, options: Mapping[str, Any]) ->
     """
     known = option_names()
     for name in options:
-        near = difflib.get_close_matches(name, ["every_steps", *known])
-        todo = f"Did you mean {near[0]}?" if near else f"The arguments are every_steps, {', '.join(known)}."
+        near = near_option(name, ["every_steps"])
+        todo = f"Did you mean {near}?" if near else f"The arguments are every_steps, {', '.join(known)}."
         require(name in known, f"there is no argument {name}", todo)
     if every_steps is None:
         return dict(options)

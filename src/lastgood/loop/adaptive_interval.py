@@ -47,7 +47,8 @@ class Pace:
         """the last completed step, and its time; None after a step with a save in flight, and after `begun`"""
         self._free: list[float] = []
         """durations, in seconds, of the steps without a save in flight, since the last adaptation"""
-        self._flying: list[Save] = []
+        self._flying: list[tuple[Save, float]] = []
+        """the saves in flight, each with the seconds for which the loop waited for its place"""
         self._period: tuple[int, float] = (0, 0.0)
         """step and time at which this period began: with a save while no other was in flight"""
         self._saves = 0
@@ -57,16 +58,19 @@ class Pace:
 
     def passed(self, n: int, now: float) -> str:
         """Record that step `n` is completed. Returns why the interval changed; empty if it did not."""
-        ended = [one for one in self._flying if one.ended()]
-        self._flying = [one for one in self._flying if not one.ended()]
+        ended = [one for one in self._flying if one[0].ended()]
+        self._flying = [one for one in self._flying if one not in ended]
         if self._before is not None and self._before[0] == n - 1:
             self._free.append(now - self._before[1])
         self._before = None if self._flying else (n, now)
         before = self.auto
-        for save in ended:
+        for save, waited_seconds in ended:
             if save.is_committed():
                 free = median(self._free) if self._free else None
-                self.auto = adapt(self.auto, free, save.seconds, self._lost_seconds(n, now, free), step=n)
+                lost = self._lost_seconds(n, now, free)
+                if lost is not None:  # steps whose times vary may hide what a save costs, but not that the loop stood
+                    lost = max(lost, save.stall_seconds - waited_seconds)
+                self.auto = adapt(self.auto, free, save.seconds, lost, step=n)
                 self._free.clear()
         return self.auto.reason if self.auto.interval_steps != before.interval_steps else ""
 
@@ -74,7 +78,7 @@ class Pace:
         """Record that a save of step `n` was started at `now`; `waited_seconds`: the wait for a place in flight."""
         if not self._flying:
             self._period, self._saves, self._waited_seconds = (n, now), 0, 0.0
-        self._flying.append(save)
+        self._flying.append((save, waited_seconds))
         self._saves += 1
         self._waited_seconds += waited_seconds
         self._before = None

@@ -185,9 +185,8 @@ class Options:
         for name, value in earlier.items():
             group = next((one for one, of in groups.items() if name in {entry.name for entry in fields(of)}), "")
             if not group:
-                begun = [one for one in option_names() if name.startswith(f"{one}_")]  # such as mtbf_seconds
-                near = begun or difflib.get_close_matches(name, option_names())
-                more = f"; did you mean {near[0]!r}?" if near else ""
+                near = near_option(name)
+                more = f"; did you mean {near!r}?" if near else ""
                 raise TypeError(f"Checkpointer() got an unexpected keyword argument {name!r}{more}")
             default = type(groups[group])()
             twice = getattr(groups[group], name) not in (getattr(default, name), value)
@@ -356,6 +355,13 @@ class Options:
 def option_names() -> list[str]:
     """The names of all keyword arguments of a `Checkpointer`."""
     return [one.name for group in (Options, Tuning, Ranks) for one in fields(group)]
+
+
+def near_option(name: str, further: Sequence[str] = ()) -> str:
+    """The option that a mistaken name may mean; empty if there is none. `further`: names that are options too."""
+    names = [*further, *option_names()]
+    begun = [one for one in names if name.startswith(f"{one}_")]  # such as mtbf_seconds
+    return next(iter(begun or difflib.get_close_matches(name, names)), "")
 
 
 def _require_one_of(name: str, value: object, known: Sequence[object]) -> None:

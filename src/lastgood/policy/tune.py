@@ -219,8 +219,8 @@ class Auto:
     t: the median time between two calls of `step` since the last `adapt`, of those during which no save was in flight;
     None if there was none. Tw: seconds from the first copied byte until the save is durable. c: the duration of the
     steps from the beginning of that save to the first step after it was durable, less t for each of them and less the
-    wait for a free place, divided among the saves that were in flight; None if t was never measured. A save that
-    failed, was dropped or was skipped is not measured.
+    wait for a free place, divided among the saves that were in flight; at least what the loop waited for this save
+    otherwise; None if t was never measured. A save that failed, was dropped or was skipped is not measured.
 
     With several ranks one rank adapts, with `ahead_steps` > 0, and sends the record to the others. All ranks use
     `previous_steps` until `holds_from`, so every rank must have received the record by that step. `due` depends on
