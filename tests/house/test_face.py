@@ -130,6 +130,8 @@ def test_each_field_of_tuning_and_ranks_is_a_keyword_of_its_own(tmp_path) -> Non
     assert (options.tuning.in_flight, options.ranks.patience) == (3, 7.0)
     with pytest.raises(TypeError, match="'in_fligth'; did you mean 'in_flight'"):
         lastgood.Checkpointer(tmp_path / "run", {}, in_fligth=3)
+    with pytest.raises(TypeError, match="'mtbf_seconds'; did you mean 'mtbf'"):
+        lastgood.Checkpointer(tmp_path / "run", {}, mtbf_seconds=3600)
     with pytest.raises(errors.Refused, match="in_flight is given twice"):
         lastgood.Checkpointer(tmp_path / "run", {}, tuning=lastgood.Tuning(in_flight=4), in_flight=3)
     assert not (tmp_path / "run").exists()

@@ -75,6 +75,7 @@ def plan(
         state_bytes=held,
         ranks=ranks,
         restore_rates=[_tier(one) for one in restore_rate],
+        run=run,
         failures=attempt_log.failures(attempts, ranks, mtbf),
         stall_seconds=stall_seconds or (shard / copy_rate if shard and copy_rate else None),
         write_seconds=write_seconds or (held / write_rate if held and write_rate else 0.0),
@@ -116,6 +117,8 @@ class Facts:
     ranks: int
     restore_rates: Sequence[tuple[str, int]]
     """name of a tier, and the bytes a second at which it is read"""
+    run: str | None
+    """in which failures were looked for"""
     failures: Failures
     """of the whole job, as expected and as seen"""
     stall_seconds: float | None
@@ -142,8 +145,8 @@ def sized(facts: Facts) -> dict[str, Any]:
         "restore_seconds": {name: state / rate for name, rate in facts.restore_rates} if state else {},
         "mtbf_seconds": mtbf,
         "mtbf_expected_seconds": facts.failures.mtbf,
-        "failures_seen": facts.failures.count,
-        "observed_seconds": facts.failures.seconds,
+        "failures_seen": facts.failures.count if facts.run else None,
+        "observed_seconds": facts.failures.seconds if facts.run else None,
         "failures": facts.run_days * sizing.DAY_SECONDS / mtbf if facts.run_days and mtbf else None,
         "intervals": [],
     }
@@ -220,10 +223,11 @@ def _facts(data: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("best by the exact expectation", "best_seconds"),
     ]
     found += [(text, _time(data[name])) for text, name in times if data.get(name)]
-    if data["observed_seconds"]:
-        seen = f"{data['failures_seen']} in {_time(data['observed_seconds'])}"
-        expected = data["mtbf_expected_seconds"]
-        found.append(("failures seen", f"{seen}; every {_time(expected)} expected" if expected else seen))
+    if data["failures_seen"] is not None:
+        seen = f"{data['failures_seen']} in {_time(data['observed_seconds'])} that `lastgood run` has recorded"
+        found.append(("failures seen", seen))
+        if expected := data["mtbf_expected_seconds"]:
+            found.append(("failures expected", f"one in {_time(expected)}"))
     found += [(f"to read it back from {clean(name)}", _time(one)) for name, one in data["restore_seconds"].items()]
     if data["failures"]:
         found.append(("failures to expect", f"{data['failures']:,.0f}"))
