@@ -139,6 +139,17 @@ class Audit:
             differing += [(epoch, step) for step in np.unique(early).tolist()]
         return AuditReport(scheduled, observed, duplicates, missing, extra, tuple(differing), tuple(skipped))
 
+    def ids(self, epoch: int, windows: range) -> np.ndarray:
+        """The ids of the newest observations, as far back as these belong to `windows` of `epoch`: int64 [n]."""
+        found: list[np.ndarray] = []
+        pairs = zip(reversed(self._windows.get(epoch, [])), reversed(self._ids.get(epoch, [])), strict=True)
+        for window, ids in pairs:
+            inside = np.isin(np.repeat(window[::2], window[1::2]), windows)
+            if not inside.any():
+                break
+            found.append(ids[inside].astype(np.int64))
+        return np.concatenate(found[::-1]) if found else np.empty(0, np.int64)
+
     def state_dict(self) -> dict[str, Any]:
         """{RECORDS: a list of [epoch, windows, ids]}; each array is [dtype, bytes], in the order of observation."""
         for chunks in (*self._windows.values(), *self._ids.values()):
@@ -215,13 +226,13 @@ def _differing_steps(steps: np.ndarray, ids: np.ndarray, expected: np.ndarray, l
     which none is expected."""
     counts = np.bincount(steps, minlength=len(expected))
     sums = np.zeros(len(expected), np.uint64)
-    np.add.at(sums, steps, _hashed(ids))
-    due, numbers = _hashed(expected).sum(axis=1, dtype=np.uint64), np.full(len(expected), expected.shape[1])
+    np.add.at(sums, steps, hashed(ids))
+    due, numbers = hashed(expected).sum(axis=1, dtype=np.uint64), np.full(len(expected), expected.shape[1])
     due[left_out], numbers[left_out] = 0, 0
     return np.flatnonzero((counts != numbers) | (sums != due)).tolist()
 
 
-def _hashed(ids: np.ndarray) -> np.ndarray:
+def hashed(ids: np.ndarray) -> np.ndarray:
     """splitmix64 (Steele, Lea and Flood, OOPSLA'14) of each id. Sums of hashes wrap at 2**64 and ignore the order."""
     x = ids.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
 
 from ..io.heartbeat import Heartbeat
@@ -22,6 +23,8 @@ class Beat:
     def __init__(self, page: Heartbeat | None, progress: Progress) -> None:
         self._page, self._progress = page, progress
         self._phase, self._thread = "", threading.get_ident()
+        self.stall_seconds = 0.0
+        """how long the loop has waited for saves: in the calls that begin them, at the fence, and for their ends"""
 
     def opened(self, run: str) -> None:
         """The run is open."""
@@ -62,13 +65,15 @@ class Beat:
         if threading.get_ident() != self._thread:  # the loop goes on meanwhile
             yield
             return
-        before, self._phase = self._phase, name
+        before, self._phase, begun = self._phase, name, time.monotonic()
         self._show()
         try:
             yield
         finally:
             self._phase = before
             self._show()
+            if name == SAVE != before:
+                self.stall_seconds += time.monotonic() - begun
 
     def _show(self) -> None:
         if self._page is not None:

@@ -3,7 +3,7 @@
     saver.py       a save: place, plan, start                restore.py    around a restore; load.py loads
     schedule.py    when a save is due                        progress.py   which steps are completed
     ending.py      the last save and the closing line        reports.py    events and failures of other threads
-    beat.py        what a supervisor sees
+    beat.py        what a supervisor sees                    step_log.py    logs for who studies a run
 
 The training thread makes a snapshot and goes on; run/pipeline.py does the rest behind it.
 """
@@ -34,7 +34,7 @@ from ..run.save_handle import Save
 from ..run.watched import Sources
 from ..state.live_check import require_live
 from ..state.patterns import Patterns
-from . import replaying
+from . import replaying, step_log
 from .adaptive_interval import known_failures
 from .beat import Beat
 from .ending import Ending, refresh
@@ -180,7 +180,10 @@ class Checkpointer:
         self._reports = reports = Reports(options, pipeline, planner)
         self._progress = progress = Progress(request, ranks, pipeline.outcomes)
         self._saver = saver = Saver(request, options, pipeline, planner, ranks, reports, failures)
-        self._beat = Beat(heartbeat.own(), progress)
+        page = heartbeat.own()
+        self._beat = Beat(page, progress)
+        self._log = step_log.opened(request.state, ranks, progress, self._beat) if page is not None else None
+        reports.log = self._log
         self._ending = Ending(pipeline, saver, progress, ranks, end_request, self._beat)
         self._restorer = Restorer(request, url, pipeline, planner, ranks, saver, progress, reports)
         watched = options.sentinel
@@ -238,6 +241,8 @@ class Checkpointer:
         if self._divergence is not None:
             self._divergence.restart()
         self._beat.restored(found.step, found.generation)
+        if self._log is not None:
+            self._log.restored(found.step, found.seconds)
         report(found, "resumed from")
         self._reports.deliver()
         return found
@@ -257,6 +262,8 @@ class Checkpointer:
         """
         n = self._advance(n)
         self._beat.step(n, self._pipeline.outcomes.newest)
+        if self._log is not None:
+            self._log.step(n, metrics)
         if self._divergence is not None:
             self._divergence.check(n, metrics)
         saver = self._saver
@@ -372,6 +379,8 @@ class Checkpointer:
         finally:
             self._pipeline.reported()
             self._ending.report()
+            if self._log is not None:
+                self._log.close()
 
     def __enter__(self) -> Checkpointer:
         self._require_open()

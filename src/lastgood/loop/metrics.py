@@ -22,14 +22,15 @@ def numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
         return {}
     if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
         raise _refused(f"metrics={metrics!r}")
-    found = {name: _number(name, value) for name, value in metrics.items()}
+    found = {name: number(name, value) for name, value in metrics.items()}
     left_out = [f"{name} is {value}" for name, value in found.items() if not math.isfinite(value)]
     if left_out:
         reporting.info(f"metrics left out: {', '.join(left_out)}")
     return {name: value for name, value in found.items() if math.isfinite(value)}
 
 
-def _number(name: str, value: Any) -> float:
+def number(name: str, value: Any) -> float:
+    """A metric as a number; NaN for None. Raises Refused, with its name, for what is no number."""
     if value is None:
         return math.nan
     if isinstance(value, (str, bytes)) or getattr(value, "shape", None):

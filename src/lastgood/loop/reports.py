@@ -16,6 +16,7 @@ from ..events import Event, EventKind
 from ..run.pipeline import Pipeline
 from .options import Options
 from .save_planner import SavePlanner
+from .step_log import StepLog
 
 TORN_LIMIT = 2
 """number of torn saves in a row after which the loop waits while its state is copied"""
@@ -26,16 +27,25 @@ class Reports:
 
     def __init__(self, options: Options, pipeline: Pipeline, planner: SavePlanner) -> None:
         self._options, self._pipeline, self._planner = options, pipeline, planner
+        self.log: StepLog | None = None
+        """receives each event too; None: there is no log"""
 
     def emit(self, kind: EventKind, step: int, detail: str = "", seconds: float = 0.0) -> None:
         """Add an event, which the next `deliver` hands to `on_event`. `seconds`: as in `Event`."""
         event = Event(kind=kind, step=step, at_seconds=time.monotonic(), seconds=seconds, bytes=0, detail=detail)
         self._pipeline.events.put(event)
 
+    def enqueued(self, step: int, seconds: float) -> None:
+        """The call that began the save of `step` is over. `seconds`: of it, without the wait for a place in flight."""
+        if self.log is not None:
+            self.log.enqueued(step, seconds)
+
     def deliver(self) -> None:
         """Call `on_event` with every event since the last call."""
         while not self._pipeline.events.empty():
             event = self._pipeline.events.get()
+            if self.log is not None:
+                self.log.note(event)
             if self._options.on_event is not None:
                 self._options.on_event(event)
 

@@ -175,6 +175,7 @@ class Saver:
         now = time.monotonic()
         save.stall_seconds, self.last = waited + now - begun, save
         self.schedule.begun(save, begun, now, waited)
+        self._reports.enqueued(n, now - begun)
         self._numbers.saved(n, self._request.state)
         return save
 

@@ -13,6 +13,7 @@ import shutil
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from ..errors import Refused
@@ -51,6 +52,8 @@ class Job:
     """those that ask for the end of the job"""
     rendezvous: Rendezvous | None = None
     """with the other nodes of the job; None: there are none"""
+    records: Path | None = None
+    """where the ranks and the supervisor put their logs (run/job_logs.py); None: nowhere"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -97,6 +100,7 @@ def parsed(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) ->
         shutdown_seconds=args.shutdown_timeout,
         signals=_signals(args.signals_to_handle),
         rendezvous=_rendezvous(args),
+        records=Path(args.records).absolute() if args.records else None,
     )
 
 
@@ -149,6 +153,7 @@ def parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     option("--without-progress", type=int, default=3, help="Attempts in a row that save nothing newer. Default 3.")
     option("--remedies", default="back,skip", help="Against a failure that comes again: back, skip, or none.")
     option("--hang-timeout", type=float, default=60.0, help="Least limit of a step in seconds; 0: none. Default 60.")
+    option("--records", metavar="DIR", help="Directory for logs of steps, saves and attempts.")
     made.add_argument("training_script", help="The script, with its arguments after it.")
     made.add_argument("training_script_args", nargs=argparse.REMAINDER)
     return made

@@ -27,6 +27,7 @@ import msgspec
 from ..io import heartbeat
 from ..policy.blame import Ended, follows, timed_out
 from ..policy.hang import Silent, Stuck, awaited, behind
+from ..run import job_logs
 from . import leftovers
 from .arguments import Job
 from .nodes import Kind, Nodes, Notice, Placement
@@ -139,11 +140,12 @@ class Attempt:
             self._ranks.append(RankProcess(rank, pid, os.pidfd_open(pid), folder, page, heartbeat.read(str(page))))
 
     def _environment(self, local: int) -> dict[str, str]:
-        place, attempt = self._place, str(self._number)
+        place, attempt, records = self._place, str(self._number), self._job.records
         rank, world = str(place.first_rank + local), str(place.world)
         return {
             **defaults(self._job.ranks),
             **os.environ,
+            **({} if records is None else {job_logs.VARIABLE: str(records)}),
             "RANK": rank,
             "LOCAL_RANK": str(local),
             "ROLE_RANK": rank,

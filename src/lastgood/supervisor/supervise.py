@@ -26,7 +26,7 @@ from ..io.machine import NODE
 from ..policy.membership import Bounds
 from ..policy.recovery import GAVE_UP, PREEMPTED, Outcome, answer, replayed_steps
 from ..run import advice, side_records
-from . import attempt_log, leftovers, merged, reported, signals
+from . import attempt_log, job_summary, leftovers, merged, reported, signals
 from .arguments import Job
 from .attempt import Attempt, Lived, defaults
 from .membership import Membership, Over
@@ -46,9 +46,12 @@ class Supervisor:
         self._outcomes = list[Outcome]()
         self._run = ""
         """the run of the job, once a rank has opened it"""
+        self._summary = job_summary.Summary()
 
     def supervise(self) -> int:
         """Supervise the job until its end. Returns the exit code: 0, PREEMPTED, GAVE_UP, or 128 and the signal."""
+        if self._job.records is not None:
+            self._summary = job_summary.opened(self._job.records)
         adopt_orphans()
         with signals.handled(self._job.signals) as received, self._folder() as folder:
             try:
@@ -169,6 +172,9 @@ class Supervisor:
             cause=cause,
             answer=f"{follows.act}: {follows.why}",
         )
+        if self._job.records is not None:
+            self._summary = job_summary.added(self._summary, record, follows.restart)
+            job_summary.write(self._job.records, self._summary)
         if cause is not None or follows.restart:
             self._report(reported.sentence(record, len(outcomes)))
         self._write(run, record, reported.advice(lived, record, follows))

@@ -1,0 +1,41 @@
+"""Which samples a rank has trained in a step, as the audit of its state has seen them, or as the order says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from .audit import Audit, hashed
+from .sampler import ResumableSampler
+
+
+def audits_in(container: object) -> Iterator[Audit]:
+    """Every audit in nested dicts, lists and tuples."""
+    if isinstance(container, Audit):
+        yield container
+    elif isinstance(container, Mapping):
+        for one in container.values():
+            yield from audits_in(one)
+    elif isinstance(container, (list, tuple)):
+        for one in container:
+            yield from audits_in(one)
+
+
+def trained_ids(state: object, sampler: ResumableSampler, epoch: int, first: int, count: int) -> np.ndarray:
+    """The ids that this rank has trained in `count` windows of an epoch from window `first` on, int64 [n].
+
+    As observed, if `state` has one audit; else as scheduled by the `sampler`.
+    """
+    audits = list({id(one): one for one in audits_in(state)}.values())
+    if len(audits) == 1:
+        return audits[0].ids(epoch, range(first, first + count))
+    left_out = {window for at, window in sampler.skipped if at == epoch}
+    windows = [one for one in range(first, min(first + count, sampler.steps_per_epoch)) if one not in left_out]
+    part = sampler.global_batch // sampler.world_size
+    return sampler.order(epoch)[windows, sampler.rank * part : (sampler.rank + 1) * part].reshape(-1)
+
+
+def multiset_hash(ids: np.ndarray) -> int:
+    """A hash of ids in any order: the sum of a hash of each, modulo 2**64, so that the hash of a union is a sum too."""
+    return int(hashed(ids).sum(dtype=np.uint64))

@@ -1,0 +1,56 @@
+"""The summary of a job under `lastgood run --records DIR`: supervisor.json, written anew when an attempt has ended."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from .. import reporting
+from ..errors import Refused
+from ..records import Record
+from .attempt_log import Attempt
+
+NAME = "supervisor.json"
+
+
+class Summary(Record, frozen=True, kw_only=True):
+    """The attempts so far; those of several supervisors, one after another, if they were given the same directory."""
+
+    attempts: list[Attempt] = msgspec.field(default_factory=list)
+    restarts: int = 0
+    """attempts that were followed by another one"""
+    end: str = ""
+    """why no further attempt followed; empty while the job goes on"""
+
+
+def opened(folder: Path) -> Summary:
+    """Make the directory of the logs. Returns the summary of the jobs that had their logs there before.
+
+    Raises Refused where that cannot be.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / NAME
+        return msgspec.json.decode(path.read_bytes(), type=Summary) if path.exists() else Summary()
+    except (OSError, msgspec.DecodeError) as error:
+        todo = "Give a new directory that can be written."
+        raise Refused(f"--records {folder}: {error}", safe="Nothing was started.", todo=todo) from error
+
+
+def added(summary: Summary, attempt: Attempt, restarts: bool) -> Summary:
+    """The summary with one more attempt. `restarts`: whether another one follows."""
+    numbered = msgspec.structs.replace(attempt, number=len(summary.attempts) + 1)
+    end = "" if restarts else attempt.answer
+    return Summary(attempts=[*summary.attempts, numbered], restarts=summary.restarts + restarts, end=end)
+
+
+def write(folder: Path, summary: Summary) -> None:
+    """Replace the file by this summary. A failure is reported: the job does not depend on it."""
+    draft = folder / f"{NAME}.tmp"
+    try:
+        draft.write_bytes(msgspec.json.format(msgspec.json.encode(summary)))
+        os.replace(draft, folder / NAME)
+    except OSError as error:
+        reporting.warning(f"{folder / NAME} was not written: {error}")
