@@ -132,6 +132,32 @@ def wire(out: Out, rounds: Rounds = 5, as_json: Json = False) -> Answer:
     return _tried(experiment, experiment.Options(out, rounds), out)
 
 
+@lab.command()
+def recovery(
+    out: Out,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds of each suite.")] = 5,
+    suites: Annotated[str, typer.Option(help="Suites such as digits-resnet18-base,photos-resnet50-late.")] = "",
+    size: Annotated[
+        str, typer.Option(metavar="NAME=NUMBER,...", help="Fields of study.unit.Size that differ: scale=5,width=16.")
+    ] = "",
+    cifar: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="CIFAR's own files, in cifar10/ and cifar100/ of this folder.")
+    ] = None,
+    as_json: Json = False,
+) -> Answer:
+    """Reproduce ECRL's recovery study: failures under `lastgood run`, with blocking and with overlapped saves."""
+    from .report import command_line
+    from .study import matrix, tables
+    from .study.unit import sized
+
+    only = tuple(filter(None, suites.split(",")))
+    options = matrix.Options(out=out, seeds=seeds, only=only, size=sized(size, cifar is not None), cifar=cifar)
+    rows = matrix.run(options, report_progress)
+    gates = tables.write(rows, options, command_line())
+    text = (out / "analysis.md").read_text()
+    return Answer({"lab": "recovery", "gates": gates}, Text(text), code=6 if any(gates.values()) else 0)
+
+
 def _tried(experiment: Any, options: Any, out: Path) -> Answer:
     """Run an experiment, write its report, and return it as the answer."""
     from . import trials

@@ -1,0 +1,157 @@
+"""What the logs of a unit show: committed steps, the parts of the wall time, and whether they fit together. Pure.
+
+    goodput = committed logical steps / wall time
+    wall    = launch + compute + snapshot + write + sync + recovery + end        all of rank 0, in seconds
+
+`snapshot`: the loop was in the call that begins a save. `write`: it waited for a save to end, or for a place in flight.
+`sync`: it waited before an update until the state was copied. `recovery`: from the last line of an attempt that failed
+until the next one has restored and has trained its last step again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import msgspec
+
+import lastgood
+from lastgood.data.trained import multiset_hash
+from lastgood.run.job_logs import SaveLine, StepLine
+from lastgood.supervisor.attempt_log import Attempt
+
+from .unit import Unit
+
+
+class Seen(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that is known of a unit that has ended. Times: of the monotonic clock, in seconds."""
+
+    code: int
+    begun: float
+    ended: float
+    steps: list[list[StepLine]]
+    """of each rank"""
+    saves: list[SaveLine]
+    attempts: list[Attempt]
+    """of supervisor.json"""
+    recorded: list[Attempt]
+    """in the run"""
+    order: lastgood.ResumableSampler
+    audit: str
+    """what the audit in the newest generation finds; empty if every sample was trained exactly once"""
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """The measurements of a unit, and its gates. Each gate is empty where it passes, else says what is wrong."""
+
+    unit: Unit
+    wall: float = 0.0
+    goodput: float = 0.0
+    restarts: int = 0
+    replayed: int = 0
+    """steps that were trained again"""
+    stall: float = 0.0
+    """how long the loop of rank 0 has waited for saves"""
+    parts: dict[str, float] = msgspec.field(default_factory=dict)
+    saves: int = 0
+    losses: list[float] = msgspec.field(default_factory=list)
+    """of rank 0, of each committed step"""
+    reached: str = ""
+    checked: str = ""
+    agreed: str = ""
+
+
+def found(unit: Unit, seen: Seen) -> Found:
+    """What a unit was."""
+    reached = _reached(unit, seen)
+    if reached:
+        return Found(unit=unit, reached=reached, wall=seen.ended - seen.begun)
+    committed = [_committed(lines, seen) for lines in seen.steps]
+    wall, parts = seen.ended - seen.begun, _parts(seen)
+    return Found(
+        unit=unit,
+        wall=wall,
+        goodput=len(committed[0]) / wall,
+        restarts=len(seen.attempts) - 1,
+        replayed=sum(one.replayed_steps for one in seen.attempts),
+        stall=parts["snapshot"] + parts["write"] + parts["sync"],
+        parts=parts,
+        saves=sum(one.kind == "durable" for one in seen.saves),
+        losses=[one.loss if one.loss is not None else float("nan") for one in committed[0]],
+        checked=_checked(unit, seen, committed),
+        agreed=_agreed(unit, seen),
+    )
+
+
+def _reached(unit: Unit, seen: Seen) -> str:
+    """Gate 1: the target is reached on each rank, after as many failures as were planned."""
+    last = {max((one.global_step for one in lines), default=0) for lines in seen.steps}
+    if seen.code != 0 or last != {unit.target}:
+        return f"exit code {seen.code}, last steps {sorted(last)} of {unit.target}"
+    return ""
+
+
+def _committed(lines: Sequence[StepLine], seen: Seen) -> list[StepLine]:
+    """The lines of the steps that the final state descends from: of each attempt, up to where the next one restored."""
+    restored = [one.restored_step or 0 for one in seen.attempts]
+    until = [*restored[1:], lines[-1].global_step]
+    return [one for one in lines if one.global_step <= until[one.attempt]]
+
+
+def _checked(unit: Unit, seen: Seen, committed: Sequence[Sequence[StepLine]]) -> str:
+    """Gate 2: each window was trained once, by all ranks together, as the order has it; and the audit agrees."""
+    for at, lines in enumerate(zip(*committed, strict=False)):
+        epoch, window = divmod(at, seen.order.steps_per_epoch)
+        merged = sum(int(one.sample_ids_hash or "0", 16) for one in lines) % 2**64
+        places = {(one.global_step, one.epoch, one.cursor_step) for one in lines}
+        count = sum(one.sample_ids_count or 0 for one in lines)
+        if places != {(at + 1, epoch, window)} or count != unit.size.global_batch:
+            return f"step {at + 1}: {sorted(places, key=str)}, {count} samples"
+        if merged != multiset_hash(seen.order.order(epoch)[window]):
+            return f"step {at + 1}: other samples than those of window {window} of epoch {epoch}"
+    if {len(lines) for lines in committed} != {unit.target}:
+        return f"committed steps of the ranks: {[len(lines) for lines in committed]}, and not {unit.target}"
+    return seen.audit
+
+
+def _agreed(unit: Unit, seen: Seen) -> str:
+    """Gate 4: the records of supervisor and checkpoints agree, and a restart loses nothing that was durable."""
+    if [(one.restored_step, one.last_step) for one in seen.attempts] != [
+        (one.restored_step, one.last_step) for one in seen.recorded
+    ]:
+        return "supervisor.json and the attempts in the run differ"
+    failed = [(one.cause.rank, one.cause.what, one.last_step) for one in seen.attempts if one.cause is not None]
+    if failed != [(0, "exit code 137", step) for step in unit.failures]:
+        return f"failures: {failed}"
+    for attempt, one in enumerate(seen.attempts):
+        mine = [line.step for line in seen.saves if line.attempt == attempt and line.kind == "restored"]
+        durable = [line.step for line in seen.saves if line.attempt < attempt and line.kind == "durable"]
+        if mine != [one.restored_step]:
+            return f"attempt {attempt} restored {mine}, and step {one.restored_step} for the supervisor"
+        if mine[0] < max(durable, default=0):
+            return f"attempt {attempt} restored step {mine[0]}, although step {max(durable)} was durable"
+    return ""
+
+
+def _parts(seen: Seen) -> dict[str, float]:
+    """The parts of the wall time."""
+    lines: list[StepLine | SaveLine] = [*seen.steps[0], *seen.saves]
+    last_attempt = max(one.attempt for one in lines)
+    stall = sum(max(one.stall_seconds for one in lines if one.attempt == at) for at in range(last_attempt + 1))
+    snapshot, sync = (sum(getattr(one, f"{name}_seconds") for one in seen.saves) for name in ("enqueue", "fence"))
+    restored = {one.attempt: one for one in seen.saves if one.kind == "restored"}
+    recovery = 0.0
+    for before, after in pairwise(range(last_attempt + 1)):
+        reached = max(one.global_step for one in seen.steps[0] if one.attempt == before)
+        again = [one for one in seen.steps[0] if one.attempt == after and one.global_step <= reached]
+        over = max((one.at_seconds for one in again), default=restored[after].at_seconds)
+        recovery += over - max(one.at_seconds for one in lines if one.attempt == before)
+    found = {
+        "launch": restored[0].at_seconds - seen.begun,
+        "snapshot": snapshot,
+        "write": max(0.0, stall - snapshot - sync),
+        "sync": sync,
+        "recovery": recovery,
+        "end": seen.ended - max(one.at_seconds for one in lines),
+    }
+    return {**found, "compute": seen.ended - seen.begun - sum(found.values())}

@@ -1,0 +1,327 @@
+"""The tables, figures and files of the study, from its units. Measures nothing.
+
+manifest.csv  summary.csv  detailed_table.csv  analysis.md  figure-*.png|svg       of all suites
+SUITE/publishable.json                                                             of one suite
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import platform
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .. import report
+from ..provenance import commit
+from ..report import Table
+from . import drawings
+from . import study_figures as ecrl
+from .matrix import Compared, Options
+from .unit import VARIANTS, Unit
+
+PARTS = ("launch", "compute", "snapshot", "write", "sync", "recovery", "end")
+T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+"""quantiles of Student's t with 1, 2, ... degrees of freedom; 1.96 beyond"""
+NAMES = {"ref": "reference", "blk": "blocking", "ovl": "overlapped"}
+
+
+class Mean(NamedTuple):
+    """A mean over seeds, with its 95 % interval; without one where there is one seed only."""
+
+    value: float
+    half: float
+
+    def text(self, form: str = ".2f") -> str:
+        return f"{self.value:{form}}" + ("" if math.isnan(self.half) else f" ± {self.half:{form.lstrip('+')}}")
+
+
+def mean(values: Sequence[float]) -> Mean:
+    """The mean of one value for each seed."""
+    if len(values) < 2:
+        return Mean(values[0] if values else math.nan, math.nan)
+    quantile = T_975[len(values) - 2] if len(values) - 2 < len(T_975) else 1.96
+    return Mean(statistics.fmean(values), quantile * statistics.stdev(values) / math.sqrt(len(values)))
+
+
+class Triple(NamedTuple):
+    """The three variants of a suite for one seed, all of which have reached the target."""
+
+    ref: Compared
+    blk: Compared
+    ovl: Compared
+
+    @property
+    def unit(self) -> Unit:
+        return self.ref.found.unit
+
+    @property
+    def gain(self) -> float:
+        """Of overlapped over blocking, in per cent of goodput."""
+        return 100 * (self.ovl.found.goodput / self.blk.found.goodput - 1)
+
+    def drop(self, variant: str) -> float:
+        one: Compared = getattr(self, variant)
+        return 100 * (one.found.goodput / self.ref.found.goodput - 1)
+
+    @property
+    def stall_cut(self) -> float:
+        return 100 * (1 - self.ovl.found.stall / self.blk.found.stall)
+
+    @property
+    def write_cut(self) -> float:
+        return 100 * (1 - self.ovl.found.parts["write"] / self.blk.found.parts["write"])
+
+
+def triples(rows: Sequence[Compared]) -> list[Triple]:
+    """The complete ones."""
+    by_name: dict[tuple[str, int], dict[str, Compared]] = {}
+    for one in rows:
+        if one.status != "failed":
+            unit = one.found.unit
+            by_name.setdefault((unit.suite, unit.seed), {})[unit.variant] = one
+    return [Triple(**three) for three in by_name.values() if len(three) == len(VARIANTS)]
+
+
+def gates(rows: Sequence[Compared], out: Path) -> dict[str, list[str]]:
+    """Gate -> what is wrong; empty where it passes. Gate 3 is about the files, which are written before."""
+    found: dict[str, list[str]] = {"target": [], "samples": [], "files": [], "records": []}
+    for one in rows:
+        name = f"{one.found.unit.suite} {one.found.unit.name}"
+        for gate, wrong in (
+            ("target", one.found.reached),
+            ("samples", one.found.checked),
+            ("records", one.found.agreed),
+        ):
+            found[gate] += [f"{name}: {wrong}"] if wrong else []
+    names = [f"{suite}/publishable.json" for suite in {one.found.unit.suite for one in rows}]
+    found["files"] = [name for name in ("analysis.md", *names) if not (out / name).exists()]
+    return found
+
+
+def write(rows: Sequence[Compared], options: Options, command: str) -> dict[str, list[str]]:
+    """Write all files. Returns the gates."""
+    out, whole = options.out, triples(rows)
+    _csv(out / "manifest.csv", [_manifest(one) for one in rows])
+    _csv(out / "detailed_table.csv", [_detailed(one) for one in rows])
+    _csv(out / "summary.csv", [_summary(suite, mine) for suite, mine in _by_suite(whole).items()])
+    for suite in {one.found.unit.suite for one in rows}:
+        mine = [one for one in rows if one.found.unit.suite == suite]
+        record = {
+            "suite": suite,
+            "date": report.today(),
+            "machine": report.machine(),
+            "commit": commit(),
+            "command": command,
+            "summary": _summary(suite, [one for one in whole if one.unit.suite == suite]),
+            "units": [_detailed(one) for one in mine],
+        }
+        (out / suite / "publishable.json").write_text(json.dumps(record, indent=1) + "\n")
+    drawings.write(whole, out)
+    path = out / "analysis.md"
+    path.touch()
+    found = gates(rows, out)
+    path.write_text(_analysis(rows, whole, found, options, command))
+    return found
+
+
+def _by_suite(whole: Sequence[Triple]) -> dict[str, list[Triple]]:
+    found: dict[str, list[Triple]] = {}
+    for one in whole:
+        found.setdefault(one.unit.suite, []).append(one)
+    return found
+
+
+def _csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]) if rows else ["suite"])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _manifest(one: Compared) -> dict[str, Any]:
+    unit = one.found.unit
+    return {"suite": unit.suite, "variant": unit.variant, "seed": unit.seed, "status": one.status}
+
+
+def _detailed(one: Compared) -> dict[str, Any]:
+    found = one.found
+    return {
+        **_manifest(one),
+        "target": found.unit.target,
+        "wall_seconds": round(found.wall, 4),
+        "goodput": round(found.goodput, 4),
+        "restarts": found.restarts,
+        "replayed_steps": found.replayed,
+        "saves": found.saves,
+        "stall_seconds": round(found.stall, 4),
+        **{f"{part}_seconds": round(found.parts.get(part, 0.0), 4) for part in PARTS},
+        "mean_loss_difference": one.loss_difference,
+        "checkpoints_compared": len(one.distances),
+        "largest_l2": max(one.distances.values(), default=0.0),
+        "gates": "; ".join(filter(None, (found.reached, found.checked, found.agreed))) or "passed",
+    }
+
+
+def _summary(suite: str, mine: Sequence[Triple]) -> dict[str, Any]:
+    """A suite: means over its seeds."""
+    gain = mean([one.gain for one in mine])
+    found: dict[str, Any] = {"suite": suite, "seeds": len(mine)}
+    for variant in VARIANTS:
+        rows: list[Compared] = [getattr(one, variant) for one in mine]
+        found[f"{variant}_goodput"] = _rounded(mean([one.found.goodput for one in rows]).value)
+        found[f"{variant}_stall_seconds"] = _rounded(mean([one.found.stall for one in rows]).value)
+    return {
+        **found,
+        "gain_percent": _rounded(gain.value),
+        "gain_half_interval": _rounded(gain.half),
+        "stall_cut_percent": _rounded(mean([one.stall_cut for one in mine]).value),
+        "write_cut_percent": _rounded(mean([one.write_cut for one in mine]).value),
+        "largest_loss_difference": max((two.loss_difference or 0.0 for one in mine for two in one), default=None),
+        "largest_l2": max((value for one in mine for two in one for value in two.distances.values()), default=None),
+    }
+
+
+def _rounded(value: float) -> float | None:
+    return None if math.isnan(value) else round(value, 4)
+
+
+def _analysis(
+    rows: Sequence[Compared], whole: Sequence[Triple], found: Mapping[str, list[str]], options: Options, command: str
+) -> str:
+    """The text of analysis.md."""
+    size, seeds = options.size, len({one.unit.seed for one in whole})
+    crash = (
+        "all saves have ended before a failure, as in the study" if size.flushed else "failures meet saves in flight"
+    )
+    about = (
+        f"{report.today()}, {report.machine()}, commit {commit()}; `{command}`. {len(rows)} units, "
+        f"{len(whole)} complete suites and seeds ({seeds} seeds). All numbers of steps are divided by {size.scale}: "
+        f"{1600 // size.scale} steps with a save every {size.every // size.scale}; {crash}. Networks of width "
+        f"{size.width} (full: 64), images of {size.side} x {size.side}, global batch {size.global_batch}, "
+        f"{size.ranks} gloo ranks, max_inflight {size.max_inflight}. "
+        "± is the half of a 95 % interval (Student's t) over seeds. ECRL's figures are of its own hardware, one seed."
+    )
+    passed = [f"- {gate}: {'passed' if not wrong else '; '.join(wrong)}" for gate, wrong in found.items()]
+    parts = ["# The recovery study", about, "## Gates\n\n" + "\n".join(passed), FORMULAS, ARCHITECTURE]
+    parts += [table.markdown() for table in [_environment(options), *_tables(whole)]] if whole else []
+    return "\n\n".join(parts) + "\n"
+
+
+FORMULAS = """## Formulas
+
+    goodput   = committed logical steps / wall time; a step counts once
+    wall time = launch + compute + snapshot + write + sync + recovery + end
+    gain      = goodput of overlapped / goodput of blocking - 1, of the same seed
+
+snapshot: the loop is in the call that begins a save. write: it waits for a save to end, or for a place in flight.
+sync: it waits before an update until the state is copied. recovery: from the last line of an attempt that failed until
+the next one has trained its last step again."""
+
+ARCHITECTURE = """## Figure 1: the parts
+
+    lastgood run  -- Launch, Monitor, Recover, Terminate; supervisor.json, attempts in the run
+      rank 0..3   -- DistributedDataParallel, ResumableSampler, Audit, Checkpointer; rank_*.jsonl
+                       step -> snapshot -> [blocking: wait] -> next step
+                                  `-> lanes (max_inflight) -> files -> commit by rank 0; checkpoint_rank0.jsonl"""
+
+
+def _environment(options: Options) -> Table:
+    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    rows = [
+        ["operating system", f"{platform.system()} {platform.release()}"],
+        ["processor", f"{cpu[1] if cpu else platform.machine()}, {os.cpu_count()} cores"],
+        ["memory", f"{memory:.1f} GiB"],
+        ["devices", "none"],
+        ["Python", platform.python_version()],
+        ["torch", report.machine().rpartition("torch ")[2]],
+        ["launch", f"lastgood run --nproc-per-node {options.size.ranks}, gloo, one thread a rank"],
+    ]
+    return Table("Table 2: environment", ["what", "here"], rows)
+
+
+def _tables(whole: Sequence[Triple]) -> list[Table]:
+    return [_aggregate(whole), _decomposition(whole), _ranking(whole), *_slices(whole), _all(whole)]
+
+
+def _over(whole: Sequence[Triple], value: Any) -> Mean:
+    """A mean over the suites, with its interval over the seeds."""
+    seeds: dict[int, list[float]] = {}
+    for one in whole:
+        seeds.setdefault(one.unit.seed, []).append(value(one))
+    return mean([statistics.fmean(values) for values in seeds.values()])
+
+
+def _aggregate(whole: Sequence[Triple]) -> Table:
+    head = ["", *(f"{NAMES[one]}, {of}" for one in VARIANTS for of in ("here", "ECRL"))]
+
+    def row(name: str, value: Any, theirs: Mapping[str, float], form: str = ".2f") -> list[str]:
+        cells = [name]
+        for variant in VARIANTS:
+            published = theirs.get(variant)
+            here = _over(whole, lambda three, at=variant: value(getattr(three, at), three, at)).text(form)
+            cells += [here, "-" if published is None else f"{published:g}"]
+        return cells
+
+    rows = [
+        row("goodput, steps/s", lambda one, *_: one.found.goodput, ecrl.GOODPUT, ".3f"),
+        row("against the reference, %", lambda _, three, at: three.drop(at), ecrl.DROP, "+.2f"),
+        row("wall, s", lambda one, *_: one.found.wall, ecrl.WALL),
+        row("restarts", lambda one, *_: one.found.restarts, ecrl.RESTARTS, "g"),
+        row("steps trained again", lambda one, *_: one.found.replayed, {}, "g"),
+        row("stall, s", lambda one, *_: one.found.stall, ecrl.STALL, ".3f"),
+        row("write on the critical path, s", lambda one, *_: one.found.parts["write"], ecrl.WRITE, ".3f"),
+        row("snapshot, s", lambda one, *_: one.found.parts["snapshot"], ecrl.SNAPSHOT, ".3f"),
+        row("mean loss difference", lambda one, *_: one.loss_difference, ecrl.LOSS_DIFFERENCE, "g"),
+        row("largest L2 of a checkpoint", lambda one, *_: max(one.distances.values(), default=0.0), {}, "g"),
+    ]
+    cuts = [
+        ("gain of overlapped, %", lambda one: one.gain, ecrl.GAIN, "+.2f"),
+        ("stall less by, %", lambda one: one.stall_cut, ecrl.STALL_CUT, ".1f"),
+        ("write less by, %", lambda one: one.write_cut, ecrl.WRITE_CUT, ".1f"),
+    ]
+    rows += [[name, *"----", _over(whole, value).text(form), f"{theirs:g}"] for name, value, theirs, form in cuts]
+    return Table("Table 5: means over the suites", head, rows)
+
+
+def _decomposition(whole: Sequence[Triple]) -> Table:
+    def cell(variant: str, part: str) -> str:
+        return _over(whole, lambda one: getattr(one, variant).found.parts[part]).text(".3f")
+
+    rows = [[part, *(cell(variant, part) for variant in VARIANTS)] for part in PARTS]
+    return Table("Wall time by parts, s", ["part", *NAMES.values()], rows)
+
+
+def _ranking(whole: Sequence[Triple]) -> Table:
+    gains = {suite: mean([one.gain for one in mine]) for suite, mine in _by_suite(whole).items()}
+    order = sorted(gains, key=lambda suite: -gains[suite].value)
+    rows = [[str(at), suite, gains[suite].text("+.2f")] for at, suite in enumerate(order, 1)]
+    rows.append(["", "ECRL: least, most", f"{ecrl.LEAST_GAIN:+.2f}, {ecrl.MOST_GAIN:+.2f}"])
+    return Table("Table 6: suites by the gain of overlapped saves, %", ["rank", "suite", "gain"], rows)
+
+
+def _slices(whole: Sequence[Triple]) -> list[Table]:
+    rows = []
+    for what in ("dataset", "model", "schedule"):
+        for value in sorted({getattr(one.unit, what) for one in whole}):
+            mine = [one for one in whole if getattr(one.unit, what) == value]
+            cells = [_over(mine, lambda one: one.gain).text("+.2f"), _over(mine, lambda one: one.stall_cut).text(".1f")]
+            rows.append([what, value, *cells, _over(mine, lambda one: one.ovl.loss_difference).text("g")])
+    head = ["by", "slice", "gain, %", "stall less by, %", "mean loss difference"]
+    return [Table("Table 7: slices", head, rows)]
+
+
+def _all(whole: Sequence[Triple]) -> Table:
+    rows = []
+    for suite, mine in _by_suite(whole).items():
+        goodputs = [mean([getattr(one, at).found.goodput for one in mine]).text(".3f") for at in VARIANTS]
+        cuts = [mean([one.gain for one in mine]).text("+.2f"), mean([one.stall_cut for one in mine]).text(".1f")]
+        rows.append([suite, str(len(mine)), *goodputs, *cuts, mean([one.write_cut for one in mine]).text(".1f")])
+    head = ["suite", "seeds", *NAMES.values(), "gain, %", "stall less by, %", "write less by, %"]
+    return Table("Table 8: all suites, goodput in steps/s", head, rows)

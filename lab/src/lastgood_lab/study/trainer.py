@@ -1,0 +1,85 @@
+"""The training of one unit: `lastgood run ... -m lastgood_lab.study.trainer UNIT IMAGES RUN`, on each rank.
+
+The loop is an ordinary one under DistributedDataParallel. Rank 0 exits with code 137 after the steps that the unit
+names, one for each attempt, when all ranks have completed the step.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+import lastgood
+
+from . import images
+from .networks import network
+from .unit import Unit
+
+KILLED = 137
+
+
+def train(unit: Unit, data: Path, run: str) -> None:
+    """Train until the target of the unit, or until the failure of this attempt."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    dist.init_process_group("gloo")
+    torch.manual_seed(unit.seed)
+    pictures, labels, classes = images.read(data)
+    # The buckets of gradients must not change after the first step of an attempt (docs/ranks.md).
+    model = DistributedDataParallel(
+        network(unit.model, unit.size.width, classes), find_unused_parameters=True, broadcast_buffers=False
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    sampler = lastgood.ResumableSampler(
+        len(labels), unit.size.global_batch, unit.seed, rank=dist.get_rank(), world_size=dist.get_world_size()
+    )
+    audit = lastgood.Audit()
+    loader = sampler.loader(TensorDataset(pictures, labels, torch.arange(len(labels))))
+    state = {"model": model, "optimizer": optimizer, "sampler": sampler, "audit": audit}
+    with lastgood.Checkpointer(
+        run,
+        state,
+        cadence=lastgood.Every(steps=unit.save_every),
+        retention=lastgood.Keep(last=unit.target),  # all of them: they are compared afterwards
+        tuning=lastgood.Tuning(in_flight=unit.size.max_inflight),
+    ) as ckpt:
+        step = ckpt.restore().step
+        while step < unit.target:
+            for inputs, targets, ids in loader:
+                audit.observe(*sampler.position, ids)
+                loss = F.cross_entropy(model(inputs.float() / 255), targets)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                step += 1
+                save = ckpt.step(step, metrics={"loss": loss})
+                if save is not None and unit.variant != "ovl":
+                    save.result()
+                _fail(unit, step, ckpt)
+                if step == unit.target:
+                    break
+    dist.destroy_process_group()
+
+
+def _fail(unit: Unit, step: int, ckpt: lastgood.Checkpointer) -> None:
+    """End rank 0 if this attempt fails after this step, once all ranks have completed it."""
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if unit.failures[attempt : attempt + 1] != (step,):
+        return
+    if unit.size.flushed:
+        ckpt.wait()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        os._exit(KILLED)
+
+
+if __name__ == "__main__":
+    train(msgspec.json.decode(sys.argv[1], type=Unit), Path(sys.argv[2]), sys.argv[3])
