@@ -140,6 +140,7 @@ def recovery(
     size: Annotated[
         str, typer.Option(metavar="NAME=NUMBER,...", help="Fields of study.unit.Size that differ: scale=5,width=16.")
     ] = "",
+    condition: Annotated[str, typer.Option(help="How it fails: exit, kill, hang or errors.")] = "exit",
     cifar: Annotated[
         Path | None, typer.Option(metavar="DIR", help="CIFAR's own files, in cifar10/ and cifar100/ of this folder.")
     ] = None,
@@ -151,7 +152,8 @@ def recovery(
     from .study.unit import sized
 
     only = tuple(filter(None, suites.split(",")))
-    options = matrix.Options(out=out, seeds=seeds, only=only, size=sized(size, cifar is not None), cifar=cifar)
+    chosen = sized(size, cifar is not None)
+    options = matrix.Options(out=out, seeds=seeds, only=only, size=chosen, cifar=cifar, condition=condition)
     rows = matrix.run(options, report_progress)
     gates = tables.write(rows, options, command_line())
     text = (out / "analysis.md").read_text()

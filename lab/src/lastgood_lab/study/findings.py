@@ -18,7 +18,7 @@ import msgspec
 import lastgood
 from lastgood.data.trained import multiset_hash
 from lastgood.run.job_logs import SaveLine, StepLine
-from lastgood.supervisor.attempt_log import Attempt
+from lastgood.supervisor.attempt_log import Attempt, Cause
 
 from .unit import Unit
 
@@ -120,9 +120,11 @@ def _agreed(unit: Unit, seen: Seen) -> str:
         (one.restored_step, one.last_step) for one in seen.recorded
     ]:
         return "supervisor.json and the attempts in the run differ"
-    failed = [(one.cause.rank, one.cause.what, one.last_step) for one in seen.attempts if one.cause is not None]
-    if failed != [(0, "exit code 137", step) for step in unit.failures]:
-        return f"failures: {failed}"
+    causes = [one.cause for one in seen.attempts if one.cause is not None]
+    failed = [(one.kind, one.rank, one.what) for one in causes]
+    steps = [one.last_step for one in seen.attempts if one.cause is not None]
+    if steps != [*unit.failures] or not all(_is_expected(unit, one) for one in causes):
+        return f"failures after the steps {steps}: {failed}"
     for attempt, one in enumerate(seen.attempts):
         mine = [line.step for line in seen.saves if line.attempt == attempt and line.kind == "restored"]
         durable = [line.step for line in seen.saves if line.attempt < attempt and line.kind == "durable"]
@@ -131,6 +133,15 @@ def _agreed(unit: Unit, seen: Seen) -> str:
         if mine[0] < max(durable, default=0):
             return f"attempt {attempt} restored step {mine[0]}, although step {max(durable)} was durable"
     return ""
+
+
+def _is_expected(unit: Unit, cause: Cause) -> bool:
+    """Whether the supervisor has named the cause that the condition of the unit is."""
+    if unit.condition == "hang":
+        return (cause.kind, cause.rank) == ("hang", 1)
+    if unit.condition == "kill":
+        return cause.what == "SIGKILL"
+    return (cause.rank, cause.what) == (0, "exit code 137")
 
 
 def _parts(seen: Seen) -> dict[str, float]:

@@ -18,7 +18,7 @@ from lastgood.errors import Refused
 from ..report import Progress
 from . import images, runs
 from .findings import Found
-from .unit import DATASETS, REAL_DATASETS, SCALES, Size, Unit, suites, units
+from .unit import CONDITIONS, DATASETS, REAL_DATASETS, SCALES, Size, Unit, suites, units
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Options:
     only: Sequence[str] = ()
     size: Size = field(default_factory=Size)
     cifar: Path | None = None
+    condition: str = "exit"
 
     @property
     def datasets(self) -> tuple[str, ...]:
@@ -54,7 +55,7 @@ def run(options: Options, progress: Progress) -> list[Compared]:
     found = list[Compared]()
     for seed in range(options.seeds):
         for suite in chosen:
-            found += _compared(units(suite, seed, options.size), options, progress)
+            found += _compared(units(suite, seed, options.size, options.condition), options, progress)
     return found
 
 
@@ -63,6 +64,10 @@ def _chosen(options: Options) -> list[str]:
     for one in options.only:
         if one not in known:
             raise Refused(f"there is no suite {one}", safe=todo, todo=f"Choose from {', '.join(known)}.")
+    if options.condition not in CONDITIONS:
+        raise Refused(f"--condition {options.condition}", safe=todo, todo=f"Give one of {', '.join(CONDITIONS)}.")
+    if options.condition == "hang" and options.size.ranks < 2:
+        raise Refused("--condition hang with one rank", safe=todo, todo="Give at least two ranks.")
     if options.size.scale not in SCALES:
         raise Refused(f"--scale {options.size.scale}", safe=todo, todo=f"Give one of {', '.join(map(str, SCALES))}.")
     if options.size.every % options.size.scale:

@@ -27,6 +27,7 @@ from .findings import Found, Seen
 from .unit import Unit
 
 FOUND = "found.json"
+HANG_SECONDS = 5
 PRELOAD = "lastgood_lab.study.networks,lastgood.loop.checkpointer,torch.nn.parallel,torch._dynamo"
 
 
@@ -56,7 +57,15 @@ def lived(unit: Unit, out: Path, cifar: Path | None = None) -> Found:
     if not data.exists():
         images.write(unit.dataset, unit.size.side, data, cifar)
     command = [sys.executable, "-m", "lastgood", "run", "--nproc-per-node", str(unit.size.ranks), "--records"]
-    command += [str(logs), "--preload", PRELOAD, "-m", "lastgood_lab.study.trainer"]
+    command += [
+        str(logs),
+        "--hang-timeout",
+        str(HANG_SECONDS),
+        "--preload",
+        PRELOAD,
+        "-m",
+        "lastgood_lab.study.trainer",
+    ]
     begun = time.monotonic()
     with open(logs / "stderr.log", "wb") as errors:
         done = subprocess.run(

@@ -23,7 +23,7 @@ from ..report import Table
 from . import drawings
 from . import study_figures as ecrl
 from .matrix import Compared, Options
-from .unit import VARIANTS, Unit
+from .unit import CONDITIONS, VARIANTS, Unit
 
 PARTS = ("launch", "compute", "snapshot", "write", "sync", "recovery", "end")
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
@@ -202,7 +202,8 @@ def _analysis(
     about = (
         f"{report.today()}, {report.machine()}, commit {commit()}; `{command}`. {len(rows)} units, "
         f"{len(whole)} complete suites and seeds ({seeds} seeds). All numbers of steps are divided by {size.scale}: "
-        f"{1600 // size.scale} steps with a save every {size.every // size.scale}; {crash}. Networks of width "
+        f"{1600 // size.scale} steps with a save every {size.every // size.scale}; {crash}: "
+        f"{CONDITIONS[options.condition]}. Networks of width "
         f"{size.width} (full: 64), images of {size.side} x {size.side}, global batch {size.global_batch}, "
         f"{size.ranks} gloo ranks, max_inflight {size.max_inflight}. "
         "± is the half of a 95 % interval (Student's t) over seeds. ECRL's figures are of its own hardware, one seed."

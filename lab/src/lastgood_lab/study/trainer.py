@@ -1,13 +1,16 @@
 """The training of one unit: `lastgood run ... -m lastgood_lab.study.trainer UNIT IMAGES RUN`, on each rank.
 
-The loop is an ordinary one under DistributedDataParallel. Rank 0 exits with code 137 after the steps that the unit
-names, one for each attempt, when all ranks have completed the step.
+The loop is an ordinary one under DistributedDataParallel. It fails after the steps that the unit names, one for each
+attempt, when all ranks have completed the step.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
+import threading
 from pathlib import Path
 
 import msgspec
@@ -18,6 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 import lastgood
+from lastgood.errors import LastgoodError
+from lastgood.testing.faulty_files import Fault, FaultyFiles
 
 from . import images
 from .networks import network
@@ -62,24 +67,46 @@ def train(unit: Unit, data: Path, run: str) -> None:
                 step += 1
                 save = ckpt.step(step, metrics={"loss": loss})
                 if save is not None and unit.variant != "ovl":
-                    save.result()
+                    _wait(unit, save)
                 _fail(unit, step, ckpt)
                 if step == unit.target:
                     break
     dist.destroy_process_group()
 
 
+def _wait(unit: Unit, save: lastgood.Save) -> None:
+    """Wait until a save has ended. It may have failed where the unit makes writes fail."""
+    try:
+        save.result()
+    except LastgoodError:
+        if unit.condition != "errors":
+            raise
+
+
 def _fail(unit: Unit, step: int, ckpt: lastgood.Checkpointer) -> None:
-    """End rank 0 if this attempt fails after this step, once all ranks have completed it."""
+    """Fail as the unit says if this attempt fails after this step, once all ranks have completed it."""
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     if unit.failures[attempt : attempt + 1] != (step,):
         return
     if unit.size.flushed:
         ckpt.wait()
     dist.barrier()
-    if dist.get_rank() == 0:
+    if unit.condition == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif unit.condition == "hang" and dist.get_rank() == 1:
+        threading.Event().wait()  # a signal that asks for stacks does not end it
+    elif unit.condition != "hang" and dist.get_rank() == 0:
         os._exit(KILLED)
 
 
+def main(unit: Unit, data: Path, run: str) -> None:
+    """Train a unit, over a file system that fails once in each attempt if that is its condition."""
+    with contextlib.ExitStack() as held:
+        if unit.condition == "errors" and int(os.environ["RANK"]) == unit.size.ranks - 1:
+            files = held.enter_context(FaultyFiles().installed())
+            files.inject(Fault("write", "*.safetensors", nth=3))
+        train(unit, data, run)
+
+
 if __name__ == "__main__":
-    train(msgspec.json.decode(sys.argv[1], type=Unit), Path(sys.argv[2]), sys.argv[3])
+    main(msgspec.json.decode(sys.argv[1], type=Unit), Path(sys.argv[2]), sys.argv[3])

@@ -17,6 +17,13 @@ MODELS = ("resnet18", "resnet50")
 STEPS, EVERY = 1600, 50
 SCHEDULES = {"base": (400, 1200), "late": (800, 1400)}
 """name -> the steps after which rank 0 exits with code 137"""
+CONDITIONS = {
+    "exit": "rank 0 exits with code 137",
+    "kill": "all ranks are killed at once",
+    "hang": "rank 1 makes no further step",
+    "errors": "rank 0 exits, and in each attempt a write of one save fails on another rank",
+}
+"""name -> what happens after the steps of a schedule"""
 SCALES = (1, 2, 5, 10, 25, 50)
 """divisors of all of these numbers"""
 
@@ -64,6 +71,7 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True):
     variant: str
     seed: int
     size: Size
+    condition: str = "exit"
 
     @property
     def suite(self) -> str:
@@ -92,11 +100,19 @@ def suites(datasets: tuple[str, ...] = DATASETS) -> list[str]:
     return [f"{data}-{model}-{failures}" for data in datasets for model in MODELS for failures in SCHEDULES]
 
 
-def units(suite: str, seed: int, size: Size) -> list[Unit]:
+def units(suite: str, seed: int, size: Size, condition: str = "exit") -> list[Unit]:
     """The variants of a suite for one seed: the reference first, then the two others in an order that alternates."""
     dataset, model, schedule = suite.split("-")
     order = VARIANTS if seed % 2 == 0 else ("ref", "ovl", "blk")
     return [
-        Unit(dataset=dataset, model=model, schedule=schedule, variant=variant, seed=seed, size=size)
+        Unit(
+            dataset=dataset,
+            model=model,
+            schedule=schedule,
+            variant=variant,
+            seed=seed,
+            size=size,
+            condition="exit" if variant == "ref" else condition,
+        )
         for variant in order
     ]
