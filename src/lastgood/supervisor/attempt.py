@@ -291,12 +291,15 @@ class Attempt:
         for one in self._ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(one.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # a rank that was just forked has no group of its own yet
+                signal.pidfd_send_signal(one.descriptor, signal.SIGKILL)  # guard: rank-without-group-killed
         for one in self._ranks:
             if one.ended is None:
                 select.select([one.descriptor], [], [])
                 one.ended = _ended(one)
                 one.killed = lived.killed = True
             with contextlib.suppress(ChildProcessError):
+                os.waitpid(one.pid, 0)
                 while True:  # what the rank had started became a child of this process (program.adopt_orphans)
                     os.waitpid(-one.pid, 0)  # guard: processes-of-ranks-awaited
 

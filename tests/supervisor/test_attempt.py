@@ -1,0 +1,34 @@
+"""One attempt of a job, with what forks its ranks passed in."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from lastgood.supervisor import arguments, signals
+from lastgood.supervisor.attempt import Attempt
+from lastgood.supervisor.zygote import Fork
+
+
+class SlowFork:
+    """Forks ranks that have no process group of their own yet: the first one fails, the others go on, and then make a
+    file. `file`: its path."""
+
+    def __init__(self, file: Path) -> None:
+        self._programs = ["raise SystemExit(137)", f"import time; time.sleep(5); open({str(file)!r}, 'w')"]
+
+    def fork(self, start: Fork, stdout: int, stderr: int) -> int:
+        started = subprocess.Popen([sys.executable, "-S", "-c", self._programs.pop(0)])
+        started.returncode = 0  # its end is learned by the attempt
+        return started.pid
+
+
+def test_a_rank_that_was_just_forked_is_ended_with_the_others(tmp_path: Path) -> None:
+    """A rank failed while the last one was being forked. That one had no process group yet, so it was not killed, and
+    the job waited for half a minute until it had failed to find the others."""
+    job = arguments.parsed(["--nproc-per-node", "2", sys.executable], {})
+    with signals.handled(job.signals) as received:
+        lived = Attempt(job, 0, tmp_path, received, SlowFork(tmp_path / "went on")).run()  # type: ignore[arg-type]
+    assert [one.code for one in lived.ended] == [137]
+    assert not (tmp_path / "went on").exists(), "the second rank was left until it ended by itself"
