@@ -28,6 +28,7 @@ PROVED = {
     "optimizers": ("loop", "snapshot", "state", "run", "engine", "format"),
     "places_damage": ("",),
     "ranks": ("",),
+    "recovery": ("",),
     "requests": TORCH_FREE,
     "syscalls": TORCH_FREE,
     "two_writers": TORCH_FREE,

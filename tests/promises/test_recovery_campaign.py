@@ -1,0 +1,73 @@
+"""A slice of the campaign of faults under `lastgood run` (lastgood_lab/campaigns/recovery.py), and its judge."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lastgood_lab.campaigns import recovery
+from lastgood_lab.campaigns.recovery_faults import Attempt, Fault, Plan
+from lastgood_lab.campaigns.recovery_judge import Note, Reported, compared, judged
+
+PLAN = Plan(attempts=[Attempt(faults=[Fault(kind="kill", phase="step", rank=2)])], total=4, room="")
+
+
+def notes(attempt: int, steps: range, restored: int, loss: str = "0x1p0") -> Iterator[Note]:
+    yield {"what": "restored", "attempt": attempt, "rank": 2, "at": 0.0, "step": restored}
+    for step in steps:
+        yield {"what": "step", "attempt": attempt, "rank": 2, "at": float(step), "step": step, "loss": loss}
+
+
+FAULT = {"what": "fault", "attempt": 0, "rank": 2, "at": 3.0, "kind": "kill", "phase": "step", "step": 3}
+SAVED = {"what": "saved", "attempt": 0, "rank": 2, "at": 2.0, "step": 2}
+END = {"what": "end", "attempt": 1, "rank": 2, "at": 9.0, "step": 4, "exact": True, "digest": "a", "skipped": []}
+BEFORE = [*notes(0, range(1, 3), 0), SAVED, FAULT]
+WHOLE = [*BEFORE, *notes(1, range(3, 5), 2), END]
+
+
+def test_the_judge_finds_a_wrong_rank_a_lost_save_and_a_wrong_answer() -> None:
+    right = Reported(2, "failed first: SIGKILL, at step 2", "restart")
+    (good,) = judged(PLAN, WHOLE, {0: right})
+    assert good.cause and not good.problems
+    (other,) = judged(PLAN, WHOLE, {0: right._replace(rank=1)})
+    assert other.cause is False
+    (lost,) = judged(PLAN, [*BEFORE, *notes(1, range(1, 5), 0), END], {0: right})
+    assert "step 2 was saved, and step 0 restored" in lost.problems
+    for reports in ({0: right._replace(act="end")}, {}):
+        (wrong,) = judged(PLAN, WHOLE, reports)
+        assert wrong.problems
+
+
+@pytest.mark.parametrize("change", [{"digest": "b"}, {"exact": False}, {"step": 3}])
+def test_the_judge_finds_a_job_that_ends_otherwise(change: dict[str, object]) -> None:
+    calm = [*notes(0, range(1, 5), 0), END]
+    assert compared(PLAN, WHOLE, calm, 0) == []
+    assert compared(PLAN, [*WHOLE[:-1], {**END, **change}], calm, 0)
+    assert compared(PLAN, WHOLE, [*notes(0, range(1, 5), 0, loss="0x2p0"), END], 0)
+    assert compared(PLAN, WHOLE, calm, 9)
+
+
+def test_each_kind_of_fault_is_tried_in_each_phase() -> None:
+    plans = [recovery.plan_of(number, "") for number in (6, 7)]
+    tried = [(one.kind, one.phase) for plan in plans for attempt in plan.attempts for one in attempt.faults]
+    assert sorted(tried) == sorted(recovery.cells())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a file system")
+def test_a_job_comes_back_exactly_from_killed_ranks_and_supervisors(tmp_path: Path) -> None:
+    kinds = [("kill", "start"), ("exception", "save"), ("exit", "rendezvous"), ("node", "commit"), ("nan", "step")]
+    attempts = [Attempt(faults=[Fault(kind=kind, phase=phase, rank=1)]) for kind, phase in kinds]
+    with recovery.mounted(tmp_path / "faults") as room:
+        plan = Plan(attempts=attempts, total=40, room=room)
+        found = recovery.lived(tmp_path / "faults", plan)
+    skipped = [(epoch, window) for epoch, window in found.notes[-1]["skipped"]]
+    with recovery.mounted(tmp_path / "calm") as room:
+        calm = recovery.lived(tmp_path / "calm", Plan(attempts=[], total=40, room=room, skipped=skipped))
+    trials = judged(plan, found.notes, found.reports)
+    assert [(one.kind, one.phase) for one in trials] == kinds
+    assert not any(one.problems or one.cause is False for one in trials), trials
+    assert compared(plan, found.notes, calm.notes, found.code) == [] and not found.left
