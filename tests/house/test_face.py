@@ -58,7 +58,7 @@ def test_the_public_names_are_exactly_these_and_each_exists() -> None:
             lastgood.Tuning,
             "* memory in_flight writers chunk staging torn_check when_full overhead mtbf write_mode digest persist",
         ),
-        (lastgood.Ranks, "* patience"),
+        (lastgood.Ranks, "* patience just_in_time_seconds"),
         (lastgood.Tier, "url * cadence retention parity copies spread shared"),
         (lastgood.Checkpointer.restore, "self step strict rename"),
         (lastgood.Checkpointer.step, "self n metrics"),

@@ -30,7 +30,8 @@ class _Field(IntEnum):
     the first step. LONGEST: the longest time between two signs, in which no phase was open. PHASE: when the phase that
     is open began. EPOCH, WINDOW: position of the sampler at STEP; WINDOWS: how many windows STEP has trained.
     FAILED: an exception has ended the script. SAVED: the newest step whose save is committed. TEXT, PHASE_TEXT,
-    INCARNATION: the lengths of texts. CLOSED: the run was closed.
+    INCARNATION: the lengths of texts. CLOSED: the run was closed. LATE_LIMIT: how long the rank may take to save for
+    all ranks when another one has died, in nanoseconds; 0: it does not. LATE_SAVED: when it has done so.
     """
 
     BEGUN = 0
@@ -53,6 +54,8 @@ class _Field(IntEnum):
     INCARNATION = 17
     SAVED = 18
     CLOSED = 19
+    LATE_LIMIT = 20
+    LATE_SAVED = 21
 
 
 class Position(NamedTuple):
@@ -99,6 +102,10 @@ class Progress(NamedTuple):
     """when an exception has ended the script"""
     position: Position
     """of the sampler at `step`; windows is 0 if it is not known"""
+    late_limit_seconds: float = 0.0
+    """how long the rank may take to save for all ranks when another one has died; 0.0: it does not"""
+    late_saved: float | None = None
+    """when it has done so, or has found that nothing was left to save"""
 
 
 class Heartbeat:
@@ -118,7 +125,7 @@ class Heartbeat:
         """Let one run write the page. Returns False if another process has it, or another run of this one."""
         if self._numbers[_Field.OWNER] not in (0, os.getpid()):  # guard: one-run-beats
             return False
-        for field in (_Field.SIGN, _Field.PHASE, _Field.LONGEST, _Field.CLOSED):  # of a run that was closed before
+        for field in _OF_ONE_RUN:  # of a run that was closed before
             self._numbers[field] = 0  # guard: run-begins-without-signs
         self._numbers[_Field.OWNER] = -os.getpid()
         return True
@@ -171,6 +178,15 @@ class Heartbeat:
         numbers[_Field.PHASE_TEXT] = len(text)
         numbers[_PHASE] = now if text else 0
 
+    def can_save_just_in_time(self, seconds: float) -> None:
+        """If another rank dies, this one may take so long to save for all ranks; 0: it does not save."""
+        self._numbers[_Field.LATE_LIMIT] = int(1e9 * seconds)
+
+    def saved_just_in_time(self, step: int) -> None:
+        """This rank has saved `step` for all ranks, or has found that nothing is left to save."""
+        self._numbers[_SAVED] = step
+        self._numbers[_Field.LATE_SAVED] = time.monotonic_ns()
+
     def failed(self) -> None:
         """An exception has ended the script."""
         self._numbers[_Field.FAILED] = time.monotonic_ns()
@@ -188,6 +204,8 @@ class Heartbeat:
 # Attributes of an Enum take longer to read than the stores themselves.
 _FIRST, _STEP, _SAVED, _BEAT = int(_Field.FIRST), int(_Field.STEP), int(_Field.SAVED), int(_Field.BEAT)
 _SIGN, _LONGEST, _PHASE = int(_Field.SIGN), int(_Field.LONGEST), int(_Field.PHASE)
+_OF_ONE_RUN = _Field.SIGN, _Field.PHASE, _Field.LONGEST, _Field.CLOSED, _Field.LATE_LIMIT, _Field.LATE_SAVED
+"""What a run that was opened before must not have left."""
 
 
 def own(environ: Mapping[str, str] = os.environ) -> Heartbeat | None:
@@ -250,4 +268,6 @@ def read(path: str) -> Progress:
         closed=seconds(_Field.CLOSED) if numbers[_Field.OWNER] > 0 else None,
         failed=seconds(_Field.FAILED),
         position=Position(numbers[_Field.EPOCH], numbers[_Field.WINDOW], numbers[_Field.WINDOWS]),
+        late_limit_seconds=numbers[_Field.LATE_LIMIT] / 1e9,
+        late_saved=seconds(_Field.LATE_SAVED),
     )

@@ -55,6 +55,21 @@ class Beat:
         require(isinstance(name, str) and bool(name), f"phase({name!r})", 'Give a name: with ckpt.phase("eval").')
         return self._in(name)
 
+    @property
+    def is_shown(self) -> bool:
+        """Whether a supervisor sees this run."""
+        return self._page is not None
+
+    def can_save_just_in_time(self, seconds: float) -> None:
+        """If another rank dies, this one may take so many seconds to save for all ranks; 0: it does not save."""
+        if self._page is not None:
+            self._page.can_save_just_in_time(seconds)
+
+    def saved_just_in_time(self, step: int) -> None:
+        """This rank has saved `step` for all ranks, or has found that nothing is left to save."""
+        if self._page is not None:
+            self._page.saved_just_in_time(step)
+
     def released(self) -> None:
         """The run is closed."""
         if self._page is not None:

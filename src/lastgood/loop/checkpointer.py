@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .. import reporting
 from ..coordination.single_rank import SingleRank
-from ..errors import NoSuchStep
+from ..errors import NoSuchStep, TimedOut
 from ..events import Event
 from ..io import heartbeat
 from ..policy.arguments import is_whole, require, require_seconds
@@ -34,10 +34,11 @@ from ..run.save_handle import Save
 from ..run.watched import Sources
 from ..state.live_check import require_live
 from ..state.patterns import Patterns
-from . import replaying, step_log
+from . import just_in_time, replaying, step_log
 from .adaptive_interval import known_failures
 from .beat import Beat
 from .ending import Ending, refresh
+from .just_in_time import JustInTime
 from .load import LoadRequest, Restored, load, report
 from .metrics import numbers
 from .options import CADENCE, EarlierKeywords, OnError, Options, Ranks, Tuning, check_state
@@ -189,6 +190,7 @@ class Checkpointer:
         watched = options.sentinel
         parts = pipeline, saver, progress, ranks, self._beat
         self._divergence = DivergenceCheck(watched, url, *parts) if watched else None
+        self._just_in_time = just_in_time.opened(state, url, options, pipeline, planner, ranks, self._beat)
         self._beat.opened(url)
         planner.fence.waiting = self._beat.saving
 
@@ -214,6 +216,8 @@ class Checkpointer:
             start = ckpt.restore().step
         """
         self._require_open()
+        if self._just_in_time is not None:
+            self._just_in_time.restart()
         restorer = self._restorer
         topic = self._ranks.topic("restore", across_restores=True)
         with topic.failing():
@@ -264,6 +268,8 @@ class Checkpointer:
         self._beat.step(n, self._pipeline.outcomes.newest)
         if self._log is not None:
             self._log.step(n, metrics)
+        if self._just_in_time is not None:
+            self._just_in_time.note(n)
         if self._divergence is not None:
             self._divergence.check(n, metrics)
         saver = self._saver
@@ -365,15 +371,8 @@ class Checkpointer:
         if self._process != os.getpid() or self._closed:
             return  # a fork of the process that has the run open; or closed before
         require_seconds(timeout)
-        self._closed = self._pipeline.outcomes.was_closed = True
-        self._beat.released()
-        try:
-            self._pipeline.close(timeout)
-        except BaseException:
-            self._planner.fence.close()  # not the memory: a thread may still copy into it
-            raise
-        self._planner.close()
-        self._ending.close()
+        self._beat.can_save_just_in_time(0.0)
+        self._release(timeout)
         try:
             self._surface()
         finally:
@@ -395,13 +394,38 @@ class Checkpointer:
             finally:
                 self.close()
             return
+        survivor = self._just_in_time if self._just_in_time is not None and self._just_in_time.wanted(error) else None
         try:
             self._pipeline.places.leave()
-            self.close(self._ending.timeout_seconds())
+            if survivor is None:
+                self.close(self._ending.timeout_seconds())
+            else:
+                self._leave(survivor)
         except Exception as second:  # noqa: BLE001 - reported, so that the exception of the loop is the one that is raised
             reporting.threat(f"while leaving: {type(second).__name__}: {second}")
 
     # ---- steps ---------------------------------------------------------------------------------------------
+
+    def _release(self, timeout: float | None) -> None:
+        """Release the run, once saves in flight have ended, or are cancelled after `timeout`. Raises TimedOut then."""
+        self._closed = self._pipeline.outcomes.was_closed = True
+        self._beat.released()
+        try:
+            self._pipeline.close(timeout)
+        except BaseException:
+            self._planner.fence.close()  # not the memory: a thread may still copy into it
+            raise
+        self._planner.close()
+        self._ending.close()
+
+    def _leave(self, survivor: JustInTime) -> None:
+        """Leave the `with` as a rank that has survived another one. What was in flight is reported if it is lost."""
+        with contextlib.suppress(TimedOut):
+            self._release(just_in_time.CLOSE_SECONDS)
+        if not survivor.save():
+            self._surface()
+            self._ending.report()
+        self._pipeline.reported()
 
     def _advance(self, n: int) -> int:
         """Check that step `n` may follow, record that it is completed, and return it as an int."""

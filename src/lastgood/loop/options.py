@@ -118,15 +118,25 @@ class Ranks:
     """How the ranks of a process group coordinate their saves. In a world of one it has no effect.
 
     `patience`: timeout of a rank that waits for another one, in seconds, above 0; default 120. The timeout for rank 0
-    is twice as long, that for the store of the process group three times. Raises Refused for other values.
+    is twice as long, that for the store of the process group three times.
+    `just_in_time_seconds`: when a rank dies under `lastgood run`, the others may save the newest step for all ranks, in
+    so many seconds, above 0; default None: they do not (docs/recovery.md). For replicas, in a directory without tiers.
+    Raises Refused for other values.
 
         Checkpointer("runs/gpt", state, ranks=lastgood.Ranks(patience=600))
     """
 
     patience: float = RANK_TIMEOUT_SECONDS
+    just_in_time_seconds: float | None = None
 
     def __post_init__(self) -> None:
         require(is_positive(self.patience), f"patience={self.patience!r}", "Give seconds above 0.")
+        seconds = self.just_in_time_seconds
+        require(
+            seconds is None or is_positive(seconds),
+            f"just_in_time_seconds={seconds!r}",
+            "Give seconds above 0, such as 20, or None.",
+        )
 
 
 class EarlierKeywords(TypedDict, total=False):
@@ -145,6 +155,7 @@ class EarlierKeywords(TypedDict, total=False):
     digest: str
     persist: access.Persist
     patience: float
+    just_in_time_seconds: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,6 +318,11 @@ class Options:
         """
         require(
             paths.parsed(path).kind != "memory", f"path={path!r} as the home of a run", "Give a directory or a bucket."
+        )
+        require(
+            self.ranks.just_in_time_seconds is None or (paths.parsed(path).kind == "directory" and not self.tiers),
+            f"just_in_time_seconds={self.ranks.just_in_time_seconds} for a run that is not in one directory",
+            "Leave it out: only a run in a directory, without tiers, is saved just in time.",
         )
         places = [
             PlaceOptions(

@@ -73,6 +73,7 @@ def adapted(options: Options) -> Options:
         preemption=None,
         save_on_exit=False,
         tuning=replace(options.tuning, when_full="wait", overhead=None, mtbf=None),
+        ranks=replace(options.ranks, just_in_time_seconds=None),
     )
 
 

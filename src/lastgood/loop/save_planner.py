@@ -232,7 +232,7 @@ class SavePlanner:
         known = plan is not None and plan.key == captured.key and plan.origins is captured.origins
         if Origin.STEPPED not in captured.origins.values():
             known = False  # without an optimizer only `requires_grad` shows what trains, and it may have changed
-        must = plan.finite if plan is not None and known else self._must_be_finite(state, captured)
+        must = plan.finite if plan is not None and known else self.must_be_finite(state, captured)
         partition = (
             self._replicas.partition(captured, must, topic) if self._replicas and isinstance(topic, Topic) else None
         )
@@ -246,7 +246,8 @@ class SavePlanner:
         plan.origins = captured.origins
         return plan
 
-    def _must_be_finite(self, state: Mapping[str, Any], captured: Captured) -> frozenset[str]:
+    def must_be_finite(self, state: Mapping[str, Any], captured: Captured) -> frozenset[str]:
+        """Names of the tensors in which NaN or infinity makes a state unfit."""
         exempt = {captured.aliases.get(name, name) for name in self._exempt or ()}
         return finite(captured, *self._finite, exempt=untrained(state, captured) | exempt)
 

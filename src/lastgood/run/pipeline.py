@@ -80,6 +80,8 @@ class Pipeline:
         self._closing = 0
         """the number of callers that wait for the end of all work; no scrub begins meanwhile"""
         self._scrubbing: Future[None] | None = None
+        self.releasing: Future[None] | None = None
+        """after a `close` that has timed out: it ends when the lock of the run is released"""
         self._busy = threading.Event()
         self._free_places = threading.BoundedSemaphore(options.in_flight)
         self.holds_place = False
@@ -316,7 +318,7 @@ class Pipeline:
                 flight.cancel(Cancelled("the save was given up", safe="Nothing of it was committed."))
             self.places.stop()
             self._ranks.closed.set()
-            self._copier.submit(self._release_when_done)
+            self.releasing = self._copier.submit(self._release_when_done)
             raise
         self._ranks.closed.set()
         self._lanes.shutdown()
@@ -372,8 +374,7 @@ class Pipeline:
             # guard: copier-stops-when-unwanted
             for lease in flight.planned.source.fill(lambda: flight.chunks.cancelled):
                 flight.chunks.put(lease)
-            now, size = time.monotonic(), flight.planned.bytes
-            self.events.put(Event(kind="staged", step=flight.at.step, at_seconds=now, seconds=now - begun, bytes=size))
+            self.run.known.emit("staged", flight.at, time.monotonic() - begun, flight.planned.bytes)
         except Exception as error:  # noqa: BLE001 - raised where the chunks are written, and reported from there
             failed = error
         except BaseException:
@@ -411,7 +412,7 @@ class Pipeline:
         self._end(flight)
         handle.note_outcome(generation, failed)
         if failed is not None:
-            self._report_failure(handle, failed)
+            self._report_failure(flight, failed)
         # After a dropped save too: it may have interrupted the upkeep that follows the newer save.
         upkeep = self._upkeep_thread.submit(self._after_save)
         with self._state:
@@ -425,12 +426,10 @@ class Pipeline:
         for one in older:
             one.cancel(Overtaken(f"step {newer.at.step} was committed before step {one.at.step}"))
 
-    def _report_failure(self, handle: Save, error: BaseException) -> None:
+    def _report_failure(self, flight: _Flight, error: BaseException) -> None:
+        handle = flight.handle
         kind: EventKind = "dropped" if handle.dropped() else "refused" if isinstance(error, NoSpace) else "failed"
-        detail = f"{type(error).__name__}: {error}"
-        self.events.put(
-            Event(kind=kind, step=handle.step, at_seconds=time.monotonic(), seconds=handle.seconds, detail=detail)
-        )
+        self.run.known.emit(kind, flight.at, handle.seconds, detail=f"{type(error).__name__}: {error}")
         self.outcomes.put(error, handle.step)  # guard: save-failure-raised-in-loop
 
     def _after_save(self) -> None:

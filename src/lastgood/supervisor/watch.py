@@ -97,6 +97,11 @@ def signs(rank: int, shown: heartbeat.Progress, ended: bool = False) -> Signs:
     return Signs(rank, shown.opened, START)
 
 
+def late_seconds(ranks: Sequence[RankProcess]) -> float:
+    """How long the ranks that have not failed may take to save for all, after another one has; 0.0: none would."""
+    return max((one.shown.late_limit_seconds for one in ranks if not one.failed), default=0.0)
+
+
 def stacks(ranks: Sequence[RankProcess]) -> dict[int, str]:
     """rank -> the stacks of its threads; ranks that do not answer in time, or cannot, are left out."""
     asked = [one for one in ranks if (one.folder / STACKS_FILE).exists() and _state(one.pid) not in hang.STATES]

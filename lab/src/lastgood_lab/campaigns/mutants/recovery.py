@@ -46,4 +46,13 @@ MUTANTS: tuple[Mutant, ...] = (
         ("ranks that lost their node are blamed", "lost-node-blamed-before-followers", Never()),
         ("two nodes decide about one attempt", "standing-verdict-is-followed", Never()),
     ),
+    *table(
+        "survivors",
+        ("survivor", "just_in_time"),
+        ("a note that was cut off is taken for whole", "torn-note-not-read", Swap("digest == xxhash.xxh3_128_digest(data)", "digest")),
+        ("a state that has changed is saved as that of the step", "changed-state-not-saved-late", Never()),
+        ("a rank that has not completed the step is left out", "every-rank-has-noted-the-step", Never()),
+        ("one of several different states is saved for all", "survivor-is-a-replica", Never()),
+        ("a step is saved although a newer opening has saved", "newer-generation-not-shadowed", Never()),
+    ),
 )

@@ -1,0 +1,253 @@
+"""The just-in-time save of a survivor: what it may save, what it refuses, and what a failure leaves.
+
+Two ranks are played by one process: each has a page, and notes its steps; the second one has ended.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import lastgood
+from lastgood.errors import NoSpace, Refused
+from lastgood.format import commit
+from lastgood.io import heartbeat, rank_notes
+from lastgood.loop import just_in_time
+from lastgood.loop.beat import Beat
+from lastgood.loop.just_in_time import JustInTime
+from lastgood.loop.options import Options, Ranks
+from lastgood.policy import survival
+from lastgood.policy.survival import Noted
+from lastgood.records import GenerationId, Incarnation
+from lastgood.run import access, survivor_save
+from lastgood.run.known import Environment
+from lastgood.run.survivor_save import Origin
+
+
+@dataclass
+class Job:
+    """A job of two ranks with equal parameters, each with a batch norm of its own."""
+
+    folder: Path
+    states: list[dict[str, Any]] = field(default_factory=list)
+    ranks: list[JustInTime] = field(default_factory=list)
+    pages: list[Path] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for rank in range(2):
+            torch.manual_seed(0)
+            model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            page = self.folder / str(rank)
+            heartbeat.create(str(page))
+            self.pages.append(page)
+            self.states.append({"model": model, "optimizer": optimizer, "rank": rank})
+            self.ranks.append(self._rank(rank, page))
+            model(torch.ones(4, 3) * torch.arange(4).reshape(4, 1) * (rank + 1))
+        self.train()
+
+    def _rank(self, rank: int, page: Path) -> JustInTime:
+        known = SimpleNamespace(incarnation=None, environment=Environment())
+        pipeline: Any = SimpleNamespace(releasing=None, run=SimpleNamespace(known=known))
+        planner: Any = SimpleNamespace(must_be_finite=lambda *_: frozenset())
+        group: Any = SimpleNamespace(rank=rank, size=2, name="job/0")
+        progress: Any = None
+        beat = Beat(heartbeat.Heartbeat(str(page)), progress)
+        options = Options(ranks=Ranks(just_in_time_seconds=20))
+        return JustInTime(self.states[rank], self.run, str(page), options, pipeline, planner, group, beat)
+
+    @property
+    def run(self) -> str:
+        return str(self.folder / "run")
+
+    def train(self, ranks: Sequence[int] = (0, 1)) -> None:
+        """The same update on each of these ranks."""
+        for rank in ranks:
+            for one in self.states[rank]["model"].parameters():
+                one.grad = torch.ones_like(one)
+            self.states[rank]["optimizer"].step()
+
+    def note(self, step: int, ranks: Sequence[int] = (0, 1)) -> None:
+        for rank in ranks:
+            self.ranks[rank].note(step)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path)
+
+
+def test_buffers_values_and_random_numbers_are_those_of_the_boundary(job: Job) -> None:
+    """Forward of the next step has changed a batch norm and drawn random numbers by the time the rank's death shows."""
+    job.note(7)
+    mean, drawn = job.states[1]["model"][1].running_mean.clone(), torch.get_rng_state()
+    for state in job.states:
+        state["model"](torch.randn(4, 3))
+        state["rank"] = "changed"
+    assert job.ranks[0].save() and heartbeat.read(str(job.pages[0])).saved_step == 7
+    for rank in range(2):
+        manifest = commit.read_manifest(access.for_reading(job.run), newest(job.run), rank)
+        assert manifest.values["rank"] == rank
+    found = lastgood.load(job.run)
+    assert found.restored.step == 7 and torch.equal(found["rng"]["torch"], drawn)
+    own = [one for one in manifest.pieces if one.own]
+    assert {"model.1.running_mean", "rng.torch"} <= {one.name for one in own}
+    data = (Path(job.run) / "gen").glob(f"*/{own[0].extent.blob}")
+    assert mean.numpy().tobytes() in next(data).read_bytes()
+
+
+def newest(run: str) -> Any:
+    return max(commit.survey(access.for_reading(run)).generations.values(), key=lambda one: one.step)
+
+
+@pytest.mark.parametrize("how", ["optimizer", "data", "replaced"])
+def test_a_state_that_an_update_has_changed_is_not_saved(job: Job, how: str, caplog: pytest.LogCaptureFixture) -> None:
+    job.note(7)
+    parameter = job.states[0]["model"][0].weight
+    if how == "optimizer":
+        job.train([0])
+    elif how == "data":  # unseen by version counters
+        parameter.data.numpy()[:] += 1
+    else:
+        parameter.data = parameter.data + 1
+    saved = job.ranks[0].save()
+    if how == "replaced":  # the memory of the boundary is still there, and is what is saved
+        assert saved and not torch.equal(lastgood.load(job.run)["model"]["0.weight"], parameter)
+    else:
+        assert not saved and "model.0.weight" in caplog.text and not Path(job.run).exists()
+
+
+def test_ranks_that_hold_different_parameters_are_not_saved(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    job.train([1])
+    job.note(7)
+    assert not job.ranks[0].save() and "ranks 0 and 1 are no replicas" in caplog.text
+
+
+def test_a_failed_write_leaves_the_generations_that_exist(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    lastgood.save(job.run, {"x": torch.ones(2)}, step=5)
+    before, generation = sorted(Path(job.run).rglob("*")), newest(job.run)
+    incarnation = generation.commit.incarnation
+    job.ranks[0]._pipeline.run.known.incarnation = Incarnation(format=1, order=1, id=incarnation, parent=None)
+    job.note(7)
+    write = survivor_save.write_part
+
+    def full(request: Any, writer: Any) -> Any:
+        if writer.rank == 1:
+            raise NoSpace("the disk is full")
+        return write(request, writer)
+
+    monkeypatch.setattr(survivor_save, "write_part", full)
+    assert not job.ranks[0].save() and sorted(Path(job.run).rglob("*")) == before
+    monkeypatch.undo()
+    assert job.ranks[0].save() and newest(job.run).commit.continues == generation.id
+    files = sorted(Path(job.run).rglob("*"))
+    assert job.ranks[0].save() and sorted(Path(job.run).rglob("*")) == files, "another survivor has saved it"
+
+
+def test_nothing_is_saved_while_no_other_rank_has_ended(job: Job) -> None:
+    job.note(7)
+    error = RuntimeError("mine")
+    assert not job.ranks[0].wanted(error)
+    heartbeat.Heartbeat(str(job.pages[1])).failed()
+    assert job.ranks[0].wanted(error) and not job.ranks[0].wanted(KeyboardInterrupt())
+    assert not job.ranks[0].wanted(lastgood.errors.TrainingDiverged("loss nan"))
+    job.ranks[0].restart()
+    assert not job.ranks[0].wanted(error), "the state is being replaced"
+
+
+def test_a_process_that_has_ended_is_seen_before_it_is_reaped() -> None:
+    with subprocess.Popen(["true"]) as process:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert just_in_time._ended_processes({3: process.pid, 4: os.getpid()}) == {3}
+    assert just_in_time._ended_processes({3: process.pid}) == {3}
+
+
+def test_too_much_beside_the_parameters_ends_the_notes(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    job.note(7)
+    assert heartbeat.read(str(job.pages[0])).late_limit_seconds == 20
+    job.states[0]["big"] = torch.zeros(5 << 20)
+    job.note(8, [0])
+    shown = caplog.text
+    assert "rank 0 makes no just-in-time saves" in shown and "big first" in shown
+    assert heartbeat.read(str(job.pages[0])).late_limit_seconds == 0
+    assert not job.ranks[0].wanted(RuntimeError())
+
+
+def test_shards_are_refused_because_no_other_rank_has_them(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        job.states[0]["w"] = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+        job.note(7)
+        assert "w is sharded" in caplog.text and not job.ranks[0].wanted(RuntimeError())
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_torn_note_is_not_read_and_the_one_before_it_is(tmp_path: Path) -> None:
+    notes = rank_notes.RankNotes(str(tmp_path / "0"))
+    for data in (b"one" * 100, b"two", b"three"):
+        notes.write(data)
+    assert set(rank_notes.read(str(tmp_path / "0"))) == {b"two", b"three"}
+    with open(tmp_path / "0.note-0", "r+b") as file:
+        file.truncate(18)
+    assert list(rank_notes.read(str(tmp_path / "0"))) == [b"two"]
+
+
+@pytest.mark.parametrize(
+    ("noted", "changed", "why"),
+    [
+        ({0: Noted(7, "s", "p"), 1: Noted(7, "s", "p")}, [], ""),
+        ({0: Noted(7, "s", "p"), 1: None}, [], "rank 1 has not completed step 7"),
+        ({0: Noted(7, "s", "p"), 1: Noted(7, "t", "p")}, [], "different names or shapes"),
+        ({0: Noted(7, "s", "p"), 1: Noted(7, "s", "q")}, [], "no replicas"),
+        ({0: Noted(7, "s", "p"), 1: Noted(7, "s", "p")}, ["a", "b", "c", "d"], "a, b, c and 1 more changed"),
+    ],
+)
+def test_the_reason_is_given_why_a_step_cannot_be_saved(noted: dict[int, Noted], changed: list[str], why: str) -> None:
+    found = survival.why_not(7, 0, noted, changed)
+    assert (why in found) if why else found == ""
+
+
+def generation(step: int, incarnation: str, order: int) -> Any:
+    commit_record = SimpleNamespace(order=order)
+    return SimpleNamespace(step=step, id=GenerationId(step=step, incarnation=incarnation), commit=commit_record)
+
+
+@pytest.mark.parametrize(
+    ("generations", "superseded", "parent"),
+    [
+        ([], False, "older@3"),
+        ([generation(9, "older", 1)], False, "older@3"),  # abandoned by a rewind to step 3
+        ([generation(5, "mine", 2)], False, "mine@5"),
+        ([generation(7, "mine", 2)], True, None),
+        ([generation(5, "mine", 2), generation(7, "later", 3)], True, None),  # another survivor was faster
+    ],
+)
+def test_a_late_save_continues_what_its_attempt_has_saved(
+    generations: list[Any], superseded: bool, parent: str | None
+) -> None:
+    before = GenerationId(step=3, incarnation="older")
+    origin = Origin(step=7, incarnation=Incarnation(format=1, order=2, id="mine", parent=before))
+    assert origin.is_superseded(generations) is superseded
+    if parent is not None:
+        found = origin.parent(generations)
+        assert found is not None and f"{found.incarnation}@{found.step}" == parent
+
+
+@pytest.mark.parametrize("path", ["slots:///nowhere/run", "s3://bucket/run"])
+def test_it_is_refused_where_a_survivor_could_not_save(path: str) -> None:
+    with pytest.raises(Refused, match="not in one directory"):
+        lastgood.Checkpointer(path, {"x": torch.ones(1)}, just_in_time_seconds=20)
+    with pytest.raises(Refused, match="just_in_time_seconds=0"):
+        lastgood.Ranks(just_in_time_seconds=0)
