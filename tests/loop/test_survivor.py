@@ -174,12 +174,12 @@ def test_a_process_that_has_ended_is_seen_before_it_is_reaped() -> None:
 
 def test_too_much_beside_the_parameters_ends_the_notes(job: Job, caplog: pytest.LogCaptureFixture) -> None:
     job.note(7)
-    assert heartbeat.read(str(job.pages[0])).late_limit_seconds == 20
+    assert heartbeat.read(str(job.pages[0])).just_in_time_seconds == 20
     job.states[0]["big"] = torch.zeros(5 << 20)
     job.note(8, [0])
     shown = caplog.text
     assert "rank 0 makes no just-in-time saves" in shown and "big first" in shown
-    assert heartbeat.read(str(job.pages[0])).late_limit_seconds == 0
+    assert heartbeat.read(str(job.pages[0])).just_in_time_seconds == 0
     assert not job.ranks[0].wanted(RuntimeError())
 
 
@@ -234,7 +234,7 @@ def generation(step: int, incarnation: str, order: int) -> Any:
         ([generation(5, "mine", 2), generation(7, "later", 3)], True, None),  # another survivor was faster
     ],
 )
-def test_a_late_save_continues_what_its_attempt_has_saved(
+def test_the_save_continues_what_its_attempt_has_saved(
     generations: list[Any], superseded: bool, parent: str | None
 ) -> None:
     before = GenerationId(step=3, incarnation="older")

@@ -183,13 +183,11 @@ class Checkpointer:
         self._saver = saver = Saver(request, options, pipeline, planner, ranks, reports, failures)
         page = heartbeat.own()
         self._beat = Beat(page, progress)
-        self._log = step_log.opened(request.state, ranks, progress, self._beat) if page is not None else None
-        reports.log = self._log
+        self._log = reports.log = step_log.opened(request.state, ranks, progress, self._beat) if page else None
         self._ending = Ending(pipeline, saver, progress, ranks, end_request, self._beat)
         self._restorer = Restorer(request, url, pipeline, planner, ranks, saver, progress, reports)
-        watched = options.sentinel
         parts = pipeline, saver, progress, ranks, self._beat
-        self._divergence = DivergenceCheck(watched, url, *parts) if watched else None
+        self._divergence = DivergenceCheck(options.sentinel, url, *parts) if options.sentinel else None
         self._just_in_time = just_in_time.opened(state, url, options, pipeline, planner, ranks, self._beat)
         self._beat.opened(url)
         planner.fence.waiting = self._beat.saving
@@ -268,8 +266,6 @@ class Checkpointer:
         self._beat.step(n, self._pipeline.outcomes.newest)
         if self._log is not None:
             self._log.step(n, metrics)
-        if self._just_in_time is not None:
-            self._just_in_time.note(n)
         if self._divergence is not None:
             self._divergence.check(n, metrics)
         saver = self._saver
@@ -394,13 +390,13 @@ class Checkpointer:
             finally:
                 self.close()
             return
-        survivor = self._just_in_time if self._just_in_time is not None and self._just_in_time.wanted(error) else None
+        survivor, owned = self._just_in_time, not self._closed and self._process == os.getpid()
         try:
             self._pipeline.places.leave()
-            if survivor is None:
-                self.close(self._ending.timeout_seconds())
-            else:
+            if survivor is not None and owned and survivor.wanted(error):
                 self._leave(survivor)
+            else:
+                self.close(self._ending.timeout_seconds())
         except Exception as second:  # noqa: BLE001 - reported, so that the exception of the loop is the one that is raised
             reporting.threat(f"while leaving: {type(second).__name__}: {second}")
 
@@ -435,6 +431,8 @@ class Checkpointer:
         n = self._progress.checked(n)
         self._saver.examine()
         self._progress.advance(n)
+        if self._just_in_time is not None:
+            self._just_in_time.note(n)
         return n
 
     def _surface(self) -> None:

@@ -126,8 +126,9 @@ class JustInTime:
         self._off = False
 
     def note(self, n: int) -> None:
-        """Note the boundary after step `n`. Where that cannot be done, report it, and note nothing any more."""
-        if self._off:
+        """Note the boundary after step `n`, at the first call for it. Where that cannot be done, report it, and note
+        nothing any more."""
+        if self._off or (self._boundary is not None and self._boundary.step == n):
             return
         captured = self._capture.take(self._state)
         if captured.sharded:

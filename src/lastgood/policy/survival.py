@@ -30,7 +30,7 @@ def why_not(step: int, rank: int, noted: Mapping[int, Noted | None], changed: li
     """
     mine = noted[rank]
     assert mine is not None and mine.step == step
-    if changed:  # guard: changed-state-not-saved-late
+    if changed:  # guard: changed-state-not-saved
         more = f" and {len(changed) - LISTED} more" if len(changed) > LISTED else ""
         return f"{', '.join(changed[:LISTED])}{more} changed after step {step} was completed"
     missing = [one for one, at in noted.items() if at is None or at.step != step]

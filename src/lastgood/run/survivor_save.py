@@ -3,7 +3,7 @@
 Invariants
   1. It is written by a new opening of the run, under the lock of the run: no other process commits meanwhile, and what
      the dead attempt has left unfinished is settled first.
-  2. Nothing is committed if anything was committed since the state that is to be saved: `Origin` tells.
+  2. Nothing is committed if anything was committed since the state that is to be saved (`Origin.is_superseded`).
   3. The commit protocol is that of every save (save.py): until COMMIT exists there is no generation, and every earlier
      one stays as it is.
 """

@@ -33,7 +33,7 @@ from .arguments import Job
 from .nodes import Kind, Nodes, Notice, Placement
 from .program import ERROR_FILE, PYTHON
 from .signals import Signals
-from .watch import ProgressWatch, RankProcess, late_seconds, signs, stacks, stuck
+from .watch import ProgressWatch, RankProcess, just_in_time_seconds, signs, stacks, stuck
 from .zygote import Fork, Zygote
 
 MEMORY = "/dev/shm"
@@ -213,11 +213,11 @@ class Attempt:
             if not one.failed and _has_failed(one):
                 one.failed, lived.failed = True, lived.failed or time.monotonic()
                 if not self._asked:
-                    wait = max(_grace_seconds(one), late_seconds(self._ranks))
+                    wait = max(_grace_seconds(one), just_in_time_seconds(self._ranks))
                     self._until = min(self._until, time.monotonic() + wait)
                     self._publish(_kind(_as_ended(one)))
-            if one.shown.late_saved is not None and lived.failed is not None:
-                self._until = min(self._until, one.shown.late_saved + EXIT_SECONDS)
+            if one.shown.saved_for_all is not None and lived.failed is not None:
+                self._until = min(self._until, one.shown.saved_for_all + EXIT_SECONDS)
 
     def _ask_to_end(self) -> None:
         """From now on, the ranks have some time to end by themselves."""

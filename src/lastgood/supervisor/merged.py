@@ -17,7 +17,7 @@ from ..policy.recovery import Act, Outcome
 from ..records import Record
 from .attempt import Hang, Lived
 
-_TIMES = ("begun", "opened", "restored", "first", "beat", "sign", "phase_began", "closed", "failed")
+_TIMES = ("begun", "opened", "restored", "first", "beat", "sign", "phase_began", "closed", "failed", "saved_for_all")
 """the fields of a Progress that are times"""
 
 

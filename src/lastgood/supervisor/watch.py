@@ -97,9 +97,9 @@ def signs(rank: int, shown: heartbeat.Progress, ended: bool = False) -> Signs:
     return Signs(rank, shown.opened, START)
 
 
-def late_seconds(ranks: Sequence[RankProcess]) -> float:
+def just_in_time_seconds(ranks: Sequence[RankProcess]) -> float:
     """How long the ranks that have not failed may take to save for all, after another one has; 0.0: none would."""
-    return max((one.shown.late_limit_seconds for one in ranks if not one.failed), default=0.0)
+    return max((one.shown.just_in_time_seconds for one in ranks if not one.failed), default=0.0)
 
 
 def stacks(ranks: Sequence[RankProcess]) -> dict[int, str]:

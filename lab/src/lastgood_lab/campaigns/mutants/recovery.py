@@ -49,8 +49,12 @@ MUTANTS: tuple[Mutant, ...] = (
     *table(
         "survivors",
         ("survivor", "just_in_time"),
-        ("a note that was cut off is taken for whole", "torn-note-not-read", Swap("digest == xxhash.xxh3_128_digest(data)", "digest")),
-        ("a state that has changed is saved as that of the step", "changed-state-not-saved-late", Never()),
+        (
+            "a note that was cut off is taken for whole",
+            "torn-note-not-read",
+            Swap("digest == xxhash.xxh3_128_digest(data)", "digest"),
+        ),
+        ("a state that has changed is saved as that of the step", "changed-state-not-saved", Never()),
         ("a rank that has not completed the step is left out", "every-rank-has-noted-the-step", Never()),
         ("one of several different states is saved for all", "survivor-is-a-replica", Never()),
         ("a step is saved although a newer opening has saved", "newer-generation-not-shadowed", Never()),
