@@ -20,6 +20,7 @@ from torch import nn
 import lastgood
 from harness import flip, reported
 from lastgood import errors
+from lastgood.io import heartbeat
 from lastgood.io.files import PosixFile
 from lastgood.testing import Call, Fault
 
@@ -578,3 +579,21 @@ def test_reading_a_run_changes_nothing_in_its_directory(tmp_path: Path) -> None:
 def test_a_step_that_is_no_integer_is_refused(tmp_path: Path, step: object) -> None:
     with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}) as ckpt, pytest.raises(errors.Refused, match="whole"):
         ckpt.save(step)
+
+
+def test_a_committed_save_is_shown_to_the_supervisor_at_the_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was shown one step later: a job whose ranks died right after the step counted as one without progress, and
+    `lastgood run` gave it up."""
+    page = str(tmp_path / "page")
+    heartbeat.create(page)
+    monkeypatch.setenv(heartbeat.VARIABLE, page)
+    with lastgood.Checkpointer(tmp_path / "run", {"weight": torch.zeros(3)}, cadence=lastgood.Every(steps=2)) as ckpt:
+        ckpt.restore()
+        ckpt.step(1)
+        save = ckpt.step(2)
+        assert save is not None
+        save.result()
+        ckpt.step(3)
+        assert heartbeat.read(page).saved_step == 2

@@ -86,7 +86,7 @@ class Progress(NamedTuple):
     beat: float | None
     """when"""
     saved_step: int
-    """the newest step whose save was committed, as this rank knew at `beat`; 0: none since it was restored"""
+    """the newest step whose save was committed, as far as this rank knows; 0: none that it knows of"""
     run: str
     """the path or URL of the run; empty until it is open"""
     sign: float | None
@@ -157,17 +157,20 @@ class Heartbeat:
             self._numbers[_Field.RESTORED_STEP] = step
             self._numbers[_Field.RESTORED] = time.monotonic_ns()
 
-    def beat(self, step: int, saved_step: int = 0, position: Position | None = None) -> None:
-        """A step is completed. `saved_step`: the newest one whose save is committed. `position`: of the sampler; None:
-        not known."""
+    def beat(self, step: int, position: Position | None = None) -> None:
+        """A step is completed. `position`: of the sampler; None: not known."""
         numbers = self._numbers
         now = self._sign()
         if not numbers[_FIRST]:
             numbers[_FIRST] = now
         if position is not None:
             numbers[_Field.EPOCH], numbers[_Field.WINDOW], numbers[_Field.WINDOWS] = position
-        numbers[_STEP], numbers[_SAVED] = step, saved_step
+        numbers[_STEP] = step
         numbers[_BEAT] = now
+
+    def saved(self, step: int) -> None:
+        """The newest step whose save is committed."""
+        self._numbers[_SAVED] = step
 
     def phase(self, name: str) -> None:
         """A phase begins, in place of the one that was open; with an empty name: none is open."""

@@ -37,10 +37,15 @@ class Beat:
             incarnation = "" if generation is None else generation.id.incarnation
             self._page.restored(step, incarnation, self._progress.next_position())
 
-    def step(self, n: int, saved_step: int | None) -> None:
-        """Step `n` is completed, and counted on the samplers. `saved_step`: the newest one whose save is committed."""
+    def step(self, n: int) -> None:
+        """Step `n` is completed, and counted on the samplers."""
         if self._page is not None:
-            self._page.beat(n, saved_step or 0, self._progress.next_position())
+            self._page.beat(n, self._progress.next_position())
+
+    def saved(self, step: int | None) -> None:
+        """The newest step whose save is known to be committed; None: there is none."""
+        if self._page is not None and step is not None:
+            self._page.saved(step)
 
     def saving(self) -> contextlib.AbstractContextManager[None]:
         """In the block, the loop waits for a save."""

@@ -38,7 +38,6 @@ from . import just_in_time, replaying, step_log
 from .adaptive_interval import known_failures
 from .beat import Beat
 from .ending import Ending, refresh
-from .just_in_time import JustInTime
 from .load import LoadRequest, Restored, load, report
 from .metrics import numbers
 from .options import CADENCE, EarlierKeywords, OnError, Options, Ranks, Tuning, check_state
@@ -263,7 +262,7 @@ class Checkpointer:
             ckpt.step(step, metrics={"loss": loss})
         """
         n = self._advance(n)
-        self._beat.step(n, self._pipeline.outcomes.newest)
+        self._beat.step(n)
         if self._log is not None:
             self._log.step(n, metrics)
         if self._divergence is not None:
@@ -414,7 +413,7 @@ class Checkpointer:
         self._planner.close()
         self._ending.close()
 
-    def _leave(self, survivor: JustInTime) -> None:
+    def _leave(self, survivor: just_in_time.JustInTime) -> None:
         """Leave the `with` as a rank that has survived another one. What was in flight is reported if it is lost."""
         with contextlib.suppress(TimedOut):
             self._release(just_in_time.CLOSE_SECONDS)
@@ -438,6 +437,7 @@ class Checkpointer:
     def _surface(self) -> None:
         self._saver.note_fence()
         self._reports.surface()
+        self._beat.saved(self._pipeline.outcomes.newest)  # guard: saved-step-shown-at-once
 
     def _require_open(self) -> None:
         require(not self._closed, "this checkpointer is closed", "Open a new one.")

@@ -8,7 +8,17 @@ from .record import Mutant, table
 MUTANTS: tuple[Mutant, ...] = (
     *table(
         "supervisor",
-        ("recovery", "hang", "sentinel", "leftovers", "supervise", "heartbeat", "membership", "verdict"),
+        (
+            "recovery",
+            "hang",
+            "sentinel",
+            "leftovers",
+            "supervise",
+            "heartbeat",
+            "membership",
+            "verdict",
+            "checkpointer",
+        ),
         (
             "ranks that lost their connection are blamed",
             "followers-are-not-blamed",
@@ -41,6 +51,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("each rank finds its own divergence", "ranks-agree-on-divergence", Remove()),
         ("batches are left out without a bound", "skips-of-sentinel-bounded", Instead("permitted = True")),
         ("another run of the process writes the page", "one-run-beats", Never()),
+        ("a commit is shown a step too late", "saved-step-shown-at-once", Remove()),
         ("a slow node is taken for lost", "slow-node-is-not-lost", Swap("> timeout_seconds", "> 0")),
         ("the round of a lost node goes on without it", "lost-node-needs-new-round", Never()),
         ("ranks that lost their node are blamed", "lost-node-blamed-before-followers", Never()),
