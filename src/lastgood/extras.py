@@ -9,7 +9,7 @@ from .errors import NotInstalled
 
 PACKAGES = {
     "torch": ("torch",),
-    "cli": ("typer", "rich"),
+    "cli": ("typer", "rich", "yaml"),
     "objects": ("obstore", "boto3", "botocore"),
     "transformers": ("transformers", "accelerate"),
     "lightning": ("torchmetrics", "lightning", "pytorch_lightning"),

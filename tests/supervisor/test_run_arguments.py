@@ -8,7 +8,8 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from lastgood.errors import Refused
-from lastgood.supervisor.arguments import Job, parsed, parser
+from lastgood.supervisor.arguments import Job, parsed
+from lastgood.supervisor.options import parser
 
 WITHOUT_BOUND = {"max_restarts"}
 """torchrun's default is 0; a supervisor is there to start again"""

@@ -18,5 +18,10 @@ def run(context: typer.Context) -> int:
     `lastgood run --help` lists the options.
     """
     job = arguments.parsed(context.args)
-    command = ["lastgood", "run", *context.args]
-    return Supervisor(job, command, lambda line: print(f"lastgood: {line}", file=sys.stderr, flush=True)).supervise()
+    if job.policy:
+        _report(job.policy)
+    return Supervisor(job, ["lastgood", "run", *context.args], _report).supervise()
+
+
+def _report(line: str) -> None:
+    print(f"lastgood: {line}", file=sys.stderr, flush=True)

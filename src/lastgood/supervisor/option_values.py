@@ -1,0 +1,93 @@
+"""The values of options, as texts on a command line, in the environment or in a policy file <-> what they mean. Pure.
+
+Each function raises argparse.ArgumentTypeError for a text that cannot be meant. argparse puts the name of the option
+before it, and a policy file the line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import math
+import signal
+from collections.abc import Callable, Collection
+
+from ..policy.recovery import REMEDIES, Act
+
+HANDLED = {one.name: one.value for one in signal.Signals if one not in (signal.SIGKILL, signal.SIGSTOP)}
+"""name -> number of the signals that a process can handle"""
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """A function that takes a whole number of at least `least`."""
+
+    def taken(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = least - 1
+        if number < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+        return number
+
+    return taken
+
+
+def seconds(text: str) -> float:
+    """A finite number of seconds, at least 0."""
+    return _number(text, "a number of seconds")
+
+
+def factor(text: str) -> float:
+    """A finite number, at least 0."""
+    return _number(text, "a number")
+
+
+def names(text: str) -> tuple[str, ...]:
+    """The names in a list with commas between them."""
+    return tuple(filter(None, (one.strip() for one in text.split(","))))
+
+
+def remedies(text: str) -> tuple[Act, ...]:
+    """Remedies in the order in which they are tried; "none": no remedy."""
+    if text.strip() == "none":
+        return ()
+    found = list[Act]()
+    for name in names(text):
+        act = next((one for one in REMEDIES if one == name), None)
+        if act is None:
+            raise argparse.ArgumentTypeError(f"{name!r} is no remedy. {meant(name, [*REMEDIES, 'none'])}")
+        if act in found:
+            raise argparse.ArgumentTypeError(f"{name} is given twice")
+        found.append(act)
+    return tuple(found)
+
+
+def signals(text: str) -> tuple[int, ...]:
+    """The numbers of signals, from their names."""
+    given = names(text)
+    for one in given:
+        if one not in HANDLED:
+            raise argparse.ArgumentTypeError(f"{one!r} is no signal that can be handled. {meant(one, HANDLED)}")
+    return tuple(HANDLED[one] for one in given)
+
+
+LISTS = (names, remedies, signals)
+"""those that take several values"""
+
+
+def meant(name: str, known: Collection[str]) -> str:
+    """What to do about an unknown name: the near ones, or, if there is none, all of a few."""
+    if near := difflib.get_close_matches(name, known, 1):
+        return f"Did you mean {near[0]}?"
+    return f"Give some of {', '.join(known)}." if len(known) < 6 else ""
+
+
+def _number(text: str, what: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}, at least 0")
+    return number

@@ -1,0 +1,137 @@
+"""The options of `lastgood run`: names, defaults, and what each takes. Refuses nothing but what no option takes.
+
+The first ones are those of torchrun, with the same names, defaults and environment variables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from collections.abc import Mapping
+
+from ..errors import Refused
+from . import policy_file
+from .option_values import factor, names, remedies, seconds, signals, whole
+from .policy_file import Policy
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises Refused where argparse would end the process."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        unknown = re.search(r"unrecognized arguments: (--[^ =]+)", message)
+        near = difflib.get_close_matches(unknown[1], self._option_string_actions, 1) if unknown else []
+        meant = f"Did you mean {near[0]}? " if near else ""
+        raise Refused(message, safe="Nothing was started.", todo=f"{meant}lastgood run --help lists the arguments.")
+
+
+class _Options:
+    """Adds options to a parser, each with its default. `environ`: None: they have none."""
+
+    def __init__(
+        self, made: argparse.ArgumentParser, environ: Mapping[str, str] | None, policy: Mapping[str, str]
+    ) -> None:
+        self._made, self._environ, self._policy = made, environ, policy
+
+    def option(self, *names: str, **settings: object) -> None:
+        """An option. `settings`: those of argparse."""
+        dest = names[-1].lstrip("-").replace("-", "_")
+        default = self._policy.get(dest, settings.pop("default", None))
+        default = argparse.SUPPRESS if self._environ is None else self._environ.get(variable(dest), default)
+        if settings.get("action") == "store_true" and self._environ is not None:
+            default = default == "1"
+        self._made.add_argument(*names, default=default, **settings)  # type: ignore[arg-type]
+
+    def both(self, name: str, **settings: object) -> None:
+        """An option that may be written with dashes or with underscores."""
+        self.option(f"--{name.replace('-', '_')}", f"--{name}", **settings)
+
+
+def parser(environ: Mapping[str, str] | None, policy: Policy | None = None) -> argparse.ArgumentParser:
+    """The parser. The default of an option --name is the variable PET_NAME of the environment, as for torchrun, else
+    what the policy file says. `environ`: None: options that are not given are left out of what the parser returns.
+    """
+    made = _Parser(prog="lastgood run", description="Start the ranks of a training script, and start them again.")
+    options = _Options(made, environ, {} if policy is None else policy.values)
+    _add_those_of_torchrun(options)
+    _add_own(options)
+    made.add_argument("training_script", help="The script, with its arguments after it.")
+    made.add_argument("training_script_args", nargs=argparse.REMAINDER)
+    return made
+
+
+def variable(dest: str) -> str:
+    """The variable of the environment for an option."""
+    return f"PET_{dest.upper()}"
+
+
+def _add_those_of_torchrun(to: _Options) -> None:
+    to.both("nnodes", default="1:1", help="Nodes of the job: a number, or the least and the most: 2:4.")
+    to.both("nproc-per-node", default="1", help="Ranks: a number, or cpu, gpu, xpu, auto.")
+    to.both("rdzv-backend", default="static", help="static, with --node-rank; or c10d.")
+    to.both("rdzv-endpoint", default="", help="HOST:PORT of the node that holds the store of the nodes.")
+    to.both("rdzv-id", default="none", help="TORCHELASTIC_RUN_ID of the ranks.")
+    to.both("rdzv-conf", default="", help="As for torchrun: join_timeout=600,last_call_timeout=30.")
+    to.option("--standalone", action="store_true", help="As for torchrun: one node.")
+    to.both("max-restarts", type=whole(0), help="Restarts in all. Default: no bound while newer steps are saved.")
+    to.both("monitor-interval", type=seconds, default=0.1, help="Accepted; the end of a rank is noticed at once.")
+    to.both("start-method", default="spawn", choices=["spawn", "fork", "forkserver"], help="Accepted, as for scripts.")
+    to.both("event-log-handler", default="null", help="Accepted; `lastgood attempts` has the events.")
+    to.option("--role", default="default", help="ROLE_NAME of the ranks.")
+    to.option("-m", "--module", action="store_true", help="The script is a module.")
+    to.both("no-python", action="store_true", help="The script is a command.")
+    to.both("run-path", action="store_true", help="Accepted: a script always runs by its path.")
+    to.both("log-dir", help="Folder for the output of ranks.")
+    to.option(
+        "-r", "--redirects", default="0", help="Output that goes to files: 1 stdout, 2 stderr, 3 both; or 0:3,1:1."
+    )
+    to.option("-t", "--tee", default="0", help="Not done.")
+    to.both("local-ranks-filter", default="", help="Not done.")
+    to.both("duplicate-stdout-filters", default="", help="Not done.")
+    to.both("duplicate-stderr-filters", default="", help="Not done.")
+    to.both("node-rank", type=whole(0), default=0, help="Number of this node, for --rdzv-backend static.")
+    to.both("master-addr", default="127.0.0.1", help="MASTER_ADDR of the ranks; of several nodes: the one of rank 0.")
+    to.both("master-port", type=whole(0), help="MASTER_PORT of the ranks. Default: a new one for each attempt.")
+    to.both("local-addr", help="Address of this node for the others.")
+    to.both("logs-specs", help="Not done.")
+    to.both("numa-binding", choices=["node", "socket", "exclusive", "core-complex"], help="Not done.")
+    ending = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+    to.both("signals-to-handle", type=signals, default=ending, help="Signals that end the job.")
+    to.both("shutdown-timeout", type=seconds, default=30.0, help="Seconds that ranks have to end after such a signal.")
+    to.both("virtual-local-rank", action="store_true", help="Not done.")
+
+
+def _add_own(to: _Options) -> None:
+    to.option("--spawn", action="store_true", help="Start each rank as a new process; it imports torch by itself.")
+    to.option(
+        "--preload", type=names, default="", help="Further modules that are imported before ranks are forked: a,b."
+    )
+    to.option(
+        "--without-progress",
+        type=whole(1),
+        default=3,
+        help="Attempts in a row that save nothing newer, before the job is given up. Default 3.",
+    )
+    to.option(
+        "--remedies",
+        type=remedies,
+        default="back,skip",
+        help="Against a failure that comes again: back, skip, or none. Default back,skip.",
+    )
+    to.option(
+        "--hang-timeout", type=seconds, default=60.0, help="Least limit of a step in seconds; 0: no limits. Default 60."
+    )
+    to.option(
+        "--hang-factor", type=factor, default=20.0, help="A step may last so many times the longest one. Default 20."
+    )
+    to.option(
+        "--hang-long-timeout",
+        type=seconds,
+        default=3600.0,
+        help="Limit in seconds of what has no measure yet, as the first step, and of a save. Default 3600.",
+    )
+    to.option("--records", metavar="DIR", help="Directory for logs of steps, saves and attempts.")
+    to.option(
+        "--policy", help=f"File with options as `name: value`. Default: {policy_file.NAME} in this folder, if there."
+    )
