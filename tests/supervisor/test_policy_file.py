@@ -87,6 +87,7 @@ def test_a_policy_without_the_package_for_it_names_the_extra(folder: Path, monke
         parsed(["train.py"], {})
 
 
+@pytest.mark.slow
 def test_a_typo_in_a_policy_starts_nothing_and_has_the_code_of_refusals(folder: Path) -> None:
     (folder / "lastgood.yaml").write_text("hang-timout: 60")
     lastgood = str(Path(sys.executable).with_name("lastgood"))

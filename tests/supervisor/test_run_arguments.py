@@ -48,7 +48,7 @@ def test_variables_of_torchrun_are_defaults(script: str) -> None:
 
 def redirects(text: str, script: str) -> dict[int, int]:
     job: Job = parsed(["--nproc-per-node=2", "--redirects", text, script], {})
-    return dict(job.redirects)
+    return dict(job.outputs.redirects)
 
 
 def test_output_of_some_ranks_may_go_to_files(script: str) -> None:
@@ -70,8 +70,13 @@ def test_output_of_some_ranks_may_go_to_files(script: str) -> None:
         (["--nnodes", "2", "--standalone", "SCRIPT"], "contradict"),
         (["--nnodes", "2", "--rdzv-conf", "join_timout=5", "SCRIPT"], "join_timout=5"),
         (["--nnodes", "2", "--rdzv-conf", "join_timeout=soon", "SCRIPT"], "join_timeout=soon"),
-        (["--tee", "3", "SCRIPT"], "--tee"),
-        (["--numa-binding", "node", "SCRIPT"], "--numa-binding"),
+        (["--tee", "7", "SCRIPT"], "--tee 7"),
+        (["--local-ranks-filter", "0;1", "SCRIPT"], "0;1"),
+        (["--logs-specs", "mine", "SCRIPT"], "--logs-specs mine"),
+        (["--log-dir", "SCRIPT", "SCRIPT"], "no folder"),
+        (["--spawn", "--preload", "json", "SCRIPT"], "contradict"),
+        (["--slow-factor", "0.5", "SCRIPT"], "slow-factor"),
+        (["--remedies", "none,back", "SCRIPT"], "none"),
         (["--redirects", "7", "SCRIPT"], "--redirects 7"),
         (["--redirects", "5:1", "SCRIPT"], "--redirects 5:1"),
         (["--no-python", "-m", "SCRIPT"], "contradict"),

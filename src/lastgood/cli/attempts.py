@@ -44,4 +44,5 @@ def _view(found: list[Attempt]) -> RenderableType:
     names = dict.fromkeys(name for one in found for name in one.phases)
     spent = [f"{name} {sum(one.phases.get(name, 0.0) for one in found):.1f} s" for name in names]
     text = f"{plural(len(found), 'attempt')}. Time of the slowest rank in each, added up: {', '.join(spent)}."
-    return Group(table, Text(text))
+    slow = [Text(f"attempt {one.number}: {clean(part.what)}.") for one in found for part in one.slow]
+    return Group(table, *slow, Text(text))

@@ -21,8 +21,12 @@ RESTORE = "lastgood: restore"
 """the phase in which a Checkpointer restores"""
 SAVE = "lastgood: save"
 """the phase in which a Checkpointer starts a save, or waits for saves: as long as the places need"""
-_WAITS = re.compile(r"/torch/(distributed|autograd|cuda|nn/parallel)/")
-"""files of torch in which a rank waits for others: collectives, and the backward pass that runs those of DDP"""
+_WAITS = re.compile(r"/torch/(distributed|autograd|cuda|nn/parallel)/|/lastgood/(coordination|ranks)/")
+"""files in which a rank waits for others: collectives, the backward pass that runs those of DDP, and a common save"""
+_LIBRARY = re.compile(r"/torch/|/lastgood/|/lib/python3\.\d+/(?!site-packages/|dist-packages/)|\"<")
+"""files that are not the user's program"""
+_COMPUTES = "/torch/nn/modules/"
+"""Modules do not wait themselves; those of DDP and FSDP are called by what does."""
 STATES = {"T": "is stopped by a signal", "t": "is stopped by a debugger", "D": "waits for a disk, or another device"}
 """letter of /proc/PID/stat -> what it says of a rank that hangs"""
 
@@ -124,7 +128,7 @@ def behind(ranks: Sequence[Stuck]) -> Stuck:
     """
 
     def order(one: Stuck) -> tuple[bool, int, bool, float, int]:
-        return one.state not in STATES, one.signs.step, _waits(one), one.signs.since or 0.0, one.signs.rank
+        return one.state not in STATES, one.signs.step, waits(one), one.signs.since or 0.0, one.signs.rank
 
     return min(ranks, key=order)
 
@@ -134,12 +138,22 @@ def awaited(ranks: Sequence[Stuck]) -> Stuck | None:
 
     None if all of them wait themselves, so that nothing is known.
     """
-    return behind(ranks) if any(one.state in STATES or not _waits(one) for one in ranks) else None
+    return behind(ranks) if any(one.state in STATES or not waits(one) for one in ranks) else None
 
 
-def _waits(one: Stuck) -> bool:
-    """Whether a rank waits for others, as far as is known."""
-    return not one.stack or any(_WAITS.search(call) for call in one.stack[:8])
+def waits(one: Stuck) -> bool:
+    """Whether a rank waits for others, as far as is known: whether the library call in which it is may wait."""
+    for call in one.stack:
+        if _WAITS.search(call):
+            return True
+        if _COMPUTES in call or not is_library(call):
+            return False
+    return not one.stack
+
+
+def is_library(call: str) -> bool:
+    """Whether a call, as faulthandler writes it, is of torch, of this package, or of Python's own modules."""
+    return _LIBRARY.search(call) is not None
 
 
 def described(one: Stuck, silent: Silent | None) -> str:

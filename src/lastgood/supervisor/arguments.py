@@ -17,8 +17,10 @@ from typing import Literal
 from ..errors import Refused
 from ..policy.hang import Limits
 from ..policy.recovery import Budget
-from . import policy_file
+from ..policy.slow import Pace
+from . import devices, policy_file
 from .options import parser, variable
+from .outputs import PREFIX, STDERR, STDOUT, TEMPLATE, Outputs
 from .policy_file import Policy
 from .program import Program
 from .rendezvous_options import Options, Rendezvous, rendezvous
@@ -36,14 +38,20 @@ class Job:
     budget: Budget
     limits: Limits
     """of the time without progress"""
+    pace: Pace
+    """when steps count as slow"""
     master: tuple[str, int | None]
     """address, and port; None: a new one for each attempt"""
     role: str
     run_id: str
     log_dir: str | None
     """where the output of ranks goes if it is redirected; None: a temporary folder"""
-    redirects: Mapping[int, int]
-    """local rank -> 1: its stdout goes to a file, 2: its stderr, 3: both"""
+    outputs: Outputs
+    """what is done with the output of ranks"""
+    bindings: list[list[int]]
+    """local rank -> the processors to which it is bound; empty: to none"""
+    virtual_local_rank: bool
+    """whether each rank sees its own device alone"""
     spawn: bool
     """whether ranks are started without a zygote"""
     preload: tuple[str, ...]
@@ -75,6 +83,8 @@ def parsed(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) ->
     if kind == "script" and not os.path.exists(name):
         raise Refused(f"there is no file {name}", safe="Nothing was started.", todo="Give the path of the script.")
     ranks = _ranks(args.nproc_per_node)
+    if args.virtual_local_rank:
+        devices.one_visible(ranks - 1, environ)  # raises if there are not enough
     return Job(
         program=Program(kind=kind, name=name, arguments=rest),
         ranks=ranks,
@@ -84,11 +94,14 @@ def parsed(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) ->
             remedies=args.remedies,
         ),
         limits=Limits(args.hang_timeout, times=args.hang_factor, long_seconds=args.hang_long_timeout),
+        pace=Pace(args.slow_factor, args.slow_window),
         master=(args.master_addr, args.master_port),
         role=args.role,
         run_id=args.rdzv_id,
-        log_dir=args.log_dir,
-        redirects=_redirects(args.redirects, ranks),
+        log_dir=None if args.log_dir == os.devnull else args.log_dir,
+        outputs=_outputs(args, ranks, environ),
+        bindings=devices.bindings(args.numa_binding, ranks) if args.numa_binding else [],
+        virtual_local_rank=args.virtual_local_rank,
         spawn=args.spawn or args.no_python,
         preload=args.preload,
         shutdown_seconds=args.shutdown_timeout,
@@ -120,21 +133,14 @@ def _refuse(args: argparse.Namespace) -> None:
             safe="Nothing was started.",
             todo="Leave one of them out; an empty --preload= replaces that of a policy file.",
         )
-    asked = {
-        "--tee": args.tee != "0",
-        "--local-ranks-filter": args.local_ranks_filter,
-        "--duplicate-stdout-filters": args.duplicate_stdout_filters,
-        "--duplicate-stderr-filters": args.duplicate_stderr_filters,
-        "--logs-specs": args.logs_specs,
-        "--numa-binding": args.numa_binding,
-        "--virtual-local-rank": args.virtual_local_rank,
-    }
-    if refused := [name for name, given in asked.items() if given]:
+    if args.logs_specs:
         raise Refused(
-            f"`lastgood run` does not do {', '.join(refused)}",
+            f"`lastgood run` does not do --logs-specs {args.logs_specs}: it names a class of torchrun's agent",
             safe="Nothing was started.",
             todo="Leave it out, or use torchrun.",
         )
+    if args.log_dir and os.path.exists(args.log_dir) and not os.path.isdir(args.log_dir) and args.log_dir != os.devnull:
+        raise Refused(f"--log-dir {args.log_dir} is no folder", safe="Nothing was started.", todo="Give a folder.")
 
 
 def _rendezvous(args: argparse.Namespace) -> Rendezvous | None:
@@ -156,9 +162,9 @@ def _rendezvous(args: argparse.Namespace) -> Rendezvous | None:
 def _ranks(text: str) -> int:
     """The number of ranks of one node."""
     if text in ACCELERATORS:
-        raise Refused(f"--nproc-per-node {text} is not done", safe="Nothing was started.", todo="Give a number.")
+        return devices.count(text)
     if text == "cpu":
-        return os.cpu_count() or 1
+        return len(os.sched_getaffinity(0))
     try:
         ranks = int(text)
     except ValueError:
@@ -168,8 +174,21 @@ def _ranks(text: str) -> int:
     return ranks
 
 
-def _redirects(text: str, ranks: int) -> dict[int, int]:
-    """Local rank -> what is redirected. `text`: as for torchrun, for all ranks "3", or for some "0:3,1:1"."""
+def _outputs(args: argparse.Namespace, ranks: int, environ: Mapping[str, str]) -> Outputs:
+    redirects, tee = _streams("--redirects", args.redirects, ranks), _streams("--tee", args.tee, ranks)
+    if args.log_dir == os.devnull:  # no file is written, as for torchrun
+        return Outputs()
+    return Outputs(
+        redirects=redirects,
+        tee=tee,
+        shown=args.local_ranks_filter,
+        filters={STDOUT: args.duplicate_stdout_filters, STDERR: args.duplicate_stderr_filters},
+        template=environ.get(TEMPLATE, "") or PREFIX,
+    )
+
+
+def _streams(option: str, text: str, ranks: int) -> dict[int, int]:
+    """Local rank -> which of its streams. `text`: as for torchrun, for all ranks "3", or for some "0:3,1:1"."""
     try:
         if text.isdecimal():
             found = dict.fromkeys(range(ranks), int(text))
@@ -178,5 +197,5 @@ def _redirects(text: str, ranks: int) -> dict[int, int]:
     except ValueError:
         found = {-1: -1}
     if not all(0 <= rank < ranks and 0 <= what <= 3 for rank, what in found.items()):
-        raise Refused(f"--redirects {text}", safe="Nothing was started.", todo="Give 0 to 3, or 0:3,1:1 for ranks.")
+        raise Refused(f"{option} {text}", safe="Nothing was started.", todo="Give 0 to 3, or 0:3,1:1 for ranks.")
     return found

@@ -28,11 +28,14 @@ from ..io import heartbeat
 from ..policy.blame import Ended, follows, timed_out
 from ..policy.hang import Silent, Stuck, awaited, behind
 from ..run import job_logs
-from . import leftovers
+from . import devices, leftovers
 from .arguments import Job
+from .attempt_log import Slow
 from .nodes import Kind, Nodes, Notice, Placement
+from .outputs import NAMES, Console
 from .program import ERROR_FILE, PYTHON
 from .signals import Signals
+from .slow_watch import SlowWatch
 from .watch import ProgressWatch, RankProcess, just_in_time_seconds, signs, stacks, stuck
 from .zygote import Fork, Zygote
 
@@ -79,6 +82,7 @@ class Lived:
     """the first rank of the nodes that were lost, and a text about them"""
     grows: bool = False
     """whether the ranks were asked to save and to end so that more nodes can join"""
+    slow: list[Slow] = field(default_factory=list)
 
 
 class Attempt:
@@ -105,6 +109,7 @@ class Attempt:
         """when the ranks that are left are ended; whether they were asked to end"""
         self._published: Kind | None = None
         """why the attempt is over, as this node or another one has published it"""
+        self._console = Console(job.outputs, folder)
 
     def run(self) -> Lived:
         """Live the attempt. Raises what `Zygote.fork` raises."""
@@ -119,6 +124,7 @@ class Attempt:
             finally:
                 self._kill(lived)
                 lived.over = time.monotonic()
+                self._console.close()
                 self._read(lived)
                 for one in self._ranks:
                     os.close(one.descriptor)
@@ -132,11 +138,13 @@ class Attempt:
             folder.mkdir()
             heartbeat.create(str(page))
             environment = self._environment(local)
+            environment |= devices.of_rank(local, self._job.bindings, self._job.virtual_local_rank, os.environ)
             environment |= {ERROR_FILE: str(folder / "error.json"), heartbeat.VARIABLE: str(page)}
             with contextlib.ExitStack() as files:
                 outputs = self._outputs(local, folder, files)
                 pid = self._started(environment, *outputs)
             rank = self._place.first_rank + local
+            self._console.add(local, rank, self._job.role)
             self._ranks.append(RankProcess(rank, pid, os.pidfd_open(pid), folder, page, heartbeat.read(str(page))))
 
     def _environment(self, local: int) -> dict[str, str]:
@@ -165,11 +173,14 @@ class Attempt:
 
     def _outputs(self, local: int, folder: Path, files: contextlib.ExitStack) -> tuple[int, int]:
         """The descriptors of stdout and stderr of a rank: those of this process, or files."""
-        redirected, found = self._job.redirects.get(local, 0), [1, 2]
-        for bit, name in enumerate(("stdout", "stderr")):
-            if redirected & (bit + 1):
-                found[bit] = os.open(folder / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-                files.callback(os.close, found[bit])
+        found, outputs = list[int](), self._job.outputs
+        for stream, name in NAMES.items():
+            path = str(folder / f"{name}.log") if outputs.to_file(local, stream) else os.devnull
+            if path == os.devnull and outputs.to_console(local):
+                found.append(stream)
+            else:
+                found.append(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644))
+                files.callback(os.close, found[-1])
         return found[0], found[1]
 
     def _started(self, environment: Mapping[str, str], stdout: int, stderr: int) -> int:
@@ -186,7 +197,7 @@ class Attempt:
     # ---- watch ---------------------------------------------------------------------------------------------
 
     def _watch(self, lived: Lived) -> None:
-        watch = ProgressWatch(self._job.limits)
+        watch, slow = ProgressWatch(self._job.limits), SlowWatch(self._job.pace)
         self._poll.register(self._signals.descriptor, select.POLLIN)
         for one in self._ranks:
             self._live[one.descriptor] = one
@@ -197,6 +208,7 @@ class Attempt:
                     one = self._live.pop(descriptor)
                     self._poll.unregister(descriptor)
                     one.ended = _ended(one)
+            self._console.copy()
             self._note_failures(lived)
             for number in self._signals.taken():
                 self._pass_on(number)
@@ -204,6 +216,8 @@ class Attempt:
                 self._ask_to_end()
             if self._hangs(lived, watch) or self._over_elsewhere(lived):
                 return
+            if lived.failed is None and not self._asked:
+                lived.slow += slow.poll([*self._live.values()], time.monotonic())
         if not self._asked:
             self._note_awaited(lived)
 

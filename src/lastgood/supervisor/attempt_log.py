@@ -42,6 +42,26 @@ class Cause(Record, frozen=True, kw_only=True):
         return f"{self.kind} {what}"
 
 
+class SlowRank(Record, frozen=True, kw_only=True):
+    """A rank for which the others waited. `samples`: in how many of SAMPLES (policy/slow.py). `at`: mostly where."""
+
+    rank: int
+    samples: int
+    at: str
+
+
+class Slow(Record, frozen=True, kw_only=True):
+    """A time in which steps took longer than usual. `ranks`: the slow ones; empty: no rank differed from the others."""
+
+    step: int
+    """the newest one when it was noticed"""
+    step_seconds: float
+    usual_step_seconds: float
+    ranks: list[SlowRank]
+    what: str
+    """for people"""
+
+
 class Attempt(Record, frozen=True, kw_only=True):
     """One life of all ranks of a job. Times of day: seconds since 1970. Steps: 0 where there was none."""
 
@@ -68,6 +88,7 @@ class Attempt(Record, frozen=True, kw_only=True):
     """what followed, and why"""
     nodes: int = 1
     """those that have reported; `ranks` are theirs"""
+    slow: list[Slow] = msgspec.field(default_factory=list)
 
 
 def append(tier: Tier, attempt: Attempt) -> None:

@@ -92,6 +92,7 @@ def merged(reports: Mapping[int, Report], lost: tuple[int, str] | None) -> Lived
         hang=_hang([one.hang for one in lives if one.hang is not None]),
         lost=lost,
         grows=any(one.grows for one in lives),
+        slow=[slow for one in lives for slow in one.slow],
     )
 
 

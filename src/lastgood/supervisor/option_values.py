@@ -43,6 +43,21 @@ def factor(text: str) -> float:
     return _number(text, "a number")
 
 
+def positive_seconds(text: str) -> float:
+    """A finite number of seconds above 0."""
+    if found := seconds(text):
+        return found
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+
+
+def slow_factor(text: str) -> float:
+    """A number above 1, or 0."""
+    found = factor(text)
+    if 0 < found <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number above 1 nor 0")
+    return found
+
+
 def names(text: str) -> tuple[str, ...]:
     """The names in a list with commas between them."""
     return tuple(filter(None, (one.strip() for one in text.split(","))))
@@ -72,7 +87,21 @@ def signals(text: str) -> tuple[int, ...]:
     return tuple(HANDLED[one] for one in given)
 
 
-LISTS = (names, remedies, signals)
+def local_ranks(text: str) -> frozenset[int] | None:
+    """Local ranks; None for an empty text: all."""
+    try:
+        return frozenset(map(int, text.split(","))) if text else None
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of local ranks, such as 0,1") from error
+
+
+def filters(text: str) -> tuple[str, ...]:
+    """Texts with commas between them; two commas stand for one in a text, as for torchrun."""
+    mark = "\0"
+    return tuple(one.replace(mark, ",") for one in text.replace(",,", mark).split(",") if one)
+
+
+LISTS = (names, remedies, signals, local_ranks, filters)
 """those that take several values"""
 
 

@@ -12,8 +12,22 @@ from collections.abc import Mapping
 
 from ..errors import Refused
 from . import policy_file
-from .option_values import factor, names, remedies, seconds, signals, whole
+from .option_values import (
+    factor,
+    filters,
+    local_ranks,
+    names,
+    positive_seconds,
+    remedies,
+    seconds,
+    signals,
+    slow_factor,
+    whole,
+)
 from .policy_file import Policy
+
+NUMA = ["node", "socket", "exclusive", "core-complex"]
+"""values of --numa-binding"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -86,20 +100,21 @@ def _add_those_of_torchrun(to: _Options) -> None:
     to.option(
         "-r", "--redirects", default="0", help="Output that goes to files: 1 stdout, 2 stderr, 3 both; or 0:3,1:1."
     )
-    to.option("-t", "--tee", default="0", help="Not done.")
-    to.both("local-ranks-filter", default="", help="Not done.")
-    to.both("duplicate-stdout-filters", default="", help="Not done.")
-    to.both("duplicate-stderr-filters", default="", help="Not done.")
+    to.option("-t", "--tee", default="0", help="Output that goes to files and to the console, as for --redirects.")
+    to.both("local-ranks-filter", type=local_ranks, default="", help="The console gets the output of these ranks: 0,1.")
+    duplicates = "Lines of --tee that have one of these texts go to filtered_{}.log as well: a,b."
+    to.both("duplicate-stdout-filters", type=filters, default="", help=duplicates.format("stdout"))
+    to.both("duplicate-stderr-filters", type=filters, default="", help=duplicates.format("stderr"))
     to.both("node-rank", type=whole(0), default=0, help="Number of this node, for --rdzv-backend static.")
     to.both("master-addr", default="127.0.0.1", help="MASTER_ADDR of the ranks; of several nodes: the one of rank 0.")
     to.both("master-port", type=whole(0), help="MASTER_PORT of the ranks. Default: a new one for each attempt.")
     to.both("local-addr", help="Address of this node for the others.")
-    to.both("logs-specs", help="Not done.")
-    to.both("numa-binding", choices=["node", "socket", "exclusive", "core-complex"], help="Not done.")
+    to.both("logs-specs", help="Not done: it names a class of torchrun's agent.")
+    to.both("numa-binding", choices=NUMA, help="Bind each rank to processors near its GPU.")
     ending = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
     to.both("signals-to-handle", type=signals, default=ending, help="Signals that end the job.")
     to.both("shutdown-timeout", type=seconds, default=30.0, help="Seconds that ranks have to end after such a signal.")
-    to.both("virtual-local-rank", action="store_true", help="Not done.")
+    to.both("virtual-local-rank", action="store_true", help="Each rank sees its own GPU alone, as number 0.")
 
 
 def _add_own(to: _Options) -> None:
@@ -132,6 +147,18 @@ def _add_own(to: _Options) -> None:
         help="Limit in seconds of what has no measure yet, as the first step, and of a save. Default 3600.",
     )
     to.option("--records", metavar="DIR", help="Directory for logs of steps, saves and attempts.")
+    to.option(
+        "--slow-factor",
+        type=slow_factor,
+        default=2.0,
+        help="The slow rank is named when steps take so many times as long as usual; 0: never. Default 2.",
+    )
+    to.option(
+        "--slow-window",
+        type=positive_seconds,
+        default=10.0,
+        help="Seconds of training over which the duration of a step is taken. Default 10.",
+    )
     to.option(
         "--policy", help=f"File with options as `name: value`. Default: {policy_file.NAME} in this folder, if there."
     )

@@ -34,6 +34,8 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Names the file to which a rank writes the error that ends it, in the format of torch.distributed.elastic."""
 PYTHON = [sys.executable, "-u", *(["-P"] if sys.version_info >= (3, 11) else []), "-m"]
 """How Python is started: as torchrun does, with output that is not held back."""
+CPUS = "LASTGOOD_CPUS"
+"""The variable with the processors to which a rank is bound, with commas between them; a rank does not see it."""
 STACKS = signal.SIGRTMIN + 9
 """The signal that makes a rank write the stacks of its threads. Neither Python, torch nor a scheduler uses it."""
 STACKS_FILE = "stacks.txt"
@@ -64,6 +66,8 @@ def become_rank(supervisor: int, environment: Mapping[str, str]) -> None:
 
 def run(program: Program) -> None:
     """Run the program as `__main__` in this process. Returns at its end; raises what it raises."""
+    if cpus := os.environ.pop(CPUS, ""):
+        os.sched_setaffinity(0, map(int, cpus.split(",")))
     if program.kind == "command":
         os.execvp(program.name, [program.name, *program.arguments])
     write_stacks_on_signal(os.environ.get(ERROR_FILE, ""))

@@ -106,7 +106,7 @@ class Supervisor:
             path = Path(self._job.log_dir).absolute() / f"{self._job.run_id}_{self._id}"
             path.mkdir(parents=True)
             yield path
-        elif any(self._job.redirects.values()):
+        elif self._job.outputs.any_file:
             path = Path(tempfile.mkdtemp(prefix="lastgood-run-"))
             self._report(f"the output of the ranks is in {path}")
             yield path
@@ -171,6 +171,7 @@ class Supervisor:
             phases=reported.phases(lived),
             cause=cause,
             answer=f"{follows.act}: {follows.why}",
+            slow=lived.slow,
         )
         if self._job.records is not None:
             self._summary = job_summary.added(self._summary, record, follows.restart)

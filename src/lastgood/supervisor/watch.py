@@ -105,17 +105,22 @@ def just_in_time_seconds(ranks: Sequence[RankProcess]) -> float:
 def stacks(ranks: Sequence[RankProcess]) -> dict[int, str]:
     """rank -> the stacks of its threads; ranks that do not answer in time, or cannot, are left out."""
     asked = [one for one in ranks if (one.folder / STACKS_FILE).exists() and _state(one.pid) not in hang.STATES]
+    before = {one.rank: _stacks_size(one) for one in asked}
     for one in asked:
         signal.pidfd_send_signal(one.descriptor, STACKS)
-    until, sizes = time.monotonic() + DUMP_SECONDS, dict[int, int]()
+    until, sizes = time.monotonic() + DUMP_SECONDS, before
     while time.monotonic() < until:
         time.sleep(POLL_SECONDS)
-        now = {one.rank: (one.folder / STACKS_FILE).stat().st_size for one in asked}
-        if now == sizes and all(now.values()):
+        now = {one.rank: _stacks_size(one) for one in asked}
+        if now == sizes and all(now[rank] > size for rank, size in before.items()):
             break
         sizes = now
-    found = {one.rank: (one.folder / STACKS_FILE).read_text(errors="replace") for one in asked}
-    return {rank: text for rank, text in found.items() if text}
+    found = {one.rank: (one.folder / STACKS_FILE).read_bytes()[before[one.rank] :] for one in asked}
+    return {rank: text.decode(errors="replace") for rank, text in found.items() if text}
+
+
+def _stacks_size(one: RankProcess) -> int:
+    return (one.folder / STACKS_FILE).stat().st_size
 
 
 def stuck(ranks: Sequence[RankProcess], texts: dict[int, str]) -> list[Stuck]:

@@ -19,6 +19,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "verdict",
             "checkpointer",
             "policy_file",
+            "slow",
         ),
         (
             "ranks that lost their connection are blamed",
@@ -26,6 +27,7 @@ MUTANTS: tuple[Mutant, ...] = (
             Swap("not follows", "follows"),
         ),
         ("of two values of a policy one is taken", "repeated-key-refused", Never()),
+        ("a rank like the others is named slow", "slow-rank-stands-out", Swap(">= bound", ">= 1")),
         ("a bound of the user is not kept", "restarts-bounded", Never()),
         ("a job that fails for ever is started for ever", "no-endless-restarts", Never()),
         ("a rank outlives its supervisor", "rank-dies-with-supervisor", Remove()),

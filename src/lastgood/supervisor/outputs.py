@@ -1,0 +1,156 @@
+"""Where the output of ranks goes: to the console, to files, or to both, with the options and formats of torchrun.
+
+Output for both goes to a file, from which the supervisor copies whole lines to the console between its other work.
+
+Invariants
+  1. A console that nobody reads does not keep the supervisor from watching the ranks: it gets what it takes without
+     waiting, and the rest stays in the file.
+  2. Each line reaches the console once, whole, after the name of its rank.
+"""
+
+from __future__ import annotations
+
+import codecs
+import io
+import os
+import select
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from string import Template
+
+STDOUT, STDERR = 1, 2
+"""bits of a redirection, and descriptors of the console"""
+NAMES = {STDOUT: "stdout", STDERR: "stderr"}
+TEMPLATE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
+"""the variable with another name of the rank before each line, as for torchrun"""
+PREFIX = "[${role_name}${local_rank}]:"
+"""that name where the variable does not give another one"""
+READ_BYTES, CONSOLE_BYTES, LINE_CHARACTERS = 1 << 16, 4096, 1 << 16
+"""taken from a file at once; given to the console at once, which a pipe takes whole (PIPE_BUF); the longest line that
+is kept whole"""
+LAST_SECONDS = 5.0
+"""how long the console has to take what is left when an attempt is over"""
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What is done with the output of ranks.
+
+    `redirects`: local rank -> bits of what goes to files. `tee`: local rank -> bits of what goes to the console too.
+    `shown`: local ranks whose output the console gets; None: all. `filters`: STDOUT or STDERR -> texts; lines of `tee`
+    that contain one of them go to a file of all ranks too. `template`: of the text before each line.
+    """
+
+    redirects: Mapping[int, int] = field(default_factory=dict)
+    tee: Mapping[int, int] = field(default_factory=dict)
+    shown: frozenset[int] | None = None
+    filters: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    template: str = PREFIX
+
+    def to_file(self, rank: int, stream: int) -> bool:
+        """Whether a stream of a local rank goes to a file."""
+        return bool((self.redirects.get(rank, 0) | self.tee.get(rank, 0)) & stream)
+
+    def to_console(self, rank: int) -> bool:
+        """Whether the console gets the output of a local rank that goes to no file."""
+        return self.shown is None or rank in self.shown
+
+    @property
+    def any_file(self) -> bool:
+        """Whether any output goes to a file."""
+        return any(self.redirects.values()) or any(self.tee.values())
+
+
+class _Tail:
+    """The file of one stream of one rank, from which lines are copied. `prefix`: before each line."""
+
+    def __init__(self, path: Path, stream: int, prefix: str) -> None:
+        self.stream = stream
+        self._file, self._prefix, self._text = os.open(path, os.O_RDONLY | os.O_CLOEXEC), prefix, ""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder = io.IncrementalNewlineDecoder(decoder, translate=True)
+        self.ended = False
+        """whether all of the file was read"""
+
+    def lines(self, last: bool) -> list[str]:
+        """The next lines, some of them; empty if there is no whole one. `last`: no more will be written."""
+        data = os.read(self._file, READ_BYTES)
+        self.ended = last and not data
+        self._text += self._decoder.decode(data, final=self.ended)
+        *whole, self._text = self._text.split("\n")
+        if self._text and (self.ended or len(self._text) > LINE_CHARACTERS):
+            whole, self._text = [*whole, self._text], ""
+        return [f"{self._prefix}{one}\n" for one in whole]
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+class Console:
+    """Copies the output of the ranks of one attempt to the console. `folder`: of the attempt."""
+
+    def __init__(self, outputs: Outputs, folder: Path) -> None:
+        self._outputs, self._folder = outputs, folder
+        self._tails = list[_Tail]()
+        self._filtered = {
+            stream: open(folder / f"filtered_{NAMES[stream]}.log", "w", errors="replace", buffering=1)  # noqa: SIM115
+            for stream, texts in outputs.filters.items()
+            if texts
+        }
+        self._unwritten = {STDOUT: b"", STDERR: b""}
+
+    def add(self, local: int, rank: int, role: str) -> None:
+        """Copy the output of one rank, whose files exist."""
+        if not self._outputs.to_console(local):
+            return
+        names = {"role_name": role, "rank": rank, "local_rank": local}
+        prefix = Template(self._outputs.template).safe_substitute(names)
+        for stream, name in NAMES.items():
+            if self._outputs.tee.get(local, 0) & stream:
+                self._tails.append(_Tail(self._folder / str(local) / f"{name}.log", stream, prefix))
+
+    def copy(self) -> None:
+        """Copy what the ranks have written and the console takes now."""
+        for one in self._tails:
+            self._copy(one, last=False)
+
+    def close(self) -> None:
+        """Copy what is left, after the ranks have ended, unless the console takes nothing for LAST_SECONDS."""
+        left, until = [*self._tails], time.monotonic() + LAST_SECONDS
+        while left and time.monotonic() < until:
+            one = left[0]
+            if self._copy(one, last=True):
+                until = time.monotonic() + LAST_SECONDS
+            elif self._unwritten[one.stream]:
+                select.select([], [one.stream], [], LAST_SECONDS)
+            elif one.ended:
+                left.pop(0)
+        for tail in self._tails:
+            tail.close()
+        for file in self._filtered.values():
+            file.close()
+
+    def _copy(self, tail: _Tail, last: bool) -> bool:
+        """Copy some lines, unless the console takes nothing now. Returns whether something was read or written."""
+        lines = list[str]()
+        if not self._unwritten[tail.stream]:
+            lines = tail.lines(last)
+            texts = self._outputs.filters.get(tail.stream, ())
+            for line in lines:
+                if any(text in line for text in texts):
+                    self._filtered[tail.stream].write(line)
+            self._unwritten[tail.stream] = "".join(lines).encode(errors="replace")
+        return self._write(tail.stream) or bool(lines)
+
+    def _write(self, stream: int) -> bool:
+        """Give the console what it takes without waiting. Returns whether it took something."""
+        before = data = self._unwritten[stream]
+        while data and select.select([], [stream], [], 0)[1]:
+            try:
+                data = data[os.write(stream, data[:CONSOLE_BYTES]) :]
+            except BrokenPipeError:
+                data = b""  # nobody reads the console any more; the file has everything
+        self._unwritten[stream] = data
+        return data != before
