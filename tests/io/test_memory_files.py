@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import resource
 from pathlib import Path
 
 import pytest
 
 from lastgood.errors import NoSpace
-from lastgood.io.files import PosixFile
+from lastgood.io.files import PosixFile, PosixFiles
 from lastgood.io.memory_files import MemoryFiles
 from lastgood.storage.directory import Disk
 
@@ -175,3 +176,93 @@ def test_a_moved_home_is_not_made_anew_for_files_that_do_not_fit(tmp_path: Path)
         file.reserve(1)
     file.close()
     assert not (tmp_path / "home").exists()
+
+
+def without_inodes(monkeypatch: pytest.MonkeyPatch, memory: Path) -> None:
+    """No further name can be made below `memory`, as in a tmpfs without inodes."""
+
+    def refused(call):
+        def checked(self, *paths, **options):
+            new = paths[1] if call is PosixFiles.link else paths[0]
+            makes = call is not PosixFiles.open or paths[1] == "new"
+            if makes and new.startswith(f"{memory}/") and not os.path.lexists(new):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), new)
+            return call(self, *paths, **options)
+
+        return checked
+
+    for name in ("open", "make_dir", "link"):
+        monkeypatch.setattr(PosixFiles, name, refused(getattr(PosixFiles, name)))
+
+
+def test_memory_without_inodes_sends_records_and_folders_to_the_disk(two: Two, monkeypatch, caplog) -> None:
+    """Data-loader workers had filled /dev/shm with small files: every save was refused, though the disk had room."""
+    disk, folder = Disk(two.files, str(two.memory)), "gen/a"
+    two.files.make_dir(two.path("gen"))
+    with monkeypatch.context() as full:
+        without_inodes(full, two.memory)
+        upload = disk.create(f"{folder}/large", 5)
+        upload.write_at(memoryview(b"12345"), 0)
+        upload.finish()
+        disk.put_new(f"{folder}/COMMIT", b"{}")
+        with pytest.raises(NoSpace):
+            disk.put_new("AGENT.json", b"{}")  # an agent would not find it there
+    assert not (two.memory / folder).exists() and caplog.text.count("(spilled file") == 2
+    assert disk.list(folder) == {"large": 5, "COMMIT": 2} and two.read(f"{folder}/COMMIT") == b"{}"
+    disk.put_new(f"{folder}/VERIFIED", b"{}")  # the folder is on the disk only
+    for name in ("VERIFIED", "COMMIT", "large"):
+        disk.delete(f"{folder}/{name}")
+    assert disk.list("gen") == {} and not [*two.disk.rglob("a")]
+    disk.put_new("gen/b/COMMIT", b"{}")
+    assert (two.memory / "gen/b/COMMIT").exists(), "memory is used again once it has inodes"
+
+
+def test_a_second_name_without_inodes_never_replaces_a_file(two: Two, monkeypatch) -> None:
+    two.files.make_dir(two.path("gen"))
+    two.write("gen/staged", b"new")
+    two.write("gen/taken", b"old")
+    with monkeypatch.context() as full:
+        without_inodes(full, two.memory)
+        with pytest.raises(FileExistsError):
+            two.files.link(two.path("gen/staged"), two.path("gen/taken"))
+        two.files.link(two.path("gen/staged"), two.path("gen/free"))
+    assert two.read("gen/taken") == b"old" and two.read("gen/free") == b"new"
+
+
+def test_a_record_goes_to_the_disk_if_others_have_filled_the_memory(two: Two, monkeypatch) -> None:
+    """Files of tensors leave room for records, but another job took it."""
+    two.files.make_dir(two.path("gen"))
+    reserve = PosixFile.reserve
+
+    def full(self: PosixFile, length: int) -> None:
+        if self._path.startswith(str(two.memory)):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        reserve(self, length)
+
+    monkeypatch.setattr(PosixFile, "reserve", full)
+    Disk(two.files, str(two.memory)).put_new("gen/COMMIT", b"{}")
+    assert (two.disk / "gen/COMMIT").read_bytes() == b"{}" and not [*(two.memory / "gen").iterdir()]
+
+
+def test_a_limit_on_the_length_of_files_is_named(tmp_path: Path) -> None:
+    """`ulimit -f` was reported as a full disk, on which space was to be freed."""
+    two, before = Two(tmp_path, free=1 << 30), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        with pytest.raises(NoSpace, match="longer than a file may be") as raised:
+            Disk(two.files, str(two.memory)).create("large", 2 << 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "ulimit -f" in raised.value.todo and not [*two.memory.iterdir()]
+
+
+def test_the_buffers_of_the_first_file_count_too(tmp_path: Path) -> None:
+    """They were not yet in use when the file was compared with the limit of the group, and the process was killed."""
+    two = Two(tmp_path, free=10)
+    two.write("first", b"123456")
+    assert [one.name for one in two.disk.iterdir()] == ["first"]
+    two.free = 12
+    two.write("second", b"123456")
+    two.free = 6
+    two.write("third", b"123456")
+    assert {one.name for one in two.memory.iterdir()} == {"second", "third"}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lastgood.io.memory_limits import MARGIN_BYTES, available_bytes
+from lastgood.io.memory_limits import MARGIN_BYTES, MARGIN_LEAST_BYTES, available_bytes
 
 GIB = 1 << 30
 V2 = "sys/fs/cgroup"
@@ -68,3 +68,15 @@ def test_a_group_that_is_full_leaves_nothing(tmp_path: Path) -> None:
 
 def test_without_any_of_these_files_nothing_is_known(tmp_path: Path) -> None:
     assert available_bytes(str(tmp_path)) is None
+
+
+def test_a_small_group_leaves_room_for_the_agent_and_the_buffers(tmp_path: Path) -> None:
+    """A sixteenth of 560 MiB was left, and the training process was killed."""
+    files = {"proc/self/cgroup": "0::/\n", **group(V2, str(GIB // 2), GIB // 8)}
+    assert available_bytes(written(tmp_path, files)) == GIB // 2 - GIB // 8 - MARGIN_LEAST_BYTES
+
+
+def test_pages_that_wait_for_a_disk_are_not_free(tmp_path: Path) -> None:
+    files = {"proc/self/cgroup": "0::/\n", **group(V2, str(16 * GIB), 10 * GIB, cached=3 * GIB)}
+    files[f"{V2}/memory.stat"] += f"file_dirty {GIB}\nfile_writeback {GIB}\n"
+    assert available_bytes(written(tmp_path, files)) == 16 * GIB - 9 * GIB - MARGIN_BYTES

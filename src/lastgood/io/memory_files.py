@@ -5,7 +5,9 @@ machine stops.
 
 Invariants
   1. A name is in memory or in the spill folder, or for an instant in both; then the one in memory counts.
-  2. A file moves from memory to the spill folder only while it is empty, before its first byte is written.
+  2. A file moves from memory to the spill folder only while it is empty, before its first byte is written. Folders and
+     records go there too where memory has no room for them, or no more names (inodes). What lies in the folder of the
+     run itself does not: it is found without knowing the spill folder, or is a hint.
   3. Memory is taken only within the limits of the tmpfs, the machine and the control groups: a process that goes past
      the limit of its control group would be killed.
 The memory of deleted files is used again (reused_files.py).
@@ -25,7 +27,7 @@ from ..ports import OpenMode
 from . import files
 from .files import PosixFile, PosixFiles
 from .memory_limits import available_bytes
-from .os_errors import FULL, NoMemory
+from .os_errors import USED_UP, NoMemory
 from .reused_files import ReusedFiles, hold
 
 RECORDS_BYTES = 8 << 20
@@ -34,6 +36,7 @@ SMALLER = (
     "Save smaller states, keep fewer in memory (Tier(retention=Keep(last=1))), or give the job more memory; in a "
     "container also a larger /dev/shm."
 )
+NAMES = "Remove what fills the tmpfs with small files (df -i shows it), or mount it with more nr_inodes."
 _RESERVING = ".reserving.lock"
 
 
@@ -52,16 +55,23 @@ class MemoryFiles:
     """
 
     def __init__(self, root: str, spill: str | None = None, free: Callable[[str], int] = free_bytes) -> None:
-        self._root, self._spill, self._free, self._files = root, spill, free, PosixFiles()
+        self.root, self._spill, self._free, self._files = root, spill, free, PosixFiles()
         self.reused = ReusedFiles(root)
         self.spilled = 0
         """the number of files that did not fit since this object was made"""
+        self._longest = 0
+        """the longest file that was written: buffers of this length take their memory already"""
 
     def open(self, path: str, mode: OpenMode, *, direct: bool = False, fresh: bool = False) -> PosixFile | MemoryFile:
         """As `ports.Files.open`. Files in memory need no direct I/O, and no other medium shows their bytes."""
         if mode == "new":
             self._require_free(path)
-            return MemoryFile(self, path, self._files.open(path, "new"))
+            try:
+                return MemoryFile(self, path, self._files.open(path, "new"))
+            except OSError as error:
+                if not self._goes_to_disk(path, error):
+                    raise
+                return self.spill(path, 0)
         try:
             return self._opened(path, mode)
         except FileNotFoundError:
@@ -101,29 +111,43 @@ class MemoryFiles:
         """
         try:
             self._files.make_dir(path)
-        except FileNotFoundError:
-            if os.path.isdir(self._root):
+        except OSError as error:
+            if self._goes_to_disk(path, error):
+                os.makedirs(self._place_on_disk(path), mode=0o700)
+                return
+            if error.errno != errno.ENOENT or os.path.isdir(self.root):
                 raise
             self._make_root()  # guard: removed-memory-made-anew
             reporting.threat(
-                f"{self._root} was removed while the run was open, with what was only there: it is made anew. If "
+                f"{self.root} was removed while the run was open, with what was only there: it is made anew. If "
                 "logging out removes it, set RemoveIPC=no in logind.conf, or name another tmpfs in LASTGOOD_MEMORY."
             )
             os.makedirs(path, mode=0o700, exist_ok=True)
 
     def _make_root(self) -> None:
         """Make the folder of the run, and that of the user above it. Raises PermissionError if others could read it."""
-        parent = os.path.dirname(self._root)
+        parent = os.path.dirname(self.root)
         with contextlib.suppress(FileExistsError):
             os.mkdir(parent, 0o700)
         found = os.lstat(parent)
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
             raise PermissionError(errno.EPERM, "it is not of this user alone", parent)
-        os.mkdir(self._root, 0o700)
+        os.mkdir(self.root, 0o700)
 
     def link(self, old: str, new: str) -> None:
         self._require_free(new)
-        self._files.link(old, new)  # records, which are never spilled
+        try:
+            self._files.link(old, new)
+        except OSError as error:
+            elsewhere = self._spilled(old)
+            if error.errno not in (errno.ENOENT, errno.ENOSPC) or elsewhere is None:
+                raise
+            if os.path.lexists(new):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new) from error
+            if os.path.lexists(old):  # a tmpfs counts a further name like a further file
+                self._files.rename(old, new)
+            else:
+                self._files.link(elsewhere, self._place_on_disk(new))
 
     def rename(self, old: str, new: str) -> None:
         """As `ports.Files.rename`: the last removal shows the new file, if the two lie in different folders."""
@@ -168,15 +192,19 @@ class MemoryFiles:
 
     @contextlib.contextmanager
     def room_for(self, length: int) -> Iterator[None]:
-        """Inside, no other process of this user takes memory for files. Raises ENOSPC if `length` bytes do not fit."""
-        path = os.path.join(os.path.dirname(self._root), _RESERVING)
+        """Inside, no other process of this user takes memory for files. Raises ENOSPC if `length` bytes do not fit.
+
+        While the first file of this length is written, the buffers that it comes from take as much memory once more.
+        """
+        path = os.path.join(os.path.dirname(self.root), _RESERVING)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)  # guard: memory-reserved-one-by-one
-            if length > self._free(self._root):
+            needed = length if length <= self._longest else 2 * length  # guard: buffers-of-first-file-counted
+            if needed > self._free(self.root):
                 self.reused.drop()  # guard: reused-memory-freed-first
-            if length > self._free(self._root):  # guard: memory-limit-before-reserve
-                raise OSError(errno.ENOSPC, "not enough memory", self._root)
+            if needed > self._free(self.root):  # guard: memory-limit-before-reserve
+                raise OSError(errno.ENOSPC, "not enough memory", self.root)
             yield
         finally:
             os.close(fd)
@@ -186,9 +214,7 @@ class MemoryFiles:
 
         Raises NoMemory if there is none, or if its disk is full too, and its other errors.
         """
-        elsewhere = self._spilled(path)
-        if elsewhere is None or self._spill is None or not os.path.isdir(os.path.dirname(os.path.dirname(self._spill))):
-            raise NoMemory("not enough memory, and no disk of this machine below it", path, SMALLER)
+        elsewhere = self._place_on_disk(path)
         try:
             os.makedirs(os.path.dirname(elsewhere), mode=0o700, exist_ok=True)
             file = self._files.open(elsewhere, "new")
@@ -199,20 +225,48 @@ class MemoryFiles:
                 self._files.remove(elsewhere)
                 raise
         except OSError as error:
-            if error.errno not in FULL:
+            if error.errno not in USED_UP:
                 raise
             what = f"not enough memory, and {self._spill}, where it would be written instead, is full too"
             raise NoMemory(what, path, f"Free space on the disk of {self._spill}. {SMALLER}") from error
         self.spilled += 1
         if reporting.is_reported(self.spilled):
+            short, remedy = ("has no inodes left", NAMES) if self._has_no_names() else ("is short", SMALLER)
             reporting.warning(
-                f"memory is short: {os.path.relpath(path, self._root)} was written to {self._spill} instead (spilled "
-                f"file {self.spilled}). {SMALLER}"
+                f"memory {short}: {os.path.relpath(path, self.root)} was written to {self._spill} instead (spilled "
+                f"file {self.spilled}). {remedy}"
             )
         return file
 
+    def note_written(self, length: int) -> None:
+        """Note that a file of this length was written."""
+        self._longest = max(self._longest, length)
+
+    def _has_no_names(self) -> bool:
+        """Whether no further file can be made in memory, however short."""
+        found = os.statvfs(self.root)
+        return bool(found.f_files) and not found.f_favail
+
+    def _goes_to_disk(self, path: str, error: OSError) -> bool:
+        """Whether a name goes to the spill folder: memory has no room for it, or only that folder has its parent."""
+        parent = os.path.dirname(path)
+        if parent == self.root:
+            return False
+        if error.errno == errno.ENOENT:
+            elsewhere = self._spilled(parent)
+            return elsewhere is not None and os.path.isdir(elsewhere) and os.path.isdir(self.root)
+        return error.errno == errno.ENOSPC  # guard: names-spilled-without-inodes
+
+    def _place_on_disk(self, path: str) -> str:
+        """Where a name lies in the spill folder. Raises NoMemory if there is no disk for it."""
+        elsewhere = self._spilled(path)
+        if elsewhere is None or self._spill is None or not os.path.isdir(os.path.dirname(os.path.dirname(self._spill))):
+            remedy = NAMES if self._has_no_names() else SMALLER
+            raise NoMemory("not enough memory, and no disk of this machine below it", path, remedy)
+        return elsewhere
+
     def _spilled(self, path: str) -> str | None:
-        return None if self._spill is None else os.path.join(self._spill, os.path.relpath(path, self._root))
+        return None if self._spill is None else os.path.join(self._spill, os.path.relpath(path, self.root))
 
     def _require_free(self, path: str) -> None:
         if (elsewhere := self._spilled(path)) and os.path.lexists(elsewhere):
@@ -220,7 +274,10 @@ class MemoryFiles:
 
 
 class MemoryFile:
-    """`ports.File` over a new file in memory. `reserve` moves it to the spill folder if it does not fit."""
+    """`ports.File` over a new file in memory, which moves to the spill folder if it does not fit.
+
+    That is found out by `reserve`; where that is not called, as for a record, by the first write.
+    """
 
     def __init__(self, files: MemoryFiles, path: str, file: PosixFile) -> None:
         self._files, self._path, self._file = files, path, file
@@ -232,6 +289,13 @@ class MemoryFile:
         return self._file.read_into(mv, offset)
 
     def write_at(self, mv: memoryview, offset: int) -> int:
+        if offset == 0 and not self._file.size():
+            try:
+                self._file.reserve(len(mv))
+            except OSError as error:
+                if error.errno != errno.ENOSPC or os.path.dirname(self._path) == self._files.root:
+                    raise
+                self._spill(0)
         return self._file.write_at(mv, offset)
 
     def reserve(self, length: int) -> None:
@@ -246,11 +310,14 @@ class MemoryFile:
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
-            spilled = self._files.spill(self._path, length)
-            with contextlib.suppress(OSError):
-                os.unlink(self._path)  # not through `self._files`, which would remove the spilled one too
-            self._file.close()
-            self._file = spilled
+            self._spill(length)
+
+    def _spill(self, length: int) -> None:
+        spilled = self._files.spill(self._path, length)
+        with contextlib.suppress(OSError):
+            os.unlink(self._path)  # not through `self._files`, which would remove the spilled one too
+        self._file.close()
+        self._file = spilled
 
     def resize(self, length: int) -> None:
         self._file.resize(length)
@@ -259,4 +326,6 @@ class MemoryFile:
         """Nothing is to be done, as for `MemoryFiles.sync_dir`."""
 
     def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._files.note_written(self._file.size())
         self._file.close()

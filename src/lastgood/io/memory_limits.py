@@ -14,7 +14,12 @@ from collections.abc import Iterator
 MARGIN_BYTES = 1 << 30
 """What is left for the processes of the job, at most."""
 MARGIN_SHARE = 16
-"""Of a small limit, one part of so many is left."""
+"""Of a smaller limit, one part of so many is left."""
+MARGIN_LEAST_BYTES = 192 << 20
+"""What is left of any limit: for the agent, and for the buffers in which saves are verified and copied."""
+_STATISTICS = "inactive_file", "file_dirty", "file_writeback"
+_STATISTICS_1 = "total_inactive_file", "total_dirty", "total_writeback"
+"""In version 1 of control groups: pages of the page cache, those not yet written, and those being written."""
 _NO_LIMIT = 1 << 60
 """Version 1 of control groups reports a number near 2**63 where there is no limit."""
 
@@ -47,27 +52,27 @@ def _of_groups(root: str) -> Iterator[int]:
         return
     for number, controllers, path in (one for one in lines if len(one) == 3):
         if number == "0":
+            yield from _of_group_and_parents(root, "sys/fs/cgroup", path, "memory.max", "memory.current", _STATISTICS)
             yield from _of_group_and_parents(
-                root, "sys/fs/cgroup", path, "memory.max", "memory.current", "inactive_file"
-            )
-            yield from _of_group_and_parents(
-                root, "sys/fs/cgroup/unified", path, "memory.max", "memory.current", "inactive_file"
+                root, "sys/fs/cgroup/unified", path, "memory.max", "memory.current", _STATISTICS
             )
         elif "memory" in controllers.split(","):
-            names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-            yield from _of_group_and_parents(root, "sys/fs/cgroup/memory", path, *names)
+            names = "memory.limit_in_bytes", "memory.usage_in_bytes"
+            yield from _of_group_and_parents(root, "sys/fs/cgroup/memory", path, *names, _STATISTICS_1)
 
 
-def _of_group_and_parents(root: str, mount: str, path: str, limit: str, usage: str, cached: str) -> Iterator[int]:
+def _of_group_and_parents(
+    root: str, mount: str, path: str, limit: str, usage: str, names: tuple[str, str, str]
+) -> Iterator[int]:
     parts = [one for one in path.split("/") if one and one != ".."]
     for depth in range(len(parts), -1, -1):
         folder = os.path.join(root, mount, *parts[:depth])
         with contextlib.suppress(OSError, ValueError):  # a container sees only the groups below its own
             most = int(_text(folder, limit))  # "max" is no number: there is no limit
             if most < _NO_LIMIT:
-                # Clean pages of the page cache are given back under pressure.
-                used = int(_text(folder, usage)) - _statistic(folder, cached)
-                yield most - used - _margin(most)
+                # Clean pages of the page cache are given back under pressure. Others wait for a disk, perhaps too long.
+                cached, dirty, written = (_statistic(folder, one) for one in names)
+                yield most - int(_text(folder, usage)) + max(0, cached - dirty - written) - _margin(most)
 
 
 def _statistic(folder: str, name: str) -> int:
@@ -84,4 +89,4 @@ def _text(folder: str, name: str) -> str:
 
 
 def _margin(total: int) -> int:
-    return min(MARGIN_BYTES, total // MARGIN_SHARE)
+    return min(MARGIN_BYTES, max(total // MARGIN_SHARE, MARGIN_LEAST_BYTES))

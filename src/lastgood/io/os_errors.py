@@ -14,8 +14,10 @@ from typing import NamedTuple
 
 from ..errors import Damaged, LastgoodError, MissingBlob, NoSpace, NotWritable, Refused, TierDown
 
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""the disk, the quota or the largest length of a file is used up"""
+USED_UP = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""the disk or the quota is used up"""
+FULL = USED_UP | {errno.EFBIG}
+"""as USED_UP, or the file is longer than it may be"""
 NOT_PERMITTED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 NOT_A_FILE = frozenset({errno.ELOOP, errno.EISDIR, errno.ESPIPE})
 """a symbolic link, a folder or a pipe stands where a regular file is expected"""
@@ -46,9 +48,14 @@ class Row(NamedTuple):
 
 
 _COMMITTED = "Every committed generation is untouched"
+_SHORTER = (
+    "Raise the limit on the length of files (ulimit -f unlimited; LimitFSIZE= in a unit of systemd), or save to a file "
+    "system, or an object store, that takes files of this length."
+)
 IN_A_RUN = (
+    Row(frozenset({errno.EFBIG}), NoSpace, "longer than a file may be:", f"{_COMMITTED}.", _SHORTER),
     Row(
-        FULL,
+        USED_UP,
         NoSpace,
         "no space left for",
         f"{_COMMITTED}, and training can go on.",
@@ -60,7 +67,8 @@ IN_A_RUN = (
 )
 _AT_ANY_OTHER = Row(frozenset(), TierDown, "the disk failed:")
 AT_A_PATH = (
-    Row(FULL, NoSpace, "no space left for", "", "Free space on this disk, or give another place."),
+    Row(frozenset({errno.EFBIG}), NoSpace, "longer than a file may be:", "", _SHORTER),
+    Row(USED_UP, NoSpace, "no space left for", "", "Free space on this disk, or give another place."),
     Row(WRONG_PATH, Refused, "", "", "Check the path."),
     Row(
         NOT_PERMITTED | NOT_SUPPORTED | {errno.ELOOP},  # a symbolic link where none is followed

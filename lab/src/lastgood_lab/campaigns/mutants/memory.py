@@ -26,6 +26,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         ("memory that was removed under a job is not made anew", "removed-memory-made-anew", Remove()),
         ("milestones stay in memory for ever", "memory-keeps-no-milestones", Never()),
+        ("a first file is compared without its buffers", "buffers-of-first-file-counted", Swap("2 * length", "length")),
+        ("memory without inodes refuses every save", "names-spilled-without-inodes", Instead("return False")),
     ),
     *table(
         "agent",
