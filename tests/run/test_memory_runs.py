@@ -308,3 +308,44 @@ def test_a_listing_of_a_run_names_what_is_newer_in_memory(run: Run, call) -> Non
     assert subprocess.run([sys.executable, "-c", KILLED, path, str(run.home)]).returncode == -signal.SIGKILL
     code, out, _ = call("ls", str(run.home))
     assert code == 0 and "holds step 7 of this run, which is newer" in " ".join(out.split())
+
+
+def test_what_only_memory_has_is_loaded_verified_shown_and_exported(run: Run, tmp_path: Path, call, call_json) -> None:
+    """`lastgood.load` returned an older step than `restore()`, and the commands said that nothing was committed."""
+    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    lastgood.save(run.home, Training().state, step=0)
+    assert subprocess.run([sys.executable, "-c", KILLED, path, str(run.home)]).returncode == -signal.SIGKILL
+    assert lastgood.load(run.home).restored.step == 7
+    assert lastgood.load(run.home, step=0).restored.step == 0, "what the home has is read there"
+    for command in (["verify"], ["show"], ["export", "--to", str(tmp_path / "model.safetensors")]):
+        code, out, err = call(command[0], str(run.home), *command[1:])
+        assert code == 0 and f"step 7 was read from memory://{run.memory}" in " ".join(err.split()), (command, out)
+    assert call_json("show", str(run.home))[1]["step"] == 7
+    (blob,) = run.memory.glob("gen/000000000007-*/*.safetensors")
+    data = bytearray(blob.read_bytes())
+    data[-1] ^= 1
+    blob.write_bytes(data)
+    assert call_json("verify", str(run.home))[0] == 4
+    with reported("stepping over"):
+        assert lastgood.load(run.home).restored.step < 7
+
+
+def test_the_memory_of_another_run_is_not_loaded(run: Run) -> None:
+    """The home was removed and a new run was begun there; the memory of the old one was left."""
+    run.train(3)
+    ended(str(run.memory))
+    shutil.rmtree(run.home)
+    lastgood.save(run.home, {"n": 1}, step=1)
+    assert lastgood.load(run.home).restored.step == 1
+
+
+def test_a_part_of_a_newer_save_in_memory_is_named_and_not_read(tmp_path, memory, call, call_json) -> None:
+    """Of a job on several nodes each has the files of its ranks: a load of a part would have found damage."""
+    golden = Path(__file__).parents[1] / "golden" / "ranks"
+    home = Path(shutil.copytree(golden, tmp_path / "home"))
+    assert call_json("agent", "stage", str(home), "--ranks", "1")[0] == 0
+    shutil.rmtree(next((home / "gen").glob("000000000004-*")))
+    (home / "POINTER.json").unlink(missing_ok=True)
+    code, _, err = call("show", str(home))
+    assert code == 0 and "step 4 is newer, and lies in the memory of several nodes" in " ".join(err.split())
+    assert lastgood.load(home).restored.step == 2

@@ -13,9 +13,9 @@ import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ..format import commit, layout
+from ..format import layout
 from ..limits import CHUNK_BYTES
-from ..run import access
+from ..run import access, read_places
 from ..run.content import Content
 from ..run.watched import Watched
 from .answer import DIFFERS, Answer
@@ -38,12 +38,11 @@ def diff(
     as_json: Json = False,
 ) -> Answer:
     """Which tensors and values differ between two generations, and how much. Exit code 7 when any does."""
-    tier = access.for_reading(run)
-    survey = commit.survey(tier)
-    one, two = pick(survey, step1), pick(survey, step2)
+    places = read_places.found(access.for_reading(run))
+    one, two = pick(places.survey, step1), pick(places.survey, step2)
     with progress("comparing", one.bytes + two.bytes) as count_bytes:
-        watched = Watched(tier, count_bytes)
-        data = {"place": tier.place, **compared(Content(watched, one), Content(watched, two))}
+        contents = [Content(Watched(places.tier_of(at.id), count_bytes), at) for at in (one, two)]
+        data = {"place": places.place, **compared(*contents)}
     return Answer(data, compared_view(data), 0 if data["same"] else DIFFERS)
 
 

@@ -8,9 +8,8 @@ import typer
 from rich.text import Text
 
 from ..convert import exporting
-from ..format import commit
 from ..policy import restore
-from ..run import access, paths
+from ..run import access, paths, read_places
 from ..run.watched import Watched
 from ..units import size
 from .answer import Answer
@@ -48,9 +47,10 @@ def export(
     """Write the tensors of a generation, verified on the way. The file or folder appears whole or not at all."""
     to = paths.local(to, "--to")
     require_suffix(to, (*FILES, ".dcp", "/"))
-    tier = access.for_reading(run)
-    survey = commit.survey(tier)
+    places = read_places.found(access.for_reading(run))
+    survey = places.survey
     generation = pick(survey, step)
+    tier = places.tier_of(generation.id)
     with progress("exporting", generation.bytes) as count_bytes:
         data = exporting.export(Watched(tier, count_bytes), generation, to, only, force, shard)
     count = plural(data["tensors"], "tensor")
@@ -59,5 +59,6 @@ def export(
     newer = restore.choose(survey, None).passed_over if step is None else []
     over = [(at, why) for at, why in newer if at.step >= generation.step]
     data["stepped_over"] = [{**named(at), "why": why} for at, why in over]
-    note = "\n".join(f"stepped over {at}: {clean(why)}" for at, why in over)
+    notes = [f"stepped over {at}: {clean(why)}" for at, why in over]
+    note = "\n".join([*notes, *filter(None, [places.remark(generation.id)])])
     return Answer(data, Text(clean(text, "\n")), note=note)

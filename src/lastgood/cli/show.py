@@ -10,9 +10,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 from rich.tree import Tree
 
-from ..format import commit
 from ..format.commit import Survey
-from ..run import access
+from ..run import access, read_places
 from ..run.content import Content
 from ..units import size
 from .answer import Answer
@@ -30,10 +29,11 @@ def show(
     as_json: Json = False,
 ) -> Answer:
     """What a generation holds: names, types, shapes, bytes, aliases, values. Reads no tensor."""
-    tier = access.for_reading(run)
-    survey = commit.survey(tier)
-    data = contents(survey, Content(tier, pick(survey, step)), tier.place)
-    return Answer(data, contents_view(data, depth))
+    places = read_places.found(access.for_reading(run))
+    generation = pick(places.survey, step)
+    tier = places.tier_of(generation.id)
+    data = contents(places.survey, Content(tier, generation), tier.place)
+    return Answer(data, contents_view(data, depth), note=places.remark(generation.id))
 
 
 def contents(survey: Survey, content: Content, place: str) -> dict[str, Any]:

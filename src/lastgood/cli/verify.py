@@ -13,13 +13,12 @@ from rich.text import Text
 
 from ..engine import guard
 from ..errors import Damaged, NotFinite
-from ..format import commit
 from ..format.commit import Survey
 from ..limits import WORKERS
 from ..policy import restore
-from ..ports import Tier
 from ..records import LAYERS, Finding, GenerationId, intact
-from ..run import access
+from ..run import access, read_places
+from ..run.read_places import ReadPlaces
 from ..run.watched import Watched
 from ..units import size
 from .answer import Answer
@@ -28,7 +27,7 @@ from .protection import unprotected
 from .selection import find
 from .sweep import damage
 from .terminal import clean, progress
-from .texts import NOTHING_YET, named, newest_first, state_text
+from .texts import NOTHING_YET, id_of, named, newest_first, state_text
 
 FINDINGS_SHOWN = 20
 
@@ -56,18 +55,18 @@ def verify(
     layers = [one for one in LAYERS if one not in without]
     if not layers:
         raise typer.BadParameter("--without every layer leaves nothing to check.")
-    tier = access.for_reading(run)
-    survey = commit.survey(tier)
-    rows = _read(tier, survey, _selected(survey, step, every), layers)
+    places = read_places.found(access.for_reading(run))
+    rows = _read(places, _selected(places.survey, step, every), layers)
     data = {
-        "place": tier.place,
+        "place": places.place,
         "good": all(one["good"] for one in rows),
         "intact": all(one["intact"] for one in rows),
         "layers": layers,
         "generations": rows,
     }
     code = 0 if data["good"] else NotFinite.exit_code if data["intact"] else Damaged.exit_code
-    return Answer(data, verified_view(data), code)
+    remarks = dict.fromkeys(places.remark(id_of(row)) for row in rows)
+    return Answer(data, verified_view(data), code, note="\n".join(filter(None, remarks)))
 
 
 class _Selection(NamedTuple):
@@ -95,14 +94,13 @@ def _selected(survey: Survey, step: str | None, every: bool) -> _Selection:
     return _Selection(wanted, bad)
 
 
-def _read(tier: Tier, survey: Survey, selection: _Selection, layers: list[str]) -> list[dict[str, Any]]:
-    wanted, bad = selection
-    rows, lacking = [], unprotected(tier, survey)
+def _read(places: ReadPlaces, selection: _Selection, layers: list[str]) -> list[dict[str, Any]]:
+    survey, (wanted, bad) = places.survey, selection
+    rows, lacking = [], unprotected(places.tier, places.here)
     total = sum(survey.generations[at].bytes for at in wanted if at not in bad)
     with progress("reading", total) as count_bytes, ThreadPoolExecutor(WORKERS) as workers:
-        watched = Watched(tier, count_bytes)
         for at in wanted:
-            begun = time.monotonic()
+            begun, watched = time.monotonic(), Watched(places.tier_of(at), count_bytes)
             findings = bad[at] if at in bad else damage(watched, survey.generations[at], workers, layers)
             read_bytes = 0 if at in bad else survey.generations[at].bytes
             rows.append(_row(at, findings, read_bytes, time.monotonic() - begun, lacking.get(at, "")))

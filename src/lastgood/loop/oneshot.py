@@ -8,15 +8,14 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, overload
 
+from .. import reporting
 from ..coordination.single_rank import SingleRank
 from ..engine.arena import Arena
 from ..errors import Refused
-from ..format import commit
 from ..limits import CHUNK_BYTES, STEP_LIMIT, WORKERS
 from ..policy.arguments import is_whole, require
 from ..records import Generation
-from ..run import access
-from ..run.candidates import ReadOnlyRun
+from ..run import access, read_places
 from ..run.save import ReadyChunks, SaveRequest
 from ..run.writer import RunWriter
 from ..snapshot import staging
@@ -116,6 +115,8 @@ def load_once(
 ) -> Restored | Loaded:
     """Load the newest good generation of the run at `path`, or that of `step`. The run is neither changed nor locked.
 
+    A generation that only the memory of this machine has (`Tier("memory://")`) is loaded from there.
+
     With `state`, the generation is loaded into the live objects there, and a Restored is returned. The state may lack
     top-level entries of the generation: `lastgood.load(path, {"model": model})` takes the model out of a training run.
     Within the entries that it has, everything must fit, unless strict=False (default True), which skips what does not.
@@ -147,8 +148,10 @@ def load_once(
         if state is not None
         else DictRequest(content, step, include, exclude)
     )
-    tier = access.for_reading(path)
-    with ThreadPoolExecutor(max(WORKERS, tier.reads_at_once), "lastgood-read") as workers:
-        found = load(request, ReadOnlyRun(tier, commit.survey(tier), workers), SingleRank())
+    places = read_places.found(access.for_reading(path))
+    with ThreadPoolExecutor(max(WORKERS, places.tier.reads_at_once), "lastgood-read") as workers:
+        found = load(request, read_places.RunOfPlaces(places, workers), SingleRank())
     report(found, "loaded")
+    if found.generation is not None and (remark := places.remark(found.generation.id)):
+        reporting.info(remark)
     return found if state is not None else Loaded(content, found)

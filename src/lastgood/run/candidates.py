@@ -79,7 +79,9 @@ class ReadOnlyRun:
         return Arena(total_bytes, chunk_bytes)
 
     def examine(self, generation: Generation, topic: AnyTopic | None = None) -> list[Finding]:
-        return read_all(self._tier, generation, Arena(EXAMINATION_CHUNKS * CHUNK_BYTES, CHUNK_BYTES), self.workers)
+        return read_all(
+            self.place_of(generation), generation, Arena(EXAMINATION_CHUNKS * CHUNK_BYTES, CHUNK_BYTES), self.workers
+        )
 
     def mark(self, generation: Generation, findings: list[Finding]) -> None:
         """Stores nothing: a run that is open for reading is never changed."""
