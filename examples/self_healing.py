@@ -95,7 +95,7 @@ def play_trouble(troubles: list[str], rank: int, step: int) -> None:
 
 def supervised(run: Path, troubles: list[str]) -> tuple[dict[int, str], str]:
     """Train under `lastgood run`. Returns the last loss of each step, and the line about the samples."""
-    options = ["--nproc-per-node", str(RANKS), "--hang-timeout", str(HANG_SECONDS)]
+    options = ["--nproc-per-node", str(RANKS), "--hang-timeout", str(HANG_SECONDS), "--preload", "sklearn.datasets"]
     command = [sys.executable, "-m", "lastgood", "run", *options, __file__, str(run), *troubles]
     losses, samples = {}, ""
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:

@@ -25,14 +25,14 @@ DIGEST = (
 zygote = zygote_of("lightning", "lightning.pytorch.loggers", "lastgood.integrations.lightning")
 
 
-def test_the_example_killed_20_times_has_equal_losses_and_weights(zygote, tmp_path):
+def test_the_example_killed_many_times_has_equal_losses_and_weights(zygote, tmp_path):
     kill_and_compare(zygote, EXAMPLE, tmp_path, DIGEST)
 
 
 def test_validation_schedules_means_and_callbacks_resume_exactly(zygote, tmp_path):
     """Lightning's own resume in mid-epoch skips the validation, restarts the means and returns the first samples
     again."""
-    kill_and_compare(zygote, VALIDATING, tmp_path, f"[{DIGEST}, model.average, stopping.state_dict()]", kills=12)
+    kill_and_compare(zygote, VALIDATING, tmp_path, f"[{DIGEST}, model.average, stopping.state_dict()]")
 
 
 class Net(lightning.LightningModule):

@@ -1,4 +1,4 @@
-"""The multi-rank examples under torchrun: unmodified, started a second time, and restarted after a kill."""
+"""The multi-rank examples: unmodified, started a second time, and restarted by torchrun itself after a kill."""
 
 from __future__ import annotations
 
@@ -10,29 +10,21 @@ from pathlib import Path
 import pytest
 
 import lastgood
+from zygote import zygote_of
 
 pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-
-
-def torchrun(processes, script, run, steps, *more, restarts=0):
-    options = ["--standalone", "--nproc-per-node", str(processes), "--max-restarts", str(restarts)]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *options, script, run, "--steps", str(steps), *more],
-        # Otherwise gloo may wait for dead ranks (docs/ranks.md).
-        env=os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0 and f"step {steps}, loss " in done.stdout, done.stderr
+zygote = zygote_of("sklearn.datasets", "torch._dynamo", "torch.distributed.fsdp", "lastgood.loop.checkpointer")
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp2", "tensor_parallel", "dcp_drop_in"])
-def test_the_examples_run_unmodified_and_resume(tmp_path, name):
-    for processes, steps in ((2, 40), (1, 60)):
-        torchrun(processes, EXAMPLES / f"{name}.py", tmp_path / "run", steps)
+def test_the_examples_run_unmodified_and_resume(zygote, tmp_path, name):
+    output = tmp_path / "output.txt"
+    for ranks, steps in ((2, 40), (1, 60)):
+        wishes = {"ranks": ranks, "arguments": ["--steps", str(steps)]}
+        code = zygote.live(EXAMPLES / f"{name}.py", tmp_path / "run", output, **wishes)
+        assert code == 0 and f"step {steps}, loss " in output.read_text(), output.read_text()
     assert [one.step for one in lastgood.open(tmp_path / "run").generations()] == [20, 40, 60]
 
 
@@ -55,6 +47,15 @@ runpy.run_path(sys.argv.pop(), run_name="__main__")
 
 def test_a_job_restarted_by_torchrun_after_a_killed_rank_resumes(tmp_path):
     (tmp_path / "killed.py").write_text(KILLED_ONCE)
-    torchrun(2, tmp_path / "killed.py", tmp_path / "run", 60, EXAMPLES / "ddp.py", restarts=1)
+    options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", tmp_path / "killed.py", tmp_path / "run"]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *options, "--steps", "60", EXAMPLES / "ddp.py"],
+        # Otherwise gloo may wait for dead ranks (docs/ranks.md).
+        env=os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0 and "step 60, loss " in done.stdout, done.stderr
     last = lastgood.open(tmp_path / "run").generations()[-1].commit
     assert (last.step, last.order, last.continues.step) == (60, 2, 40)

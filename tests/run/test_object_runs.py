@@ -24,6 +24,7 @@ from lastgood.storage import object_store
 from lastgood_lab.object_faults import Fault, FaultyProxy, Request
 from lastgood_lab.object_server import ObjectServer
 from training import Training
+from zygote import Zygote
 
 pytestmark = pytest.mark.slow
 
@@ -291,11 +292,12 @@ def test_saves_go_on_while_single_requests_fail(bucket, proxy, kind):
     assert lastgood.load(bucket, loaded.state).step == 6 and loaded.weights() == trained.weights()
 
 
-def test_two_ranks_go_on_in_a_bucket(bucket):
-    script = Path(__file__).parents[2] / "examples/dcp_drop_in.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    for steps in ("40", "60"):
-        subprocess.run([*command, str(script), bucket, "--steps", steps], check=True, capture_output=True, timeout=120)
+def test_two_ranks_go_on_in_a_bucket(bucket, tmp_path):
+    example, output = Path(__file__).parents[2] / "examples/dcp_drop_in.py", tmp_path / "output.txt"
+    with Zygote("sklearn.datasets", "torch._dynamo", "torch.distributed.fsdp") as zygote:
+        for steps in ("40", "60"):
+            code = zygote.live(example, bucket, output, ranks=2, arguments=["--steps", steps])
+            assert code == 0, output.read_text()
     run = lastgood.open(bucket)
     assert run.generation().step == 60 and run.verify(60).good and run.generation().commit.world.ranks == 2
     assert max(one.step for one in run.generations() if one.id.incarnation != run.generation().id.incarnation) == 40

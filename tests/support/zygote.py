@@ -1,7 +1,8 @@
 """Many short runs of one training script, each forked from a process that has imported the framework.
 
 Importing torch and a framework takes seconds; a forked run takes a few tenths of a second. The zygote has one
-thread, reads one request per line from stdin, and answers each with the exit status of the run. A run executes the
+thread, reads one request per line from stdin, and answers each with the exit status of the run: of several ranks,
+the first one that is not 0. A run executes the
 script like `python SCRIPT ARGUMENTS`. It is killed by SIGKILL after a number of printed steps, or at a numbered file
 operation of a save.
 """
@@ -45,12 +46,13 @@ class Zygote:
         self._process.kill()
         self._process.communicate()  # waits for the end of the process, and closes both pipes
 
-    def live(self, script: Path, run: Path, output: Path, **wishes: Any) -> int:
+    def live(self, script: Path, run: Path | str, output: Path, **wishes: Any) -> int:
         """Run `script RUN` once, and append its output; returns its exit code, or minus the signal.
 
-        `after_steps`, `at_operation`: where it is killed. `digest`: an expression over the script's names, whose
-        value is hashed into the last line. `ranks`: the number of processes, started as torchrun would, each with an
-        output of its own; only rank 0 is killed, and the other ranks end with it.
+        `arguments`: what follows `RUN`. `after_steps`, `at_operation`: where it is killed. `digest`: an expression over
+        the script's names, whose value is hashed into the last line. `ranks`: the number of processes, started as
+        torchrun would, each with an output of its own; only rank 0 is killed, and the other ranks end with it. Without
+        it the script runs as one process of no job.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         request = {"script": str(script), "run": str(run), "output": str(output), **wishes}
@@ -72,7 +74,7 @@ def zygote_of(*modules: str) -> Any:
 
 
 def kill_and_compare(
-    zygote: Zygote, script: Path, folder: Path, digest: str, kills: int = 20, seed: int = 0, ranks: int = 1
+    zygote: Zygote, script: Path, folder: Path, digest: str, kills: int = 8, seed: int = 0, ranks: int = 0
 ) -> None:
     """Kill `script` `kills` times at random points, and compare its output with that of an uninterrupted run, bit
     for bit."""
@@ -88,7 +90,7 @@ def kill_and_compare(
         inside += in_save
     assert inside >= kills // 4
     assert zygote.live(script, folder / "run", restless, **wishes) == 0, restless.read_text()[-4000:]
-    for rank in range(ranks):
+    for rank in range(ranks or 1):
         expected, found = dict(_printed_values(_of_rank(calm, rank))), list(_printed_values(_of_rank(restless, rank)))
         differing = [
             f"{name}: {value}, expected {expected.get(name)}" for name, value in found if expected.get(name) != value
@@ -120,16 +122,16 @@ def main(modules: list[str]) -> None:
         request = json.loads(line)
         port = _free_port()
         children = []
-        for rank in range(request.get("ranks", 1)):
+        for rank in range(request.get("ranks") or 1):
             if not (child := os.fork()):
                 _live(_as_rank(request, rank, port))
             children.append(child)
-        _, status = os.waitpid(children[0], 0)
+        statuses = [os.waitpid(children[0], 0)[1]]
         for child in children[1:]:
-            if status:
+            if statuses[0]:
                 os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+            statuses.append(os.waitpid(child, 0)[1])
+        print(os.waitstatus_to_exitcode(next(filter(None, statuses), 0)), flush=True)
 
 
 def _free_port() -> int:
@@ -140,7 +142,7 @@ def _free_port() -> int:
 
 def _as_rank(request: dict[str, Any], rank: int, port: int) -> dict[str, Any]:
     """Set the environment that torchrun sets; only rank 0 is killed."""
-    if (size := request.get("ranks", 1)) == 1:
+    if not (size := request.get("ranks")):
         return request
     environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in environment.items()}, MASTER_ADDR="127.0.0.1")
@@ -168,7 +170,7 @@ def _live(request: dict[str, Any]) -> None:
             _die_after(request["after_steps"])
         if "at_operation" in request:
             _die_at(request["at_operation"])
-        sys.argv = [request["script"], request["run"]]
+        sys.argv = [request["script"], request["run"], *request.get("arguments", [])]
         names = runpy.run_path(request["script"], run_name="__main__")
         if "digest" in request:
             whole = hashlib.blake2b(digest_size=16)
