@@ -229,8 +229,8 @@ def test_exactly_one_of_eight_threads_that_put_the_same_name_wins(kind, tmp_path
 def test_exactly_one_of_eight_threads_that_create_the_same_object_wins(bucket):
     tier, start = Objects(object_store.opened(bucket, object_store.DEADLINES), bucket), threading.Barrier(8)
     with ThreadPoolExecutor(8) as pool:
-        outcomes = [pool.submit(race, tier, racer, 10, start) for racer in range(8)]
-    check_race(tier, [one for outcome in outcomes for one in outcome.result()], 10)
+        outcomes = [pool.submit(race, tier, racer, 4, start) for racer in range(8)]
+    check_race(tier, [one for outcome in outcomes for one in outcome.result()], 4)
 
 
 @pytest.mark.parametrize("kind", MANY_WRITERS)
