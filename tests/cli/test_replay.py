@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -45,15 +46,24 @@ with lastgood.Checkpointer(sys.argv[1], state, cadence=lastgood.Every(steps=5)) 
 """
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the script, and a run of its first ten steps."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "train.py").write_text(TRAINING)
+    command = [sys.executable, str(folder / "train.py"), str(folder / "run"), "none", "10"]
+    subprocess.run(command, check=True, capture_output=True)
+    return folder
+
+
 @pytest.fixture
-def replayed(tmp_path: Path, call):
-    """Trains ten steps, and replays the next ones with a fault."""
-    script, run = tmp_path / "train.py", tmp_path / "run"
-    script.write_text(TRAINING)
-    command = [sys.executable, str(script), str(run)]
+def replayed(trained: Path, tmp_path: Path, call):
+    """Replays the steps after the first ten with a fault."""
+    shutil.copytree(trained, tmp_path, symlinks=True, dirs_exist_ok=True)
+    run = tmp_path / "run"
+    command = [sys.executable, str(tmp_path / "train.py"), str(run)]
 
     def made(fault: str, *options: str):
-        subprocess.run([*command, "none", "10"], check=True, capture_output=True)
         before = steps(run)
         code, out, _ = call("replay", str(run), "--json", *options, "--", *command, fault, "20")
         assert steps(run) == before and sorted(one.name for one in tmp_path.iterdir()) == ["run", "train.py"]

@@ -49,8 +49,9 @@ def sweep(strace: str) -> Iterator[syscalls.Sweep]:
 
 
 def test_every_kind_of_system_call_may_fail_or_be_the_last(sweep: syscalls.Sweep) -> None:
-    faults = syscalls.spread(sweep.faults(), 36, SEED)
+    faults = syscalls.spread(sweep.faults(), 18, SEED)
     assert {one.scenario for one in faults} == set(syscalls.SCENARIOS)
+    assert {one.what for one in faults} == {"KILL", "EIO", "ENOSPC", "EDQUOT"}
     wrong = [one for one in map(sweep.trial, faults) if one.problems]
     assert wrong == []
 
@@ -152,7 +153,7 @@ def test_short_reads_and_writes_are_continued(tmp_path: Path, how: str) -> None:
 # ---- kills -----------------------------------------------------------------------------------------------------
 
 
-def test_a_run_killed_thirty_times_ends_like_an_undisturbed_one(tmp_path: Path) -> None:
-    result = kills.series(tmp_path, SEED, 30, kills.pause(tmp_path))
+def test_a_run_killed_twelve_times_ends_like_an_undisturbed_one(tmp_path: Path) -> None:
+    result = kills.series(tmp_path, SEED, 12, kills.pause(tmp_path))
     assert result.problems == []
-    assert result.ends.total() - result.ends["done"] >= 20, "too few processes were killed before they ended"
+    assert result.ends.total() - result.ends["done"] >= 8, "too few processes were killed before they ended"
