@@ -17,5 +17,5 @@ def test_lost_nodes_lose_nothing_that_was_copied(tmp_path: Path, memory: Path, m
     if lacks := namespaces.missing():
         pytest.skip(lacks)
     with namespaces.Network(nodes.NODES + 1) as network:
-        outcomes = nodes.series(network, tmp_path, memory, mode, seed=0, trials=1)
+        outcomes = nodes.series(network, tmp_path, memory, mode, seed=0, trials=2 if mode == "copies=2" else 1)
     assert [problem for one in outcomes for problem in one.problems] == []
