@@ -31,6 +31,7 @@ def test_a_unit_with_failures_ends_as_its_reference_to_the_bit(tmp_path: Path, m
     assert (found.reached, found.checked, found.agreed, found.restarts) == ("", "", "", 2)
     assert len(found.losses) == 32 and found.losses == calm.losses
     distances = runs.distances(unit, reference, tmp_path)
+    assert runs.differing_buffers(unit, reference, tmp_path) == 0
     assert distances[32] == 0.0 and set(distances.values()) == {0.0}
     assert sum(found.parts.values()) == pytest.approx(found.wall) and found.parts["recovery"] > 0
     assert runs.completed(unit, tmp_path) == found

@@ -45,8 +45,10 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
     status: str
     loss_difference: float | None
     """mean absolute difference of the losses over all steps; None without a reference, or for one that failed"""
+    buffers: int = 0
+    """buffers of single ranks, in all generations, that differ from the reference's"""
     distances: dict[int, float]
-    """saved step -> L2 distance of the model from that of the reference"""
+    """saved step -> L2 distance of the parameters from those of the reference"""
 
 
 def run(options: Options, progress: Progress) -> list[Compared]:
@@ -109,5 +111,6 @@ def _beside(reference: Found, one: Found, status: str, out: Path) -> Compared:
         return Compared(found=one, status=status, loss_difference=None, distances={})
     pairs = zip(one.losses, reference.losses, strict=True)
     difference = sum(abs(mine - theirs) for mine, theirs in pairs) / len(one.losses)
-    distances = {} if one.unit.variant == "ref" else runs.distances(one.unit, reference.unit, out)
-    return Compared(found=one, status=status, loss_difference=difference, distances=distances)
+    distances = runs.distances(one.unit, reference.unit, out)
+    buffers = runs.differing_buffers(one.unit, reference.unit, out)
+    return Compared(found=one, status=status, loss_difference=difference, distances=distances, buffers=buffers)

@@ -12,11 +12,14 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
 import lastgood
+from lastgood.loop.opened import Run
+from lastgood.records import Generation
 from lastgood.run import access, job_logs
 from lastgood.run.content import Content
 from lastgood.run.job_logs import SaveLine, StepLine
@@ -57,15 +60,9 @@ def lived(unit: Unit, out: Path, cifar: Path | None = None) -> Found:
     if not data.exists():
         images.write(unit.dataset, unit.size.side, data, cifar)
     command = [sys.executable, "-m", "lastgood", "run", "--nproc-per-node", str(unit.size.ranks), "--records"]
-    command += [
-        str(logs),
-        "--hang-timeout",
-        str(HANG_SECONDS),
-        "--preload",
-        PRELOAD,
-        "-m",
-        "lastgood_lab.study.trainer",
-    ]
+    if unit.condition == "hang":
+        command[-1:] = ["--hang-timeout", str(HANG_SECONDS), "--records"]
+    command += [str(logs), "--preload", PRELOAD, "-m", "lastgood_lab.study.trainer"]
     begun = time.monotonic()
     with open(logs / "stderr.log", "wb") as errors:
         done = subprocess.run(
@@ -109,20 +106,46 @@ def _length(path: Path) -> int:
 
 
 def distances(unit: Unit, reference: Unit, out: Path) -> dict[int, float]:
-    """Saved step -> L2 distance of the model's parameters and buffers from those of the reference's generation.
+    """Saved step -> L2 distance of the model's parameters from those of the reference's generation.
 
     0.0 exactly where all digests are equal; then nothing is read. A generation that only one has is left out.
     """
-    mine, theirs = (lastgood.open(run_of(one, out)) for one in (unit, reference))
-    reference_of = {one.step: one for one in theirs.generations()}
     found = {}
-    for one in mine.generations():
-        if (other := reference_of.get(one.step)) is not None:
-            here, there = Content(mine.tier, one), Content(theirs.tier, other)
-            total = 0.0
-            for name in sorted(name for name in here.names() if name.startswith("model.")):
-                if here.digest(name) != there.digest(name):
-                    difference = mine.tensor(name, one.step).double() - theirs.tensor(name, one.step).double()
-                    total += float(difference.square().sum())
-            found[one.step] = total**0.5
+    for (mine, one), (theirs, other) in _pairs(unit, reference, out):
+        here, there = Content(mine.tier, one), Content(theirs.tier, other)
+        total = 0.0
+        for name in sorted(name for name in here.names() if name.startswith("model.") and not _is_of_rank(name)):
+            if here.digest(name) != there.digest(name):  # also where ranks have divided a tensor in another way
+                difference = mine.tensor(name, one.step).double() - theirs.tensor(name, one.step).double()
+                total += float(difference.square().sum())
+        found[one.step] = total**0.5
     return found
+
+
+def differing_buffers(unit: Unit, reference: Unit, out: Path) -> int:
+    """In how many generations, ranks and names a buffer that each rank has for itself differs from the reference's."""
+    return sum(
+        len(_buffers(mine, one) ^ _buffers(theirs, other))
+        for (mine, one), (theirs, other) in _pairs(unit, reference, out)
+    )
+
+
+def _pairs(unit: Unit, reference: Unit, out: Path) -> Iterator[tuple[tuple[Run, Generation], tuple[Run, Generation]]]:
+    """Generations of the same step in both runs."""
+    mine, theirs = (lastgood.open(run_of(one, out)) for one in (unit, reference))
+    other = {one.step: one for one in theirs.generations()}
+    return (((mine, one), (theirs, other[one.step])) for one in mine.generations() if one.step in other)
+
+
+def _buffers(run: Run, generation: Generation) -> set[tuple[int, str, str]]:
+    """Rank, name and digest of each buffer that ranks have for themselves."""
+    return {
+        (manifest.rank, one.name, one.digest)
+        for manifest in Content(run.tier, generation).manifests
+        for one in manifest.pieces
+        if _is_of_rank(one.name)
+    }
+
+
+def _is_of_rank(name: str) -> bool:
+    return name.startswith("model.") and name.endswith(("running_mean", "running_var"))

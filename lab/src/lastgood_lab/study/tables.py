@@ -164,6 +164,7 @@ def _detailed(one: Compared) -> dict[str, Any]:
         "mean_loss_difference": one.loss_difference,
         "checkpoints_compared": len(one.distances),
         "largest_l2": max(one.distances.values(), default=0.0),
+        "buffers_differing": one.buffers,
         "gates": "; ".join(filter(None, (found.reached, found.checked, found.agreed))) or "passed",
     }
 
@@ -281,6 +282,7 @@ def _aggregate(whole: Sequence[Triple]) -> Table:
         row("snapshot, s", lambda one, *_: one.found.parts["snapshot"], ecrl.SNAPSHOT, ".3f"),
         row("mean loss difference", lambda one, *_: one.loss_difference, ecrl.LOSS_DIFFERENCE, "g"),
         row("largest L2 of a checkpoint", lambda one, *_: max(one.distances.values(), default=0.0), {}, "g"),
+        row("buffers of ranks that differ", lambda one, *_: one.buffers, {}, "g"),
     ]
     cuts = [
         ("gain of overlapped, %", lambda one: one.gain, ecrl.GAIN, "+.2f"),
