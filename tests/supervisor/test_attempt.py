@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lastgood.supervisor import arguments, signals
 from lastgood.supervisor.attempt import Attempt
+from lastgood.supervisor.nodes import OneNode
 from lastgood.supervisor.zygote import Fork
 
 
@@ -29,6 +30,7 @@ def test_a_rank_that_was_just_forked_is_ended_with_the_others(tmp_path: Path) ->
     the job waited for half a minute until it had failed to find the others."""
     job = arguments.parsed(["--nproc-per-node", "2", sys.executable], {})
     with signals.handled(job.signals) as received:
-        lived = Attempt(job, 0, tmp_path, received, SlowFork(tmp_path / "went on")).run()  # type: ignore[arg-type]
+        nodes, fork = OneNode(job.ranks, job.master), SlowFork(tmp_path / "went on")
+        lived = Attempt(job, 0, tmp_path, received, fork, nodes.begin(0), nodes).run()  # type: ignore[arg-type]
     assert [one.code for one in lived.ended] == [137]
     assert not (tmp_path / "went on").exists(), "the second rank was left until it ended by itself"
