@@ -56,7 +56,7 @@ def test_a_policy_of_another_name_is_read_in_place_of_the_one_here(folder: Path)
         ("hang-timeout: 60s\n", "hang-timeout: '60s' is not a number of seconds", ""),
         ("spawn: maybe\n", "spawn: takes true or false", ""),
         ("start-method: thread\n", "start-method: 'thread'", ""),
-        ("nnodes: 4:1\n", "--nnodes 4:1", ""),
+        ("nnodes: 1;4\n", "--nnodes 1;4", ""),
         ("role: !!python/name:os.system ''\n", "role: does not take python/name", ""),
         ("role: a\nnproc-per-node: 1\nnproc_per_node: 2\n", ":3: nproc_per_node stands there twice", ""),
         ("- spawn\n", "a policy file is a mapping", ""),
