@@ -8,7 +8,7 @@ import pytest
 
 from lastgood.errors import Refused
 from lastgood.policy.blame import Ended, first_cause
-from lastgood.policy.recovery import PREEMPTED, Budget, Outcome, answer, replayed_steps, without_progress
+from lastgood.policy.recovery import PREEMPTED, Answer, Budget, Outcome, answer, replayed_steps, without_progress
 
 CRASH = -9
 
@@ -170,3 +170,10 @@ def test_a_rank_that_nccl_has_aborted_is_not_blamed() -> None:
 
 def test_regular_ends_are_no_failures() -> None:
     assert first_cause([Ended(0, 1.0, 0), Ended(1, 1.0, PREEMPTED)]) is None
+
+
+def test_ranks_that_were_asked_to_end_for_another_node_are_no_failure() -> None:
+    asked, killed = Outcome(None, 0, PREEMPTED), Outcome(None, 0, -9)
+    assert answer([asked], Budget(), regrouped="one more node joins") == Answer("restart", "one more node joins")
+    assert answer([asked, asked, killed], Budget(restarts=1)).restart
+    assert answer([asked], Budget()).act == "end"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lastgood.supervisor import arguments, signals
 from lastgood.supervisor.attempt import Attempt
-from lastgood.supervisor.nodes import OneNode
+from lastgood.supervisor.placement import OneNode
 from lastgood.supervisor.zygote import Fork
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from agents import until
 from lastgood.policy.recovery import PREEMPTED
-from lastgood.supervisor.nodes import free_port
+from lastgood.supervisor.placement import free_port
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,8 @@ from lastgood.policy.membership import Bounds
 from lastgood.supervisor import reported
 from lastgood.supervisor.attempt import Lived
 from lastgood.supervisor.membership import Joined
-from lastgood.supervisor.nodes import NodeInfo, Notice, SeveralNodes
+from lastgood.supervisor.nodes import NodeInfo, SeveralNodes
+from lastgood.supervisor.placement import Notice
 from lastgood.supervisor.signals import Signals
 
 TIMEOUT_SECONDS = 0.5
@@ -21,7 +22,7 @@ class Board:
     """The keys of one round, which all nodes share."""
 
     def __init__(self, nodes: int) -> None:
-        self.nodes, self.keys = nodes, dict[str, str]()
+        self.nodes, self.keys, self.job_keys = nodes, dict[str, str](), dict[str, str]()
 
 
 class Member:
@@ -34,10 +35,10 @@ class Member:
         return Joined(node=self._node, nodes=self._board.nodes, address="127.0.0.1")
 
     def put(self, values: Mapping[str, str], job: bool = False) -> None:
-        self._board.keys |= values
+        (self._board.job_keys if job else self._board.keys).update(values)
 
     def read(self, keys: Sequence[str], job: bool = False) -> list[str | None]:
-        return [self._board.keys.get(key) for key in keys]
+        return [*map((self._board.job_keys if job else self._board.keys).get, keys)]
 
     def claim(self, key: str, value: str) -> str:
         return self._board.keys.setdefault(key, value)
@@ -47,15 +48,20 @@ class Member:
 
 
 @pytest.fixture
-def nodes() -> list[SeveralNodes]:
+def board() -> Board:
+    return Board(3)
+
+
+@pytest.fixture
+def nodes(board: Board) -> list[SeveralNodes]:
     """Three nodes that have begun an attempt."""
-    board = Board(3)
+    board.job_keys["verdict/another"] = "of another job with the same --rdzv-id"
     board.keys |= {f"node/{one}": '{"host":"h","ranks":2,"node_rank":null,"address":""}' for one in range(3)}
     made = list[SeveralNodes]()
     for one in range(3):
         info = NodeInfo(host=f"host{one}", ranks=2, node_rank=None, address="")
         node = SeveralNodes(Member(board, one), Bounds(3, 3), info, TIMEOUT_SECONDS, Signals([]))  # type: ignore[arg-type]
-        node.join()
+        assert node.join("this") is None
         made.append(node)
     assert [one.begin(0).first_rank for one in made] == [0, 2, 4]  # type: ignore[union-attr]
     return made
@@ -99,3 +105,22 @@ def test_the_lost_node_is_the_cause_and_not_the_ranks_that_lost_it() -> None:
     lived.ended.append(Ended(1, 2.0, 1, "ValueError: a bad batch"))
     cause = reported.cause(lived)
     assert cause is not None and (cause.kind, cause.rank) == ("exception", 1)
+
+
+def test_a_node_that_comes_later_has_the_verdict_of_its_job(nodes: list[SeveralNodes]) -> None:
+    for one in (1, 2):
+        nodes[one].reports(f"of {one}")
+    assert nodes[0].reports("of 0") is not None and nodes[0].verdict("go on") == "go on"
+    assert nodes[0].join("this") == "go on"
+
+
+def test_a_node_without_which_the_others_go_on_joins_anew(board: Board, nodes: list[SeveralNodes]) -> None:
+    """A node was suspended for long; torch took it out of the round, and a new node began the job a second time."""
+    board.job_keys["round"] = "of the others"
+    found = nodes[0].notice(10.0**9, [])
+    assert found is not None and found.kind == "lost" and nodes[0].excluded
+
+
+def test_a_job_that_was_suspended_loses_no_node(nodes: list[SeveralNodes]) -> None:
+    assert nodes[0].notice(10.0**9, []) is None and nodes[0].notice(10.0**9 + 0.3, []) is None
+    assert nodes[0].notice(10.0**9 + 0.6, []) is not None, "but a node that goes on being silent is lost"

@@ -334,13 +334,16 @@ def opened(
 ) -> JustInTime | None:
     """The just-in-time save of this rank; None if it is not asked for, or where no other rank could survive this one.
 
-    Without `lastgood run` nobody waits for survivors, which is reported.
+    Without `lastgood run` nobody waits for survivors, and on several nodes what a lost one has noted is lost with it:
+    both are reported.
     """
     if options.ranks.just_in_time_seconds is None or not isinstance(ranks, RankGroup):
         return None
     page = environ.get(heartbeat.VARIABLE, "")
-    if not beat.is_shown or os.path.basename(page) != str(ranks.rank):
+    several = environ.get("LOCAL_WORLD_SIZE") != environ.get("WORLD_SIZE")
+    if several or not beat.is_shown or os.path.basename(page) != str(ranks.rank):
         if ranks.is_coordinator:
-            reporting.warning(f"{url}: just_in_time_seconds has no effect without `lastgood run`")
+            where = "on several nodes" if several else "without `lastgood run`"
+            reporting.warning(f"{url}: just_in_time_seconds has no effect {where}")
         return None
     return JustInTime(state, url, page, options, pipeline, planner, ranks, beat)

@@ -124,8 +124,8 @@ def answer(outcomes: Sequence[Outcome], budget: Budget, asked_to_end: bool = Fal
         return Answer("restart", regrouped) if regrouped else Answer("end", "the ranks were asked to end")
     if hopeless(last):
         return Answer("end", "it would fail in the same way again")
-    failures = sum(one.code != PREEMPTED for one in outcomes)
-    if budget.restarts is not None and failures > budget.restarts:  # guard: restarts-bounded
+    outcomes = [one for one in outcomes if one.code != PREEMPTED]  # guard: regrouping-is-no-failure
+    if budget.restarts is not None and len(outcomes) > budget.restarts:  # guard: restarts-bounded
         return Answer("end", f"{budget.restarts} restarts are allowed")
     alike = _alike(outcomes)
     if len(alike) >= budget.without_progress:

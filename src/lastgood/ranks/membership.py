@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import sys
 from typing import Any
@@ -64,6 +65,8 @@ class Member:
         """Do what a request asks for. Raises what torch raises."""
         match request:
             case Join():
+                if self._handler.is_closed() and not request.waited:
+                    return Failed(kind="ended", what=f"the job of --rdzv-id {self._settings.run_id} has ended")
                 found = self._handler.next_rendezvous()
                 self._round = found.store
                 return Joined(node=found.rank, nodes=found.world_size, address=self._address())
@@ -126,7 +129,7 @@ def main() -> None:
     except Exception as error:  # noqa: BLE001 - the supervisor reports it, as the answer to its first request
         failed = _failed(error)
     with contextlib.suppress(EOFError, OSError):
-        while True:
+        while _asks_in_time(connection, settings.silent_seconds):
             request = msgspec.json.decode(_message(connection), type=Request)
             try:
                 answer = failed if member is None else member.answer(request)
@@ -134,6 +137,12 @@ def main() -> None:
                 answer = _failed(error)
             message = msgspec.json.encode(answer)
             connection.sendall(len(message).to_bytes(LENGTH_BYTES, "big") + message)
+
+
+def _asks_in_time(connection: socket.socket, seconds: float) -> bool:
+    """Wait for the next request. Returns False if the supervisor is stopped or hangs: this node must not go on showing
+    torch that it is there, because the other nodes would wait for it."""
+    return bool(select.select([connection], [], [], seconds)[0])
 
 
 def _message(connection: socket.socket) -> bytes:

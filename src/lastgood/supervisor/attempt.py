@@ -31,8 +31,8 @@ from ..run import job_logs
 from . import devices, leftovers
 from .arguments import Job
 from .attempt_log import Slow
-from .nodes import Kind, Nodes, Notice, Placement
 from .outputs import NAMES, Console
+from .placement import Kind, Nodes, Notice, Placement
 from .program import ERROR_FILE, PYTHON
 from .signals import Signals
 from .slow_watch import SlowWatch
@@ -82,6 +82,8 @@ class Lived:
     """the first rank of the nodes that were lost, and a text about them"""
     grows: bool = False
     """whether the ranks were asked to save and to end so that more nodes can join"""
+    asked: bool = False
+    """whether they were, for this or because a node leaves, and the job goes on"""
     slow: list[Slow] = field(default_factory=list)
 
 

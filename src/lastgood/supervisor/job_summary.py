@@ -46,11 +46,14 @@ def added(summary: Summary, attempt: Attempt, restarts: bool) -> Summary:
     return Summary(attempts=[*summary.attempts, numbered], restarts=summary.restarts + restarts, end=end)
 
 
-def write(folder: Path, summary: Summary) -> None:
-    """Replace the file by this summary. A failure is reported: the job does not depend on it."""
+def add(folder: Path, attempt: Attempt, restarts: bool) -> None:
+    """Add one more attempt to the file. A failure is reported: the job does not depend on it.
+
+    The file is read each time: with several nodes, another one may have decided about the attempt before.
+    """
     draft = folder / f"{NAME}.tmp"
     try:
-        draft.write_bytes(msgspec.json.format(msgspec.json.encode(summary)))
+        draft.write_bytes(msgspec.json.format(msgspec.json.encode(added(opened(folder), attempt, restarts))))
         os.replace(draft, folder / NAME)
-    except OSError as error:
+    except (OSError, Refused) as error:
         reporting.warning(f"{folder / NAME} was not written: {error}")

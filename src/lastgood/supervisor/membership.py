@@ -39,7 +39,8 @@ QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 class Settings(Record, frozen=True, kw_only=True):
-    """The parameters of the rendezvous, as torchrun takes them. `configuration`: of --rdzv-conf."""
+    """The parameters of the rendezvous, as torchrun takes them. `configuration`: of --rdzv-conf. `silent_seconds`:
+    without a request, after which the process ends by itself."""
 
     endpoint: str
     run_id: str
@@ -47,10 +48,14 @@ class Settings(Record, frozen=True, kw_only=True):
     most: int
     local_address: str
     configuration: dict[str, str]
+    silent_seconds: float
 
 
 class Join(Record, frozen=True, kw_only=True, tag="join"):
-    """Join the next round. The answer comes when the round is complete."""
+    """Join the next round. The answer comes when the round is complete. `waited`: whether this node has belonged to the
+    job before, so that it may find it ended."""
+
+    waited: bool
 
 
 class Put(Record, frozen=True, kw_only=True, tag="put"):
@@ -103,7 +108,8 @@ class Number(Record, frozen=True, kw_only=True, tag="number"):
 
 
 class Failed(Record, frozen=True, kw_only=True, tag="failed"):
-    """A request has failed. `kind`: "closed": the job is over; "timeout": too few nodes came; "store": no answer."""
+    """A request has failed. `kind`: "closed": the job is over; "ended": it was, before this
+    node came; "refused": a parameter cannot be meant; "timeout": too few nodes came; "store": no answer."""
 
     kind: str
     what: str
@@ -121,7 +127,7 @@ class Membership:
     """The process. It begins at once, and ends with the supervisor. `signals`: end a wait for a round."""
 
     def __init__(self, settings: Settings, signals: Signals) -> None:
-        self._settings, self._signals = settings, signals
+        self._settings, self._signals, self._joined = settings, signals, False
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -138,8 +144,9 @@ class Membership:
         Raises Over if the job is over, TierDown if the store does not answer or too few nodes come, and Cancelled if
         this node is asked to end.
         """
-        answer = self._asked(Join(), math.inf)
+        answer = self._asked(Join(waited=self._joined), math.inf)
         assert isinstance(answer, Joined)
+        self._joined = True
         return answer
 
     def put(self, values: Mapping[str, str], job: bool = False) -> None:
@@ -188,6 +195,9 @@ class Membership:
             return answer
         if answer.kind == "closed":
             raise Over("the job is over")
+        if answer.kind == "ended":
+            todo = "Give the new job another --rdzv-id."
+            raise Refused(f"{answer.what} at {self._settings.endpoint}", safe="Nothing was started.", todo=todo)
         if answer.kind == "refused":
             raise Refused(answer.what, safe="Nothing was started.", todo="Correct --rdzv-conf or --rdzv-endpoint.")
         raise _unreachable(self._settings.endpoint, answer.what)
@@ -195,6 +205,8 @@ class Membership:
     def _await(self, seconds: float) -> None:
         until = time.monotonic() + seconds
         while True:
+            if seconds == math.inf and self._signals.end is not None:
+                raise Cancelled("the job was asked to end")
             left = None if seconds == math.inf else max(0.0, until - time.monotonic())
             watched = [self._socket.fileno(), *([self._signals.descriptor] if left is None else [])]
             ready = select.select(watched, [], [], left)[0]
@@ -203,8 +215,6 @@ class Membership:
             if not ready:
                 raise _unreachable(self._settings.endpoint, f"no answer in {seconds:.0f} s")
             self._signals.drain()
-            if self._signals.end is not None:
-                raise Cancelled("the job was asked to end")
 
     def _send(self, message: bytes) -> None:
         self._socket.sendall(len(message).to_bytes(LENGTH_BYTES, "big") + message)

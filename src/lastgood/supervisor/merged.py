@@ -31,8 +31,9 @@ class Report(Record, frozen=True, kw_only=True):
 
 
 class Verdict(Record, frozen=True, kw_only=True):
-    """What all nodes do after an attempt. `outcomes`: of all attempts so far. `act`, `why`, `pause_seconds`: as in
-    policy/recovery.py. `next`: as in policy/membership.py. `run`: the run of the job; empty if it is not known."""
+    """What all nodes do after an attempt. `outcomes`: of all attempts so far. `act`, `why`, `pause_seconds`:
+    as in policy/recovery.py. `next`: as in policy/membership.py. `run`: the run of the job; empty if
+    it is not known."""
 
     outcomes: list[Outcome]
     act: Act

@@ -22,12 +22,11 @@ Invariants
 from __future__ import annotations
 
 import contextlib
+import secrets
 import select
-import socket
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -36,7 +35,8 @@ from ..policy import membership as policy
 from ..policy.hang import Signs
 from ..records import Record
 from .membership import Membership
-from .signals import Signals
+from .placement import Notice, Placement, free_port
+from .signals import PASSED_ON, Signals
 
 POLL_SECONDS = 0.25
 """how often the store is asked during an attempt, and while other nodes are waited for"""
@@ -48,41 +48,15 @@ WAITERS_SECONDS = 1.5
 """How long it stays after that for nodes that wait in reserve: torch asks the store once a second."""
 
 
-Kind = Literal["failure", "follower", "timeout", "hang", "lost", "grow"]
-
-
-class Placement(NamedTuple):
-    """The place of this node in an attempt. `first_rank`: of its ranks. `world`: ranks of all nodes. `address`, `port`:
-    where the ranks find each other; port 0: nobody has chosen one yet."""
-
-    node: int
-    nodes: int
-    first_rank: int
-    world: int
-    address: str
-    port: int
-
-
-class Notice(Record, frozen=True, kw_only=True):
-    """Why an attempt is over, or is to end. `what`: for people. `lost`: numbers of the nodes that do not answer.
-
-    "failure": a rank of another node has failed; "follower": so it seems, because of another one; "timeout": it has
-    waited for other ranks for too long; "hang": ranks hang; "lost": a node is lost; "grow": more nodes wait, so the
-    ranks are asked to save and to end.
-    """
-
-    kind: Kind
-    what: str = ""
-    lost: list[int] = msgspec.field(default_factory=list)
-
-
 class NodeInfo(Record, frozen=True, kw_only=True):
-    """A node of a round. `node_rank`: as --node-rank says; None: any. `address`: where others reach it."""
+    """A node of a round. `node_rank`: as --node-rank says; None: any. `address`: where others reach it. `job`:
+    an id of the job to which it has belonged so far, the same on all nodes of it."""
 
     host: str
     ranks: int
     node_rank: int | None
     address: str
+    job: str = ""
 
 
 class Alive(Record, frozen=True, kw_only=True):
@@ -90,72 +64,6 @@ class Alive(Record, frozen=True, kw_only=True):
 
     count: int
     signs: list[Signs] = msgspec.field(default_factory=list)
-
-
-class Nodes(Protocol):
-    """What the supervisor needs of the nodes of its job. The methods are those of SeveralNodes."""
-
-    def join(self) -> str | None: ...
-    def begin(self, number: int) -> Placement | Notice: ...
-    def notice(self, now: float, signs: Sequence[Signs]) -> Notice | None: ...
-    def others(self, now: float) -> list[Signs]: ...
-    def over(self, notice: Notice) -> None: ...
-    def reports(self, mine: str) -> dict[int, str] | None: ...
-    def verdict(self, mine: str | None) -> str | None: ...
-    def next_round(self, leaving: Collection[int]) -> policy.Next: ...
-    def lost_text(self) -> tuple[int, str] | None: ...
-    def leave(self, last: bool) -> None: ...
-    def end(self) -> None: ...
-    @property
-    def excluded(self) -> bool: ...
-
-
-class OneNode:
-    """The only node of its job. `ranks`: how many it has. `master`: address and port; None: a new one each time."""
-
-    def __init__(self, ranks: int, master: tuple[str, int | None]) -> None:
-        self._ranks, self._master = ranks, master
-
-    def join(self) -> None:
-        """Nothing: no other node has published anything."""
-
-    def begin(self, number: int) -> Placement:
-        """The place in an attempt."""
-        address, port = self._master
-        return Placement(0, 1, 0, self._ranks, address, port or free_port(address))
-
-    def notice(self, now: float, signs: Sequence[Signs]) -> None:
-        """Nothing: there is no other node."""
-
-    def others(self, now: float) -> list[Signs]:
-        """Nothing: there are no other ranks."""
-        return []
-
-    def over(self, notice: Notice) -> None:
-        """Nothing: nobody else has to know."""
-
-    def reports(self, mine: str) -> dict[int, str]:
-        """The reports of all nodes."""
-        return {0: mine}
-
-    def verdict(self, mine: str | None) -> str | None:
-        """The decision."""
-        return mine
-
-    def next_round(self, leaving: Collection[int]) -> policy.Next:
-        """The ranks start again here, unless this node is to end."""
-        return policy.next_round(1, (), leaving, 0, policy.Bounds())
-
-    def lost_text(self) -> None:
-        """Nothing: no other node can be lost."""
-
-    excluded = False
-
-    def leave(self, last: bool) -> None:
-        """Nobody waits for this node."""
-
-    def end(self) -> None:
-        """Nothing is held."""
 
 
 class SeveralNodes:
@@ -176,7 +84,9 @@ class SeveralNodes:
         """number of this node in the round"""
         self.lost = set[int]()
         """nodes that do not answer"""
-        self._number = 0
+        self._number, self._token = 0, ""
+        self.job = ""
+        """an id of the job, the same on all nodes of the round"""
         self._count = 0
         self._seen = dict[int, tuple[str, float]]()
         """node -> its newest sign of life, and when it came"""
@@ -188,15 +98,17 @@ class SeveralNodes:
 
     # ---- a round -------------------------------------------------------------------------------------------
 
-    def join(self) -> str | None:
+    def join(self, job: str) -> str | None:
         """Join the next round. Returns the newest verdict of the nodes that were there before; None: there is none.
+
+        `job`: an id of the job, as this node knows it. Verdicts of another job with the same --rdzv-id are not taken.
 
         Raises Refused if two nodes claim the same --node-rank, and what `Membership.join` raises.
         """
         infos = None
         while infos is None:
             joined = self._membership.join()
-            mine = msgspec.structs.replace(self._info, address=joined.address)
+            mine = msgspec.structs.replace(self._info, address=joined.address, job=job)
             self._membership.put({f"node/{joined.node}": _encoded(mine)})
             infos = self._infos(joined.nodes)
         self.infos, self.node, self.lost = infos, joined.node, set()
@@ -206,7 +118,21 @@ class SeveralNodes:
             self._await_others("refused")
             raise
         self.infos, self.node = [infos[one] for one in order], order.index(joined.node)
-        return self._membership.read(["verdict"], job=True)[0]
+        self._token = self._membership.claim("token", secrets.token_hex(8))
+        self._membership.put({"round": self._token}, job=True)
+        found = self._membership.read([f"verdict/{one.job}" for one in self.infos], job=True)
+        known = next((one for one, verdict in enumerate(found) if verdict is not None), 0)
+        self.job = self.infos[known].job
+        return found[known]
+
+    @property
+    def world(self) -> int:
+        """How many ranks all nodes have."""
+        return sum(one.ranks for one in self.infos)
+
+    def touch(self) -> None:
+        """Show a sign of life. Raises TierDown."""
+        self._poll(time.monotonic(), [], [])
 
     def _infos(self, nodes: int) -> list[NodeInfo] | None:
         """What all nodes of a round have published; None if one does not in time, so that a new round is needed."""
@@ -224,7 +150,7 @@ class SeveralNodes:
         """The place of this node in an attempt; a Notice if the attempt is over before it began. Raises TierDown."""
         self._number, self._grows, self._asked, now = number, False, False, time.monotonic()
         self._seen = {one: ("", now) for one in range(len(self.infos))}
-        self._next = self._next_alive = 0.0
+        self._next, self._next_alive = now, 0.0
         self._next_waiting = now + WAITING_SECONDS
         if self._decides:
             address = self.infos[self.node].address
@@ -252,11 +178,15 @@ class SeveralNodes:
         """
         if now < self._next:
             return None
+        if now - self._next > self._timeout_seconds / 2:  # guard: suspended-node-blames-nobody
+            self._seen = {one: (value, now) for one, (value, _) in self._seen.items()}
         self._next = now + POLL_SECONDS
         over = self._poll(now, [f"{self._number}/over"], signs)[0]
         if over is None and (silent := self._silent(now)):
             what = f"{self._names(silent)}: no sign of life for {self._timeout_seconds:.0f} s"
             over = self._membership.claim(f"{self._number}/over", _encoded(Notice(kind="lost", what=what, lost=silent)))
+        if self.excluded and over is None:
+            return Notice(kind="lost", what="the other nodes go on without this one", lost=[self.node])
         return self._growing(now) if over is None else self._note_lost(over)
 
     def _note_lost(self, over: str) -> Notice:
@@ -319,7 +249,7 @@ class SeveralNodes:
         key = f"{self._number}/verdict"
         if mine is not None:
             found = self._membership.claim(key, mine)
-            self._membership.put({"verdict": found}, job=True)
+            self._membership.put({f"verdict/{self.job}": found}, job=True)
             return found
         while self.node not in self.lost:
             standing = self._poll(time.monotonic(), [key], [])[0]
@@ -391,6 +321,9 @@ class SeveralNodes:
         for node, value in zip(watched, values[len(keys) :], strict=True):
             if value is not None and value != self._seen[node][0]:
                 self._seen[node] = (value, now)
+        # A node that was suspended for long is no participant for torch any more: the others may be in a new round.
+        if self._membership.read(["round"], job=True)[0] != self._token:  # guard: suspended-node-joins-anew
+            self.lost.add(self.node)
         return values[: len(keys)]
 
     def _silent(self, now: float) -> list[int]:
@@ -401,19 +334,12 @@ class SeveralNodes:
         return ", ".join(f"node {one} ({self.infos[one].host})" for one in nodes)
 
     def _pause(self) -> None:
-        """Wait before the store is asked again. Raises Cancelled if this node is asked to end, unless it was asked
-        during the attempt, of which the verdict is still to come."""
+        """Wait before the store is asked again. Raises Cancelled if this node is asked to end; if it was asked already
+        during the attempt, of which the verdict is still to come: if it is asked once more."""
         select.select([self._signals.descriptor], [], [], POLL_SECONDS)
-        self._signals.drain()
-        if self._signals.end is not None and not self._asked:
+        again = [one for one in self._signals.taken() if one not in PASSED_ON]
+        if self._signals.end is not None and (again or not self._asked):
             raise Cancelled("the job was asked to end")
-
-
-def free_port(address: str) -> int:
-    """A port of this machine that nobody uses now."""
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as one:
-        one.bind((address, 0))
-        return int(one.getsockname()[1])
 
 
 def _order(infos: Sequence[NodeInfo]) -> list[int]:

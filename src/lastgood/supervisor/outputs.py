@@ -11,14 +11,19 @@ Invariants
 from __future__ import annotations
 
 import codecs
+import contextlib
+import errno
 import io
 import os
 import select
+import stat
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
+
+from .. import reporting
 
 STDOUT, STDERR = 1, 2
 """bits of a redirection, and descriptors of the console"""
@@ -31,7 +36,9 @@ READ_BYTES, CONSOLE_BYTES, LINE_CHARACTERS = 1 << 16, 4096, 1 << 16
 """taken from a file at once; given to the console at once, which a pipe takes whole (PIPE_BUF); the longest line that
 is kept whole"""
 LAST_SECONDS = 5.0
-"""how long the console has to take what is left when an attempt is over"""
+"""how long the console has to take more of what is left when an attempt is over"""
+LONGEST_SECONDS = 30.0
+"""how long it has in all: a process that a rank has left may go on writing"""
 
 
 @dataclass(frozen=True)
@@ -100,6 +107,8 @@ class Console:
             if texts
         }
         self._unwritten = {STDOUT: b"", STDERR: b""}
+        self._descriptors = dict[int, int]()
+        """stream -> where it is written; without: nowhere"""
 
     def add(self, local: int, rank: int, role: str) -> None:
         """Copy the output of one rank, whose files exist."""
@@ -110,6 +119,8 @@ class Console:
         for stream, name in NAMES.items():
             if self._outputs.tee.get(local, 0) & stream:
                 self._tails.append(_Tail(self._folder / str(local) / f"{name}.log", stream, prefix))
+                if stream not in self._descriptors:
+                    self._descriptors[stream] = _without_waiting(stream)
 
     def copy(self) -> None:
         """Copy what the ranks have written and the console takes now."""
@@ -118,19 +129,24 @@ class Console:
 
     def close(self) -> None:
         """Copy what is left, after the ranks have ended, unless the console takes nothing for LAST_SECONDS."""
-        left, until = [*self._tails], time.monotonic() + LAST_SECONDS
-        while left and time.monotonic() < until:
+        now = time.monotonic()
+        left, until, end = [*self._tails], now + LAST_SECONDS, now + LONGEST_SECONDS
+        while left and time.monotonic() < min(until, end):
             one = left[0]
             if self._copy(one, last=True):
                 until = time.monotonic() + LAST_SECONDS
             elif self._unwritten[one.stream]:
-                select.select([], [one.stream], [], LAST_SECONDS)
+                select.select([], [self._descriptors[one.stream]], [], LAST_SECONDS)
             elif one.ended:
                 left.pop(0)
         for tail in self._tails:
             tail.close()
         for file in self._filtered.values():
-            file.close()
+            with contextlib.suppress(OSError):  # a full disk was reported
+                file.close()
+        for stream, descriptor in self._descriptors.items():
+            if descriptor != stream:
+                os.close(descriptor)
 
     def _copy(self, tail: _Tail, last: bool) -> bool:
         """Copy some lines, unless the console takes nothing now. Returns whether something was read or written."""
@@ -140,17 +156,46 @@ class Console:
             texts = self._outputs.filters.get(tail.stream, ())
             for line in lines:
                 if any(text in line for text in texts):
-                    self._filtered[tail.stream].write(line)
+                    self._filter(tail.stream, line)
             self._unwritten[tail.stream] = "".join(lines).encode(errors="replace")
         return self._write(tail.stream) or bool(lines)
+
+    def _filter(self, stream: int, line: str) -> None:
+        """Add a line to the file of those that have one of the texts. A failure is reported, once."""
+        try:
+            if stream in self._filtered:
+                self._filtered[stream].write(line)
+        except OSError as error:
+            reporting.warning(f"{self._filtered.pop(stream).name} gets no more lines: {error}")
 
     def _write(self, stream: int) -> bool:
         """Give the console what it takes without waiting. Returns whether it took something."""
         before = data = self._unwritten[stream]
-        while data and select.select([], [stream], [], 0)[1]:
+        if stream not in self._descriptors:
+            data = b""
+        while data and select.select([], [self._descriptors[stream]], [], 0)[1]:
             try:
-                data = data[os.write(stream, data[:CONSOLE_BYTES]) :]
-            except BrokenPipeError:
-                data = b""  # nobody reads the console any more; the file has everything
+                data = data[os.write(self._descriptors[stream], data[:CONSOLE_BYTES]) :]
+            except BlockingIOError:
+                break  # it takes less than it says
+            except OSError as error:  # the file of each rank has everything
+                if error.errno != errno.EPIPE:
+                    reporting.warning(f"the console takes no more output of the ranks: {error}")
+                if (descriptor := self._descriptors.pop(stream)) != stream:
+                    os.close(descriptor)
+                data = b""
         self._unwritten[stream] = data
         return data != before
+
+
+def _without_waiting(stream: int) -> int:
+    """A descriptor of the console on which a write never waits; `stream` itself where there is none.
+
+    A terminal and a pipe say that they take something, and may wait for more room within the write. The mode of
+    `stream` is shared with the ranks, so it stays.
+    """
+    mode = os.fstat(stream).st_mode
+    if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
+        with contextlib.suppress(OSError):
+            return os.open(f"/proc/self/fd/{stream}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    return stream

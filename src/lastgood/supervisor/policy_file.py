@@ -53,7 +53,7 @@ def found(given: str | None) -> str | None:
 
     Raises Refused for a file in the current folder whose name is not quite NAME.
     """
-    if given is not None:
+    if given:
         return given
     if os.path.exists(NAME):
         return NAME

@@ -27,6 +27,8 @@ CONFIGURATION = (
 """the keys of --rdzv-conf that c10d takes over TCP"""
 KEEP_ALIVE = {"keep_alive_interval": "2", "keep_alive_max_attempt": "5"}
 """A node is lost after ten seconds without a sign of life, and not after fifteen as for torchrun."""
+SILENT_SECONDS, SILENT_TIMES = 30.0, 3
+"""A membership ends if its supervisor is stopped or hangs for so long, and for so many times as nodes may be silent."""
 STATIC_PORT = 29500
 """torchrun's default of --master-port"""
 
@@ -73,6 +75,7 @@ def rendezvous(given: Options) -> Rendezvous | None:
     if static:
         address, port = given.master
         endpoint = endpoint or f"{address}:{port or STATIC_PORT}"
+    interval, attempts = (_whole(name, configuration[name]) for name in KEEP_ALIVE)
     settings = Settings(
         endpoint=endpoint or "localhost:29400",
         run_id=given.run_id,
@@ -80,8 +83,8 @@ def rendezvous(given: Options) -> Rendezvous | None:
         most=bounds.most,
         local_address=given.local_address,
         configuration=configuration,
+        silent_seconds=max(SILENT_SECONDS, SILENT_TIMES * interval * attempts),
     )
-    interval, attempts = (_whole(name, configuration[name]) for name in KEEP_ALIVE)
     return Rendezvous(settings, given.node_rank if static else None, float(interval * attempts))
 
 

@@ -34,7 +34,7 @@ def cause(lived: Lived) -> Cause | None:
         one, texts = lived.hang.behind, {str(rank): text for rank, text in lived.hang.stacks.items()}
         what = hang.described(one, lived.hang.silent)
         return Cause(kind="hang", rank=one.signs.rank, code=-signal.SIGKILL, what=what, stacks=texts)
-    if first is None:
+    if first is None or (lived.asked and first.code == -signal.SIGTERM):
         return None
     if first.error:
         stack = lived.stacks.get(first.rank, "")
@@ -124,7 +124,7 @@ def _skip(lived: Lived) -> Skip | None:
 
 def _code(lived: Lived, first: Ended | None, found: Cause | None) -> int:
     """The code of the rank that failed first. If none has: SIGKILL where one was killed, else the highest."""
-    if lived.grows and (found is None or found.code == -signal.SIGTERM):
+    if lived.asked and found is None:
         return PREEMPTED
     if found is not None:
         return found.code or 1

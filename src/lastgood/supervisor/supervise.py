@@ -31,10 +31,14 @@ from .arguments import Job
 from .attempt import Attempt, Lived, defaults
 from .membership import Membership, Over
 from .merged import Report, Verdict
-from .nodes import NodeInfo, Nodes, OneNode, Placement, SeveralNodes
+from .nodes import NodeInfo, SeveralNodes
+from .placement import Nodes, OneNode, Placement
 from .program import adopt_orphans
 from .signals import Signals
 from .zygote import Zygote
+
+PAUSE_SECONDS = 1.0
+"""how often a sign of life is shown while a restart is waited for"""
 
 
 class Supervisor:
@@ -46,12 +50,11 @@ class Supervisor:
         self._outcomes = list[Outcome]()
         self._run = ""
         """the run of the job, once a rank has opened it"""
-        self._summary = job_summary.Summary()
 
     def supervise(self) -> int:
         """Supervise the job until its end. Returns the exit code: 0, PREEMPTED, GAVE_UP, or 128 and the signal."""
         if self._job.records is not None:
-            self._summary = job_summary.opened(self._job.records)
+            job_summary.opened(self._job.records)  # raises what is wrong with it before anything is started
         adopt_orphans()
         with signals.handled(self._job.signals) as received, self._folder() as folder:
             try:
@@ -77,27 +80,39 @@ class Supervisor:
                 zygote = Zygote(self._job.preload, defaults(self._job.ranks), received)
                 held.callback(zygote.close)
                 zygote.ready()
-            if joins and (before := nodes.join()) is not None:
-                self._follow(msgspec.json.decode(before, type=Verdict))
+            if joins:
+                before = nodes.join(self._id)
+                self._id = nodes.job
+                if before is not None:
+                    self._follow(msgspec.json.decode(before, type=Verdict))
             number, began_at = len(self._outcomes), time.time()
             place = nodes.begin(number)
             if isinstance(place, Placement):
                 attempt = folder / f"attempt_{number}"
-                attempt.mkdir(exist_ok=True)
+                attempt.mkdir()
                 lived = Attempt(self._job, number, attempt, received, zygote, place, nodes).run()
             else:
                 lived = Lived(time.monotonic(), time.monotonic(), time.monotonic(), time.monotonic())
             verdict = self._agreed(nodes, lived, began_at, received.end is not None)
             joins = verdict is None or verdict.next == "join"
             if verdict is None:
+                if received.end is not None:
+                    return 128 + received.end
                 continue
             self._follow(verdict)
             ends = verdict.act == "end"
             if ends or received.end is not None:
                 nodes.leave(last=ends)
                 return _exit_code(self._outcomes[-1], received.end)
-            if verdict.pause_seconds:
-                select.select([received.descriptor], [], [], verdict.pause_seconds)
+            self._pause(verdict.pause_seconds, nodes, received)
+
+    def _pause(self, seconds: float, nodes: Nodes, received: Signals) -> None:
+        """Wait before a restart, in short parts: the other nodes wait for signs of life."""
+        until = time.monotonic() + seconds
+        while received.end is None and (left := until - time.monotonic()) > 0:
+            select.select([received.descriptor], [], [], min(left, PAUSE_SECONDS))
+            received.drain()
+            nodes.touch()
 
     @contextlib.contextmanager
     def _folder(self) -> Iterator[Path]:
@@ -147,12 +162,15 @@ class Supervisor:
         """
         lived = merged.shifted(merged.merged(reports, nodes.lost_text()), began)
         run = next((one.run for one in lived.progress if one.run), self._run)
-        cause = reported.cause(lived)
-        outcomes = [*self._outcomes, reported.outcome(lived, cause)]
         leaving = [node for node, one in reports.items() if one.asked]
         follows_round = nodes.next_round(leaving)
         asked = bool(leaving) and follows_round.act == "end"
-        regrouped = follows_round.why if follows_round.act == "join" and (leaving or lived.grows) else ""
+        regrouped = ""
+        if (leaving or lived.grows) and not asked:
+            regrouped = follows_round.why or "the node that had waited is gone"
+            lived.asked = True
+        cause = reported.cause(lived)
+        outcomes = [*self._outcomes, reported.outcome(lived, cause)]
         follows = answer(outcomes, self._job.budget, asked, regrouped)
         outcomes[-1] = replace(outcomes[-1], followed=follows.act)
         record = attempt_log.Attempt(
@@ -161,7 +179,7 @@ class Supervisor:
             job=self._id,
             host=self._host,
             command=self._command,
-            ranks=sum(one.ranks for one in reports.values()),
+            ranks=nodes.world,
             nodes=len(reports),
             began_at=began_at,
             seconds=lived.over - lived.began,
@@ -174,8 +192,7 @@ class Supervisor:
             slow=lived.slow,
         )
         if self._job.records is not None:
-            self._summary = job_summary.added(self._summary, record, follows.restart)
-            job_summary.write(self._job.records, self._summary)
+            job_summary.add(self._job.records, record, follows.restart)
         if cause is not None or follows.restart:
             self._report(reported.sentence(record, len(outcomes)))
         self._write(run, record, reported.advice(lived, record, follows))
@@ -201,7 +218,8 @@ class Supervisor:
             reporting.warning(f"the record of this attempt was not written to {run}: {error}")
 
     def _follow(self, verdict: Verdict) -> None:
-        self._outcomes, self._run = list(verdict.outcomes), verdict.run
+        if len(verdict.outcomes) > len(self._outcomes):  # a node that was lost may not have published its last one
+            self._outcomes, self._run = list(verdict.outcomes), verdict.run
 
 
 def _exit_code(last: Outcome, signal_number: int | None) -> int:

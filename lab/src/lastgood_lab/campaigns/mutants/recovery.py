@@ -59,6 +59,9 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a slow node is taken for lost", "slow-node-is-not-lost", Swap("> timeout_seconds", "> 0")),
         ("the round of a lost node goes on without it", "lost-node-needs-new-round", Never()),
         ("ranks that lost their node are blamed", "lost-node-blamed-before-followers", Never()),
+        ("nodes that come and go use up the restarts", "regrouping-is-no-failure", Remove()),
+        ("a suspended node blames the others", "suspended-node-blames-nobody", Never()),
+        ("a suspended node trains beside the others", "suspended-node-joins-anew", Never()),
         ("two nodes decide about one attempt", "standing-verdict-is-followed", Never()),
     ),
     *table(

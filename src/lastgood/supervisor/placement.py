@@ -1,0 +1,133 @@
+"""The place of this node in an attempt, and what the supervisor needs of the nodes of its job; a job of one node.
+
+SeveralNodes (nodes.py) is the other implementation. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Collection, Sequence
+from typing import Literal, NamedTuple, Protocol
+
+import msgspec
+
+from ..errors import Refused
+from ..policy import membership as policy
+from ..policy.hang import Signs
+from ..records import Record
+
+Kind = Literal["failure", "follower", "timeout", "hang", "lost", "grow"]
+
+
+class Placement(NamedTuple):
+    """The place of this node in an attempt. `first_rank`: of its ranks. `world`: ranks of all nodes. `address`, `port`:
+    where the ranks find each other; port 0: nobody has chosen one yet."""
+
+    node: int
+    nodes: int
+    first_rank: int
+    world: int
+    address: str
+    port: int
+
+
+class Notice(Record, frozen=True, kw_only=True):
+    """Why an attempt is over, or is to end. `what`: for people. `lost`: numbers of the nodes that do not answer.
+
+    "failure": a rank of another node has failed; "follower": so it seems, because of another one; "timeout": it has
+    waited for other ranks for too long; "hang": ranks hang; "lost": a node is lost; "grow": more nodes wait, so the
+    ranks are asked to save and to end.
+    """
+
+    kind: Kind
+    what: str = ""
+    lost: list[int] = msgspec.field(default_factory=list)
+
+
+class Nodes(Protocol):
+    """What the supervisor needs of the nodes of its job. The methods are those of SeveralNodes."""
+
+    job: str
+
+    @property
+    def world(self) -> int: ...
+    def join(self, job: str) -> str | None: ...
+    def touch(self) -> None: ...
+    def begin(self, number: int) -> Placement | Notice: ...
+    def notice(self, now: float, signs: Sequence[Signs]) -> Notice | None: ...
+    def others(self, now: float) -> list[Signs]: ...
+    def over(self, notice: Notice) -> None: ...
+    def reports(self, mine: str) -> dict[int, str] | None: ...
+    def verdict(self, mine: str | None) -> str | None: ...
+    def next_round(self, leaving: Collection[int]) -> policy.Next: ...
+    def lost_text(self) -> tuple[int, str] | None: ...
+    def leave(self, last: bool) -> None: ...
+    def end(self) -> None: ...
+    @property
+    def excluded(self) -> bool: ...
+
+
+class OneNode:
+    """The only node of its job. `ranks`: how many it has. `master`: address and port; None: a new one each time."""
+
+    def __init__(self, ranks: int, master: tuple[str, int | None]) -> None:
+        self.world, self._master, self.job = ranks, master, ""
+
+    def join(self, job: str) -> None:
+        """Nothing: no other node has published anything."""
+        self.job = job
+
+    def touch(self) -> None:
+        """Nothing: no other node waits for a sign of life."""
+
+    def begin(self, number: int) -> Placement:
+        """The place in an attempt."""
+        address, port = self._master
+        return Placement(0, 1, 0, self.world, address, port or free_port(address))
+
+    def notice(self, now: float, signs: Sequence[Signs]) -> None:
+        """Nothing: there is no other node."""
+
+    def others(self, now: float) -> list[Signs]:
+        """Nothing: there are no other ranks."""
+        return []
+
+    def over(self, notice: Notice) -> None:
+        """Nothing: nobody else has to know."""
+
+    def reports(self, mine: str) -> dict[int, str]:
+        """The reports of all nodes."""
+        return {0: mine}
+
+    def verdict(self, mine: str | None) -> str | None:
+        """The decision."""
+        return mine
+
+    def next_round(self, leaving: Collection[int]) -> policy.Next:
+        """The ranks start again here, unless this node is to end."""
+        return policy.next_round(1, (), leaving, 0, policy.Bounds())
+
+    def lost_text(self) -> None:
+        """Nothing: no other node can be lost."""
+
+    excluded = False
+
+    def leave(self, last: bool) -> None:
+        """Nobody waits for this node."""
+
+    def end(self) -> None:
+        """Nothing is held."""
+
+
+def free_port(address: str) -> int:
+    """A port of this machine that nobody uses now."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as one:
+            one.bind((address, 0))
+            return int(one.getsockname()[1])
+    except OSError as error:
+        raise Refused(
+            f"{address} is no address of this machine: {error}",
+            safe="No rank was started.",
+            todo="Correct --local-addr, or --master-addr where there is one node.",
+        ) from error
