@@ -1,6 +1,7 @@
 # make check: lint, types, contracts and the fast tests, in a minute. make test: the same with all tests.
 # make demo: the main job on real images, killed and damaged on purpose. make coverage: which lines the fast tests run.
 # make demo-bucket: kills, damage and an outage against a real S3 server. make demo-nodes: nodes that are lost.
+# make demo-recovery: `lastgood run` on two nodes; a rank killed, one hung, a NaN, a node lost; a timeline as a picture.
 # make prove: the long campaigns (hours on 2 cores). Reports land in lab/reports/.
 # make bench: the figures, hours on 2 cores (docs/bench.md); it resumes where it stopped. TRACES=FILE... replays those.
 # make gpu: on a CUDA machine, tests and a short bench, under eight minutes. Both land in benchmarks/results/.
@@ -8,7 +9,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: check demo demo-bucket demo-nodes test coverage prove bench gpu clean
+.PHONY: check demo demo-bucket demo-nodes demo-recovery test coverage prove bench gpu clean
 
 # Without the restart of a worker that died: after it pytest-xdist may wait for ever. The order is that of conftest.py.
 WORKERS := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
@@ -32,6 +33,9 @@ demo-bucket: .venv/.ready
 
 demo-nodes: .venv/.ready
 	$(BIN)/python demo/nodes.py
+
+demo-recovery: .venv/.ready
+	$(BIN)/python demo/recovery.py
 
 # compileall: where the environment forbids bytecode, each of the many processes that tests start would make its own.
 test: .venv/.ready
