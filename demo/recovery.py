@@ -47,7 +47,7 @@ COMMAND = [sys.executable, "-m", "lastgood", "run", "--hang-timeout", "4", "--pr
 
 
 class Plan(NamedTuple):
-    """When which faults come: one between every two saves, shortly before the next one, so that steps are replayed."""
+    """When which faults come: one shortly before every second save, so that there are steps to train again."""
 
     faults: Sequence[Kind]
     save_every: int
@@ -112,17 +112,20 @@ class Job:
         return max((one.global_step for one in job_logs.steps(self.records, 0) if one.attempt == attempt), default=0)
 
     def until(self, happened: Callable[[], object]) -> None:
-        """Wait. Raises Failed if it does not come, or a node ends that was not lost."""
+        """Wait. Raises Failed if a node ends that was not lost, if the job ends before, or if it shows nothing new."""
         heard, shown = time.monotonic(), ""
-        while not happened():
-            now = self.notes.read_text() if self.notes.exists() else ""
-            now += str(len(job_logs.steps(self.records, 0)))
+        while True:
+            over = self.ended
+            if happened():
+                return
+            now = f"{self.notes.read_text() if self.notes.exists() else ''} {len(job_logs.steps(self.records, 0))}"
             if now != shown:
                 heard, shown = time.monotonic(), now
-            ended = [name for name, one in self._nodes.items() if one.poll() not in (None, 0, -signal.SIGKILL)]
-            if ended or time.monotonic() > heard + PATIENCE_SECONDS:
-                texts = "\n".join(f"{name}:\n{self._log(name).read_text()[-2000:]}" for name in ended or self._nodes)
-                raise Failed(f"{' and '.join(ended) or 'the job'} {'ended' if ended else 'hangs'}. The logs:\n{texts}")
+            failed = [name for name, one in self._nodes.items() if one.poll() not in (None, 0, -signal.SIGKILL)]
+            if failed or over or time.monotonic() > heard + PATIENCE_SECONDS:
+                texts = "\n".join(f"{name}:\n{self._log(name).read_text()[-2000:]}" for name in failed or self._nodes)
+                state = "failed" if failed else "ended before its next fault" if over else "hangs"
+                raise Failed(f"{' and '.join(failed) or 'the job'} {state}. The logs:\n{texts}")
             time.sleep(0.05)
 
     @property
@@ -149,7 +152,7 @@ def _descendants(root: int) -> list[int]:
 
 
 def strike(job: Job, kind: Kind, attempt: int) -> Blow:
-    """Make a fault now. Those that hit a rank hit one of another node each time."""
+    """Make a fault now: the kill on the node of the store, the hang and the loss of a node on the other one."""
     ranks = job.lives(attempt)
     if kind is NAN:
         hit = [one for one in ranks if one.rank == POISONED_RANK]
@@ -218,7 +221,9 @@ def costs(healed: Story, plain: bool) -> Table:
 
 def demo(out: Path, plan: Plan, console: Console) -> tuple[list[Check], Story]:
     """Both jobs, the comparison and the picture, in `out`; what an earlier demo left there goes. Raises Failed."""
-    shutil.rmtree(out, ignore_errors=True)
+    for folder in ("faults", "undisturbed"):
+        shutil.rmtree(out / folder, ignore_errors=True)
+    (out / "timeline.png").unlink(missing_ok=True)
     healed = in_trouble(out / "faults", plan, console)
     say(console, f"finished at step {healed.reached(len(healed.attempts))} of {plan.steps}")
     begun = time.monotonic()

@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 from recovery_story import HUNG, NAN, NODE, Blow, Life, Story
 
 TRAIN, AGAIN, DETECT, TEAR_DOWN = "train", "train again (replay)", "detect the fault", "tear down"
-AGREE, START, RESTORE, RESERVE, END = "nodes agree who is left", "start", "restore", "wait in reserve", "end"
+AGREE, START, RESTORE, RESERVE, END = "nodes agree who is left", "start", "restore", "wait in reserve", "save, end"
 COLORS = {
     TRAIN: "#2b6cb0",
     AGAIN: "#a9cdee",
@@ -124,7 +124,7 @@ def _faults(axes: Axes, told: Story) -> None:
 def _text(told: Story, number: int, blow: Blow) -> str:
     back = told.back(number)
     seconds = "it never came back" if back is None else f"{back - blow.at:.1f} s until this step\nis trained again"
-    return f"{number + 1}. {blow.kind.name}\n{seconds}"
+    return f"{number + 1}. {blow.kind.short}\n{seconds}"
 
 
 def _steps(axes: Axes, told: Story) -> None:
