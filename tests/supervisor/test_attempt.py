@@ -8,7 +8,8 @@ from pathlib import Path
 
 from lastgood.supervisor import arguments, signals
 from lastgood.supervisor.attempt import Attempt
-from lastgood.supervisor.placement import OneNode
+from lastgood.supervisor.host_signs import HostSigns
+from lastgood.supervisor.placement import NodeInfo, OneNode
 from lastgood.supervisor.zygote import Fork
 
 
@@ -30,7 +31,13 @@ def test_a_rank_that_was_just_forked_is_ended_with_the_others(tmp_path: Path) ->
     the job waited for half a minute until it had failed to find the others."""
     job = arguments.parsed(["--nproc-per-node", "2", sys.executable], {})
     with signals.handled(job.signals) as received:
-        nodes, fork = OneNode(job.ranks, job.master), SlowFork(tmp_path / "went on")
-        lived = Attempt(job, 0, tmp_path, received, fork, nodes.begin(0), nodes).run()  # type: ignore[arg-type]
+        info = NodeInfo(host="", ranks=job.ranks, node_rank=None, address="")
+        nodes, fork = OneNode(info, job.master), SlowFork(tmp_path / "went on")
+        lived = Attempt(job, 0, tmp_path, received, fork, nodes.begin(0), nodes).run(
+            HostSigns(
+                [],
+                0.0,
+            )
+        )  # type: ignore[arg-type]
     assert [one.code for one in lived.ended] == [137]
     assert not (tmp_path / "went on").exists(), "the second rank was left until it ended by itself"

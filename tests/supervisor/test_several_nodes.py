@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from agents import until
-from lastgood.policy.recovery import PREEMPTED
+from lastgood.policy.recovery import GAVE_UP, PREEMPTED
 from lastgood.supervisor.placement import free_port
 
 pytestmark = pytest.mark.slow
@@ -33,6 +33,7 @@ os.rename(file.name, file.name.removesuffix(".new"))
 if os.path.exists(f"fail-{{attempt}}-{{rank}}"):
     while not all(os.path.exists(f"attempt-{{attempt}}-{{one}}") for one in range(int(seen["WORLD_SIZE"]))):
         time.sleep(0.02)
+    os.kill(os.getpid(), int(open(f"fail-{{attempt}}-{{rank}}").read() or 0))
     sys.exit(7)
 while not os.path.exists("done"):
     time.sleep(0.02)
@@ -70,8 +71,8 @@ class Nodes:
         until(lambda: all(path.exists() for path in paths))
         return [json.loads(path.read_text()) for path in paths]
 
-    def touch(self, name: str) -> None:
-        (self._folder / name).touch()
+    def touch(self, name: str, text: str = "") -> None:
+        (self._folder / name).write_text(text)
 
     def log(self, name: str) -> str:
         return (self._folder / f"{name}.log").read_text()
@@ -130,6 +131,22 @@ def test_a_node_may_come_later_and_may_leave_before_the_end(nodes: Nodes) -> Non
     nodes.touch("done")
     assert first.wait(60) == 0
     assert "restart: one more node joins" in nodes.log("a")
+
+
+@pytest.mark.parametrize("nodes", ["1:2"], indirect=True)
+def test_a_node_on_which_failures_begin_is_left_out(nodes: Nodes) -> None:
+    nodes.touch("fail-1-1", str(int(signal.SIGKILL)))
+    nodes.touch("fail-2-1", str(int(signal.SIGBUS)))
+    first = nodes.start("a", "--quarantine-after", "2")
+    nodes.seen(0, 1)
+    second = nodes.start("b", "--quarantine-after", "2")
+    assert second.wait(60) == GAVE_UP
+    assert nodes.seen(3, 1)[0]["node"] == "a"
+    nodes.touch("done")
+    assert first.wait(60) == 0
+    why = "b is left out: the last 2 failures that point to a machine began on b (SIGKILL at step 0, SIGBUS at step 0)"
+    assert f"this node (b) has left the job: {why}" in nodes.log("b")
+    assert f"restart: {why}" in nodes.log("a")
 
 
 @pytest.mark.parametrize("nodes", ["2"], indirect=True)

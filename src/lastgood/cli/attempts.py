@@ -8,6 +8,7 @@ import msgspec
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from ..policy.health import described
 from ..run import access, side_records
 from ..supervisor import attempt_log, reported
 from ..supervisor.attempt_log import Attempt
@@ -45,4 +46,5 @@ def _view(found: list[Attempt]) -> RenderableType:
     spent = [f"{name} {sum(one.phases.get(name, 0.0) for one in found):.1f} s" for name in names]
     text = f"{plural(len(found), 'attempt')}. Time of the slowest rank in each, added up: {', '.join(spent)}."
     slow = [Text(f"attempt {one.number}: {clean(part.what)}.") for one in found for part in one.slow]
-    return Group(table, *slow, Text(text))
+    signs = [Text(f"attempt {one.number}: {clean(described(part))}") for one in found for part in one.findings]
+    return Group(table, *slow, *signs, Text(text))

@@ -80,7 +80,8 @@ class Outcome:
     `saved_step`: the newest step that it has saved; 0: none.
     `code`: of the rank that failed first; 0: all ranks have ended regularly. `cause`: equal for failures of one kind;
     empty if it is not known. `error`: type and message of the exception. `batches_known`: whether it is known with
-    which windows the next step would have trained. `followed`: what followed it.
+    which windows the next step would have trained. `followed`: what followed it. `host`: where the rank that failed
+    first was; empty: not known. `left_out`: the host that left the job because of it; empty: none.
     """
 
     restored_step: int | None
@@ -91,6 +92,8 @@ class Outcome:
     error: str = ""
     batches_known: bool = False
     followed: Act = "restart"
+    host: str = ""
+    left_out: str = ""
 
 
 @dataclass(frozen=True)
@@ -107,11 +110,14 @@ class Answer:
         return self.act != "end"
 
 
-def answer(outcomes: Sequence[Outcome], budget: Budget, asked_to_end: bool = False, regrouped: str = "") -> Answer:
+def answer(
+    outcomes: Sequence[Outcome], budget: Budget, asked_to_end: bool = False, regrouped: str = "", left_out: str = ""
+) -> Answer:
     """What follows the last of these attempts. `outcomes`: all attempts so far, oldest first; at least one.
 
     `asked_to_end`: whether the supervisor was asked to end. `regrouped`: why the ranks were asked to save and to end,
-    although the job goes on, on other nodes (default: it was for the end of the job).
+    although the job goes on, on other nodes (default: it was for the end of the job). `left_out`: why a node leaves
+    the job, which goes on without it (default: none does).
 
     Example: after one attempt with code 0 the job is done.
     """
@@ -127,6 +133,8 @@ def answer(outcomes: Sequence[Outcome], budget: Budget, asked_to_end: bool = Fal
     outcomes = [one for one in outcomes if one.code != PREEMPTED]  # guard: regrouping-is-no-failure
     if budget.restarts is not None and len(outcomes) > budget.restarts:  # guard: restarts-bounded
         return Answer("end", f"{budget.restarts} restarts are allowed")
+    if left_out:  # guard: broken-node-uses-no-budget
+        return Answer("restart", left_out)
     alike = _alike(outcomes)
     if len(alike) >= budget.without_progress:
         return _remedy(alike, budget)
@@ -171,16 +179,19 @@ def without_progress(outcomes: Sequence[Outcome]) -> int:
     """How many of the last attempts in a row saved nothing newer, and went on from no newer step than the one before
     them; at least 1.
 
-    One that failed before it had restored anything counts with those beside it.
+    One that failed before it had restored anything counts with those beside it. The count begins anew when a host is
+    left out for the first time: one that always comes back does not keep a job alive.
     """
     count, step = 1, outcomes[-1].restored_step
     if outcomes[-1].saved_step > (step or 0):
         return count
-    for one in reversed(outcomes[:-1]):
+    for place, one in reversed([*enumerate(outcomes[:-1])]):
         newer = step is not None and one.restored_step is not None and one.restored_step < step
         if newer or one.saved_step > (one.restored_step or 0):  # guard: saved-step-is-progress
             break
         if one.followed in REMEDIES:  # guard: remedy-begins-the-count-anew
+            break
+        if one.left_out and one.left_out not in {before.left_out for before in outcomes[:place]}:
             break
         step = one.restored_step if step is None else step
         count += 1

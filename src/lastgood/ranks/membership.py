@@ -45,6 +45,7 @@ class Member:
     def __init__(self, settings: Settings) -> None:
         from torch.distributed.elastic.rendezvous import RendezvousParameters, c10d_rendezvous_backend
         from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+        from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 
         parameters = RendezvousParameters(
             backend="c10d",
@@ -58,6 +59,9 @@ class Member:
         backend, self._store = c10d_rendezvous_backend.create_backend(parameters)
         self._handler = create_handler(self._store, backend, parameters)
         self._settings = settings
+        chosen = parameters.get_as_bool("is_host")
+        host, _ = parse_rendezvous_endpoint(settings.endpoint, default_port=29400)
+        self._holds_store = _matches_machine_hostname(host) if chosen is None else chosen
         self._round: Any = None
         """the store with the keys of the current round"""
 
@@ -69,7 +73,12 @@ class Member:
                     return Failed(kind="ended", what=f"the job of --rdzv-id {self._settings.run_id} has ended")
                 found = self._handler.next_rendezvous()
                 self._round = found.store
-                return Joined(node=found.rank, nodes=found.world_size, address=self._address())
+                return Joined(
+                    node=found.rank,
+                    nodes=found.world_size,
+                    address=self._address(),
+                    holds_store=self._holds_store,
+                )
             case Put():
                 store = self._of(request.job)
                 for key, value in request.values.items():

@@ -16,6 +16,7 @@ from typing import Literal
 
 from ..errors import Refused
 from ..policy.hang import Limits
+from ..policy.health import Unhealthy
 from ..policy.recovery import Budget
 from ..policy.slow import Pace
 from . import devices, policy_file
@@ -63,6 +64,13 @@ class Job:
     """with the other nodes of the job; None: there are none"""
     records: Path | None = None
     """where the ranks and the supervisor put their logs (run/job_logs.py); None: nowhere"""
+    health_file: str | None = None
+    """findings of a fleet's own tool about this node; None: it has none"""
+    health_seconds: float = 30.0
+    """how often this node is examined; 0: never"""
+    unhealthy: Unhealthy = "report"
+    quarantine_after: int = 3
+    """So many failures in a row that point to one machine are the reason to leave it out; 0: never."""
     policy: str = ""
     """a line about the policy file; empty: there is none"""
 
@@ -108,6 +116,10 @@ def parsed(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) ->
         signals=args.signals_to_handle,
         rendezvous=_rendezvous(args),
         records=Path(args.records).absolute() if args.records else None,
+        health_file=os.path.abspath(args.health_file) if args.health_file else None,
+        health_seconds=args.health_seconds,
+        unhealthy=args.unhealthy,
+        quarantine_after=args.quarantine_after,
         policy="" if policy is None else _in_use(policy, given, environ),
     )
 
@@ -132,6 +144,19 @@ def _refuse(args: argparse.Namespace) -> None:
             "nothing is imported before ranks that are not forked",
             safe="Nothing was started.",
             todo="Leave one of them out; an empty --preload= replaces that of a policy file.",
+        )
+    if not args.health_seconds and (args.health_file or args.unhealthy == "leave"):
+        raise Refused(
+            "--health-seconds 0 contradicts --health-file and --unhealthy leave: the node is never examined",
+            safe="Nothing was started.",
+            todo="Give the seconds between two examinations.",
+        )
+    folder = os.path.dirname(os.path.abspath(args.health_file or "."))
+    if os.path.isdir(args.health_file or "") or not os.path.isdir(folder):
+        raise Refused(
+            f"--health-file {args.health_file}: there can be no such file",
+            safe="Nothing was started.",
+            todo="Give the path of a file, which may be absent, in a folder that exists.",
         )
     if args.logs_specs:
         raise Refused(

@@ -24,13 +24,17 @@ from pathlib import Path
 
 import msgspec
 
+from .. import reporting
 from ..io import heartbeat
+from ..io.oom_kills import OomKills, oom_kills
 from ..policy.blame import Ended, follows, timed_out
 from ..policy.hang import Silent, Stuck, awaited, behind
+from ..policy.health import Finding, leaves
 from ..run import job_logs
 from . import devices, leftovers
 from .arguments import Job
 from .attempt_log import Slow
+from .host_signs import HostSigns
 from .outputs import NAMES, Console
 from .placement import Kind, Nodes, Notice, Placement
 from .program import ERROR_FILE, PYTHON
@@ -85,6 +89,10 @@ class Lived:
     asked: bool = False
     """whether they were, for this or because a node leaves, and the job goes on"""
     slow: list[Slow] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    """signs that a host may fail"""
+    out_of_memory: dict[int, str] = field(default_factory=dict)
+    """rank that SIGKILL has ended -> where the kernel has killed a process for memory meanwhile"""
 
 
 class Attempt:
@@ -113,21 +121,22 @@ class Attempt:
         """why the attempt is over, as this node or another one has published it"""
         self._console = Console(job.outputs, folder)
 
-    def run(self) -> Lived:
-        """Live the attempt. Raises what `Zygote.fork` raises."""
-        lived = Lived(time.monotonic())
+    def run(self, host: HostSigns) -> Lived:
+        """Live the attempt. `host`: is asked while ranks run. Raises what `Zygote.fork` raises."""
+        lived, killed_before = Lived(time.monotonic()), oom_kills()
         # Pages of memory, not of a disk: a rank must not fail because a disk is full.
         memory = MEMORY if os.path.isdir(MEMORY) else tempfile.gettempdir()
         with leftovers.folder("lastgood-beat-", memory) as pages:
             try:
                 self._start(pages)
                 lived.started = time.monotonic()
-                self._watch(lived)
+                self._watch(lived, host)
             finally:
                 self._kill(lived)
                 lived.over = time.monotonic()
                 self._console.close()
                 self._read(lived)
+                _note_out_of_memory(lived, killed_before)
                 for one in self._ranks:
                     os.close(one.descriptor)
         return lived
@@ -198,7 +207,7 @@ class Attempt:
 
     # ---- watch ---------------------------------------------------------------------------------------------
 
-    def _watch(self, lived: Lived) -> None:
+    def _watch(self, lived: Lived, host: HostSigns) -> None:
         watch, slow = ProgressWatch(self._job.limits), SlowWatch(self._job.pace)
         self._poll.register(self._signals.descriptor, select.POLLIN)
         for one in self._ranks:
@@ -212,6 +221,13 @@ class Attempt:
                     one.ended = _ended(one)
             self._console.copy()
             self._note_failures(lived)
+            findings = host.poll(time.monotonic())
+            lived.findings += findings
+            if leaves(findings, self._job.unhealthy):
+                reporting.warning(
+                    "this node leaves the job: its ranks are asked to save and to end (--unhealthy leave)"
+                )
+                self._signals.ask_to_end()
             for number in self._signals.taken():
                 self._pass_on(number)
             if self._signals.end is not None:
@@ -345,6 +361,13 @@ def _ended(one: RankProcess) -> Ended:
     assert found is not None
     code = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
     return Ended(one.rank, time.monotonic(), code)
+
+
+def _note_out_of_memory(lived: Lived, before: OomKills | None) -> None:
+    """Note which ranks the kernel has killed for memory, if it has killed any. `before`: the count at the beginning."""
+    now = oom_kills()
+    if before is not None and now is not None and now.where == before.where and now.kills > before.kills:
+        lived.out_of_memory = {one.rank: now.where for one in lived.ended if one.code == -signal.SIGKILL}
 
 
 def _kind(one: Ended) -> Kind:

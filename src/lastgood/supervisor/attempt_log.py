@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from ..policy.failures import Failures, Life, observed
+from ..policy.health import Finding
 from ..ports import Tier
 from ..records import Record
 from ..run import side_records
@@ -38,7 +39,8 @@ class Cause(Record, frozen=True, kw_only=True):
         """A text that is equal for causes of one kind."""
         if self.kind in ("hang", "node"):
             return self.kind
-        what = re.split(r"[^\w.]", self.what, maxsplit=1)[0] if self.kind == "exception" else self.what
+        end = {"exception": r"[^\w.]", "signal": r" \("}.get(self.kind)
+        what = self.what if end is None else re.split(end, self.what, maxsplit=1)[0]
         return f"{self.kind} {what}"
 
 
@@ -89,6 +91,8 @@ class Attempt(Record, frozen=True, kw_only=True):
     nodes: int = 1
     """those that have reported; `ranks` are theirs"""
     slow: list[Slow] = msgspec.field(default_factory=list)
+    findings: list[Finding] = msgspec.field(default_factory=list)
+    """signs that a host may fail, each once for each supervisor"""
 
 
 def append(tier: Tier, attempt: Attempt) -> None:

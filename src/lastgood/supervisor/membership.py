@@ -88,11 +88,13 @@ class Close(Record, frozen=True, kw_only=True, tag="close"):
 
 
 class Joined(Record, frozen=True, kw_only=True, tag="joined"):
-    """`node`: number of this node in the round. `nodes`: how many there are. `address`: of this node, for others."""
+    """`node`: number of this node in the round. `nodes`: how many there are. `address`: of this node, for others.
+    `holds_store`: whether the job ends with this node, because it holds the store of the nodes."""
 
     node: int
     nodes: int
     address: str
+    holds_store: bool = False
 
 
 class Values(Record, frozen=True, kw_only=True, tag="values"):

@@ -94,6 +94,8 @@ def merged(reports: Mapping[int, Report], lost: tuple[int, str] | None) -> Lived
         lost=lost,
         grows=any(one.grows for one in lives),
         slow=[slow for one in lives for slow in one.slow],
+        findings=[finding for one in lives for finding in one.findings],
+        out_of_memory={rank: where for one in lives for rank, where in one.out_of_memory.items()},
     )
 
 

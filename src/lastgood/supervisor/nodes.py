@@ -35,7 +35,7 @@ from ..policy import membership as policy
 from ..policy.hang import Signs
 from ..records import Record
 from .membership import Membership
-from .placement import Notice, Placement, free_port
+from .placement import NodeInfo, Notice, Placement, free_port
 from .signals import PASSED_ON, Signals
 
 POLL_SECONDS = 0.25
@@ -46,17 +46,6 @@ RECEIVED_SECONDS = 5.0
 """How long a node waits at its end until all others know why: the store may end with it."""
 WAITERS_SECONDS = 1.5
 """How long it stays after that for nodes that wait in reserve: torch asks the store once a second."""
-
-
-class NodeInfo(Record, frozen=True, kw_only=True):
-    """A node of a round. `node_rank`: as --node-rank says; None: any. `address`: where others reach it. `job`:
-    an id of the job to which it has belonged so far, the same on all nodes of it."""
-
-    host: str
-    ranks: int
-    node_rank: int | None
-    address: str
-    job: str = ""
 
 
 class Alive(Record, frozen=True, kw_only=True):
@@ -108,7 +97,7 @@ class SeveralNodes:
         infos = None
         while infos is None:
             joined = self._membership.join()
-            mine = msgspec.structs.replace(self._info, address=joined.address, job=job)
+            mine = msgspec.structs.replace(self._info, address=joined.address, job=job, holds_store=joined.holds_store)
             self._membership.put({f"node/{joined.node}": _encoded(mine)})
             infos = self._infos(joined.nodes)
         self.infos, self.node, self.lost = infos, joined.node, set()
@@ -275,6 +264,11 @@ class SeveralNodes:
         first = min(self.lost)
         what = f"{self._names(sorted(self.lost))}: no sign of life for {self._timeout_seconds:.0f} s"
         return sum(one.ranks for one in self.infos[:first]), what
+
+    def of_rank(self, rank: int) -> NodeInfo:
+        """The node of a rank of the attempt."""
+        first = [sum(one.ranks for one in self.infos[:at]) for at in range(len(self.infos))]
+        return self.infos[max(at for at, begin in enumerate(first) if begin <= rank)]
 
     @property
     def excluded(self) -> bool:

@@ -70,6 +70,7 @@ def parser(environ: Mapping[str, str] | None, policy: Policy | None = None) -> a
     options = _Options(made, environ, {} if policy is None else policy.values)
     _add_those_of_torchrun(options)
     _add_own(options)
+    _add_health(options)
     made.add_argument("training_script", help="The script, with its arguments after it.")
     made.add_argument("training_script_args", nargs=argparse.REMAINDER)
     return made
@@ -161,4 +162,28 @@ def _add_own(to: _Options) -> None:
     )
     to.option(
         "--policy", help=f"File with options as `name: value`. Default: {policy_file.NAME} in this folder, if there."
+    )
+
+
+def _add_health(to: _Options) -> None:
+    to.option(
+        "--health-file", metavar="FILE", help="A fleet's own tool writes a line here for each fault of this node."
+    )
+    to.option(
+        "--health-seconds",
+        type=seconds,
+        default=30.0,
+        help="How often this node is examined (kernel log, GPUs, disks, --health-file); 0: never. Default 30.",
+    )
+    to.option(
+        "--unhealthy",
+        choices=["report", "leave"],
+        default="report",
+        help="With leave, the ranks save and this node ends (75) when it is likely to fail. Default report.",
+    )
+    to.option(
+        "--quarantine-after",
+        type=whole(0),
+        default=3,
+        help="So many failures in a row that point to one node leave it out, if others are there; 0: never. Default 3.",
     )

@@ -44,6 +44,18 @@ class Notice(Record, frozen=True, kw_only=True):
     lost: list[int] = msgspec.field(default_factory=list)
 
 
+class NodeInfo(Record, frozen=True, kw_only=True):
+    """A node of a round. `node_rank`: as --node-rank says; None: any. `address`, `holds_store`: as in Joined. `job`: an
+    id of the job to which it has belonged so far, the same on all nodes of it."""
+
+    host: str
+    ranks: int
+    node_rank: int | None
+    address: str
+    job: str = ""
+    holds_store: bool = False
+
+
 class Nodes(Protocol):
     """What the supervisor needs of the nodes of its job. The methods are those of SeveralNodes."""
 
@@ -61,6 +73,7 @@ class Nodes(Protocol):
     def verdict(self, mine: str | None) -> str | None: ...
     def next_round(self, leaving: Collection[int]) -> policy.Next: ...
     def lost_text(self) -> tuple[int, str] | None: ...
+    def of_rank(self, rank: int) -> NodeInfo: ...
     def leave(self, last: bool) -> None: ...
     def end(self) -> None: ...
     @property
@@ -68,10 +81,10 @@ class Nodes(Protocol):
 
 
 class OneNode:
-    """The only node of its job. `ranks`: how many it has. `master`: address and port; None: a new one each time."""
+    """The only node of its job. `info`: this node. `master`: address and port; None: a new one each time."""
 
-    def __init__(self, ranks: int, master: tuple[str, int | None]) -> None:
-        self.world, self._master, self.job = ranks, master, ""
+    def __init__(self, info: NodeInfo, master: tuple[str, int | None]) -> None:
+        self._info, self._master, self.world, self.job = info, master, info.ranks, ""
 
     def join(self, job: str) -> None:
         """Nothing: no other node has published anything."""
@@ -109,6 +122,10 @@ class OneNode:
 
     def lost_text(self) -> None:
         """Nothing: no other node can be lost."""
+
+    def of_rank(self, rank: int) -> NodeInfo:
+        """This node."""
+        return self._info
 
     excluded = False
 

@@ -40,12 +40,14 @@ def cause(lived: Lived) -> Cause | None:
         stack = lived.stacks.get(first.rank, "")
         return Cause(kind="exception", rank=first.rank, code=first.code, what=first.error, stack=stack)
     if first.code < 0:
-        return Cause(kind="signal", rank=first.rank, code=first.code, what=signal.Signals(-first.code).name)
+        name, where = signal.Signals(-first.code).name, lived.out_of_memory.get(first.rank)
+        what = name if where is None else f"{name}: the kernel killed it for memory ({where})"
+        return Cause(kind="signal", rank=first.rank, code=first.code, what=what)
     return Cause(kind="exit", rank=first.rank, code=first.code, what=f"exit code {first.code}")
 
 
-def outcome(lived: Lived, found: Cause | None) -> Outcome:
-    """An attempt as the policy sees it."""
+def outcome(lived: Lived, found: Cause | None, host: str = "") -> Outcome:
+    """An attempt as the policy sees it. `host`: of the rank of its cause (default: not known)."""
     steps = [one.restored_step for one in lived.progress if one.restored is not None]
     whole = len(steps) == len(lived.progress)
     return Outcome(
@@ -56,6 +58,7 @@ def outcome(lived: Lived, found: Cause | None) -> Outcome:
         cause=found.key if found is not None else "",
         error=found.what if found is not None and found.kind == "exception" else "",
         batches_known=_skip(lived) is not None,
+        host=host,
     )
 
 

@@ -30,6 +30,11 @@ class Signals:
         with contextlib.suppress(BlockingIOError):
             os.write(self._write, b"x")
 
+    def ask_to_end(self) -> None:
+        """As if SIGTERM had come from outside, whatever signals end the job."""
+        self.end = self.end or signal.SIGTERM
+        self.received(signal.SIGTERM, None)
+
     def drain(self) -> None:
         """Make `descriptor` wait for the next signal."""
         with contextlib.suppress(BlockingIOError):

@@ -13,7 +13,7 @@ import secrets
 import select
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,16 +23,19 @@ from .. import reporting
 from ..errors import Cancelled, LastgoodError
 from ..format import layout
 from ..io.machine import NODE
-from ..policy.membership import Bounds
-from ..policy.recovery import GAVE_UP, PREEMPTED, Outcome, answer, replayed_steps
+from ..policy import quarantine
+from ..policy.health import described, leaves
+from ..policy.membership import Bounds, Next
+from ..policy.recovery import GAVE_UP, PREEMPTED, Answer, Outcome, answer, replayed_steps
 from ..run import advice, side_records
 from . import attempt_log, job_summary, leftovers, merged, reported, signals
 from .arguments import Job
 from .attempt import Attempt, Lived, defaults
+from .host_signs import HostSigns, collectors
 from .membership import Membership, Over
 from .merged import Report, Verdict
-from .nodes import NodeInfo, SeveralNodes
-from .placement import Nodes, OneNode, Placement
+from .nodes import SeveralNodes
+from .placement import NodeInfo, Nodes, OneNode, Placement
 from .program import adopt_orphans
 from .signals import Signals
 from .zygote import Zygote
@@ -61,7 +64,12 @@ class Supervisor:
                 with contextlib.ExitStack() as held:
                     nodes = self._nodes(received)
                     held.callback(nodes.end)
-                    return self._attempts(folder, received, nodes, held)
+                    health = HostSigns(collectors(self._job.health_file), self._job.health_seconds, self._host)
+                    held.callback(health.close)
+                    if leaves(health.poll(time.monotonic()), self._job.unhealthy):
+                        self._report(f"this node ({self._host}) is not healthy: no rank was started")
+                        return PREEMPTED
+                    return self._attempts(folder, received, nodes, health, held)
             except Over:
                 self._report("the job is over: this node is not needed")
                 return 0
@@ -72,7 +80,9 @@ class Supervisor:
 
     # ---- steps ---------------------------------------------------------------------------------------------
 
-    def _attempts(self, folder: Path, received: Signals, nodes: Nodes, held: contextlib.ExitStack) -> int:
+    def _attempts(
+        self, folder: Path, received: Signals, nodes: Nodes, health: HostSigns, held: contextlib.ExitStack
+    ) -> int:
         zygote: Zygote | None = None
         joins = True
         while True:
@@ -90,7 +100,7 @@ class Supervisor:
             if isinstance(place, Placement):
                 attempt = folder / f"attempt_{number}"
                 attempt.mkdir()
-                lived = Attempt(self._job, number, attempt, received, zygote, place, nodes).run()
+                lived = Attempt(self._job, number, attempt, received, zygote, place, nodes).run(health)
             else:
                 lived = Lived(time.monotonic(), time.monotonic(), time.monotonic(), time.monotonic())
             verdict = self._agreed(nodes, lived, began_at, received.end is not None)
@@ -101,8 +111,12 @@ class Supervisor:
                 continue
             self._follow(verdict)
             ends = verdict.act == "end"
-            if ends or received.end is not None:
+            left_out = bool(self._host) and self._outcomes[-1].left_out == self._host
+            if ends or left_out or received.end is not None:
                 nodes.leave(last=ends)
+                if left_out:
+                    self._report(f"this node ({self._host}) has left the job: {verdict.why}")
+                    return GAVE_UP
                 return _exit_code(self._outcomes[-1], received.end)
             self._pause(verdict.pause_seconds, nodes, received)
 
@@ -131,10 +145,11 @@ class Supervisor:
 
     def _nodes(self, received: Signals) -> Nodes:
         job = self._job
+        info = NodeInfo(host=self._host, ranks=job.ranks, node_rank=None, address="")
         if job.rendezvous is None:
-            return OneNode(job.ranks, job.master)
+            return OneNode(info, job.master)
         settings, node_rank, timeout_seconds = job.rendezvous
-        info = NodeInfo(host=self._host, ranks=job.ranks, node_rank=node_rank, address="")
+        info = msgspec.structs.replace(info, node_rank=node_rank)
         bounds = Bounds(settings.least, settings.most)
         return SeveralNodes(Membership(settings, received), bounds, info, timeout_seconds, received)
 
@@ -155,7 +170,7 @@ class Supervisor:
                 return None
             reports = nodes.reports(merged.encoded(self._host, self._job.ranks, asked, lived))
 
-    def _decided(self, nodes: Nodes, reports: dict[int, Report], began: float, began_at: float) -> Verdict:
+    def _decided(self, nodes: Nodes, reports: Mapping[int, Report], began: float, began_at: float) -> Verdict:
         """Decide what follows an attempt, report it, and write the records about it into the run if that is known.
 
         `began`, `began_at`: when the attempt began, by the clock of this process, and of the day.
@@ -163,16 +178,12 @@ class Supervisor:
         lived = merged.shifted(merged.merged(reports, nodes.lost_text()), began)
         run = next((one.run for one in lived.progress if one.run), self._run)
         leaving = [node for node, one in reports.items() if one.asked]
-        follows_round = nodes.next_round(leaving)
-        asked = bool(leaving) and follows_round.act == "end"
-        regrouped = ""
-        if (leaving or lived.grows) and not asked:
-            regrouped = follows_round.why or "the node that had waited is gone"
-            lived.asked = True
+        lived.asked = nodes.next_round(leaving).act != "end" if leaving else lived.grows
         cause = reported.cause(lived)
-        outcomes = [*self._outcomes, reported.outcome(lived, cause)]
-        follows = answer(outcomes, self._job.budget, asked, regrouped)
-        outcomes[-1] = replace(outcomes[-1], followed=follows.act)
+        began_on = None if cause is None else nodes.of_rank(cause.rank)
+        outcomes = [*self._outcomes, reported.outcome(lived, cause, "" if began_on is None else began_on.host)]
+        follows, follows_round, left_out = self._answered(nodes, reports, outcomes, began_on, lived.asked)
+        outcomes[-1] = replace(outcomes[-1], followed=follows.act, left_out=left_out)
         record = attempt_log.Attempt(
             format=layout.FORMAT,
             number=0,
@@ -190,6 +201,7 @@ class Supervisor:
             cause=cause,
             answer=f"{follows.act}: {follows.why}",
             slow=lived.slow,
+            findings=lived.findings,
         )
         if self._job.records is not None:
             job_summary.add(self._job.records, record, follows.restart)
@@ -204,6 +216,38 @@ class Supervisor:
             next=follows_round.act,
             run=run,
         )
+
+    def _answered(
+        self,
+        nodes: Nodes,
+        reports: Mapping[int, Report],
+        outcomes: Sequence[Outcome],
+        began_on: NodeInfo | None,
+        regroups: bool,
+    ) -> tuple[Answer, Next, str]:
+        """What follows an attempt, what the nodes do then, and the host that leaves the job because of it; empty: none.
+
+        `began_on`: the node of the first cause. `regroups`: whether the ranks were asked to end so that the job goes
+        on, on other nodes.
+        """
+        leaving = [node for node, one in reports.items() if one.asked]
+        follows_round, left_out, note = nodes.next_round(leaving), "", ""
+        suspect = quarantine.suspect(outcomes, self._job.quarantine_after)
+        if suspect is not None and began_on is not None:
+            its = [node for node, one in reports.items() if one.host == suspect.host]
+            without = nodes.next_round([*leaving, *its])
+            kept = quarantine.kept(without, began_on.holds_store)
+            if its and not kept:
+                follows_round, left_out = without, f"{suspect.host} is left out: {suspect.why}"
+            else:
+                note = f"; {suspect.why}{kept}"
+        reasons = [described(one) for node in leaving for one in reports[node].lived.findings if one.fatal]
+        note += f"; {', '.join(reasons)}" if reasons else ""
+        asked = bool(leaving) and follows_round.act == "end"
+        regrouped = follows_round.why or "the node that had waited is gone" if regroups else ""
+        follows = answer(outcomes, self._job.budget, asked, regrouped, left_out)
+        host = suspect.host if suspect is not None and left_out and follows.restart else ""
+        return replace(follows, why=follows.why + note), follows_round, host
 
     def _write(self, run: str, record: attempt_log.Attempt, found: advice.Advice | None) -> None:
         """Write the record of an attempt, and advice for the next restore, into the run."""
