@@ -33,11 +33,7 @@ def test_a_rank_that_was_just_forked_is_ended_with_the_others(tmp_path: Path) ->
     with signals.handled(job.signals) as received:
         info = NodeInfo(host="", ranks=job.ranks, node_rank=None, address="")
         nodes, fork = OneNode(info, job.master), SlowFork(tmp_path / "went on")
-        lived = Attempt(job, 0, tmp_path, received, fork, nodes.begin(0), nodes).run(
-            HostSigns(
-                [],
-                0.0,
-            )
-        )  # type: ignore[arg-type]
+        attempt = Attempt(job, 0, tmp_path, received, fork, nodes.begin(0), nodes)  # type: ignore[arg-type]
+        lived = attempt.run(HostSigns([], 0.0, ""))
     assert [one.code for one in lived.ended] == [137]
     assert not (tmp_path / "went on").exists(), "the second rank was left until it ended by itself"
