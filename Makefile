@@ -60,6 +60,7 @@ prove: .venv/.ready
 	$(BIN)/python -m lastgood_lab.campaigns.two_writers
 	$(BIN)/python -m lastgood_lab.campaigns.places_damage
 	$(BIN)/python -m lastgood_lab.campaigns.wire_fuzz
+	$(BIN)/python -m lastgood_lab.campaigns.false_alarms
 	$(BIN)/python -m lastgood_lab.campaigns.recovery
 
 RESULTS := benchmarks/results

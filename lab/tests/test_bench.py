@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -290,17 +289,6 @@ def test_every_policy_saves_and_restores_a_state_on_the_gpu(name: str, tmp_path:
 
 
 # ---- commands --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def bench(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Runs `lastgood bench ...` in this process; returns the exit code, stdout and stderr."""
-
-    def run_it(*args: object) -> tuple[int, str, str]:
-        code = app.main(["bench", *(str(one) for one in args)])
-        return code, *capsys.readouterr()
-
-    return run_it
 
 
 def test_bench_interval_measures_resumes_and_feeds_goodput(bench: Any, tmp_path: Path) -> None:

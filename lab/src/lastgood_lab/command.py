@@ -264,6 +264,28 @@ def ranks(
 
 
 @app.command()
+def restart(out: Out, place: Place = None, rounds: Rounds = 5, as_json: Json = False) -> Answer:
+    """Time a crash and a hang to the first new step, under `lastgood run` and under torchrun, split by phase."""
+    from . import restart as bench
+
+    return _measured(bench, bench.Options(out, place, rounds), out)
+
+
+@app.command()
+def overhead(
+    out: Out,
+    place: Place = None,
+    rounds: Rounds = 5,
+    blocks: Annotated[int, typer.Option(min=1, help="Blocks of ten steps in each segment.")] = 4,
+    as_json: Json = False,
+) -> Answer:
+    """Measure what the heartbeat and the Sentinel add to a training step, by paired segments in one process."""
+    from . import overhead as bench
+
+    return _measured(bench, bench.Options(out, place, rounds, blocks), out)
+
+
+@app.command()
 def gpu(out: Out, place: Place = None, as_json: Json = False) -> Answer:
     """Run `durable` and `interval` on CUDA in about eight minutes, with a short table at the end."""
     import torch

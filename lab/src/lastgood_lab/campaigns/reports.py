@@ -19,6 +19,7 @@ TORCH_FREE = ("io", "format", "storage", "engine", "policy", "coordination", "ru
 PROVED = {
     "crash_model": TORCH_FREE,
     "dcp_torch_tests": ("convert", "ranks", "snapshot", "state", "run", "engine", "format"),
+    "false_alarms": ("supervisor", "policy", "loop", "io"),
     "kills": ("",),
     "memory_kills": ("",),
     "memory_soak": ("",),
