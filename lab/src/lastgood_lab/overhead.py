@@ -33,6 +33,8 @@ WORLDS = (1, 2)
 WIDTH, LAYERS, BATCH = 512, 4, 32
 SEGMENTS, BLOCKS = 4, 4
 """segments of each variant in a process; blocks of a segment, after one that is not counted"""
+LIMIT_SECONDS = 900.0
+"""of a process"""
 Row = Mapping[str, Any]
 
 
@@ -69,7 +71,7 @@ def run(options: Options, progress: Progress) -> list[Row]:
         if journal.get(**key) is None:
             load = os.getloadavg()[0]
             with working_place(options) as place:
-                segments = world(key["ranks"], _measured, place, options.blocks)[0]
+                segments = world(key["ranks"], _measured, place, options.blocks, limit_seconds=LIMIT_SECONDS)[0]
             journal.put({"load": load, "segments": segments}, **key)
             progress(f"round {key['round'] + 1}/{options.rounds}  {key['ranks']} ranks")
     return [{**key, **(journal.get(**key) or {})} for key in keys]

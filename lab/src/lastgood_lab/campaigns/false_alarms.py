@@ -2,8 +2,8 @@
 
 Four ranks train 10,000 short steps, with evaluations, a long first step, stalls of the data and other work on the
 machine (quiet_job.py). Violations: an attempt that has failed, a restart, and a rank that was named as slow. That all
-ranks became slower is no violation, because they do; it is counted. The limits are shorter than the defaults, so that a
-stall comes near them. Writes lab/reports/false_alarms.*
+ranks became slower is no violation, because they do beside other work; it is counted. The limits are shorter than the
+defaults, so that a stall comes near them. Writes lab/reports/false_alarms.*
 """
 
 from __future__ import annotations
