@@ -118,6 +118,10 @@ def report(rows: Sequence[Row], options: Options) -> Report:
         for name in OURS:
             times = spread(ratios(mine, THEIRS, name, "seconds"), ".1f")
             notes.append(f"{fault}, {THEIRS} / {name}, round by round: {times}")
+            if fault == HANG:
+                beyond = [{**row, "seconds": row["seconds"] - GROUP_SECONDS} for row in mine]
+                times = spread(ratios(beyond, THEIRS, name, "seconds"), ".1f")
+                notes.append(f"the same, of the time beyond {GROUP_SECONDS:.0f} s: {times}")
     for name in OURS:
         recorded = [spread([row[what] for row in of_contender(rows, name)]) for what in ("tear_down", "start")]
         notes.append(f"{name}: the supervisor took {recorded[0]} s to end the ranks, and {recorded[1]} s to start them")
