@@ -20,6 +20,7 @@ import msgspec
 from lastgood.run import access
 from lastgood.supervisor import attempt_log
 from lastgood.supervisor.attempt_log import Attempt
+from lastgood_lab.campaigns.checkout import checkout
 from lastgood_lab.campaigns.quiet_job import COUNTS, FIRST_STEP_SECONDS, RUN, STALL_SECONDS, Counts
 from lastgood_lab.campaigns.reports import report
 from lastgood_lab.campaigns.trials import in_memory
@@ -77,7 +78,7 @@ def lived(folder: Path, steps: int, seed: int) -> dict[str, Any]:
         "ranks": RANKS,
         "limits": " ".join(f"{option} {value}" for option, value in LIMITS.items()),
         "seed": seed,
-        "reported": [*found.causes, *found.named, *found.unnamed],
+        "reported": [text.replace(f"{checkout()}/", "") for one in found for text in one],
     }
 
 
