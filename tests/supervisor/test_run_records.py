@@ -125,6 +125,17 @@ def test_ids_of_a_step_come_from_the_audit_else_from_the_order() -> None:
     assert trained_ids([audit], sampler, 0, 4, 1).tolist() == [], "not observed"
 
 
+def test_ids_of_ranks_with_unequal_parts_are_those_of_the_window() -> None:
+    """The ids of three ranks that divide 64 samples were those of 21, 21 and 21: one sample was in no log."""
+    samplers = [
+        lastgood.ResumableSampler(128, global_batch=64, seed=1, rank=rank, world_size=3, largest_batch=8)
+        for rank in range(3)
+    ]
+    found = [trained_ids([], one, 0, 1, 1) for one in samplers]
+    assert [len(one) for one in found] == [22, 21, 21]
+    assert np.array_equal(np.concatenate(found), samplers[0].order(0)[1])
+
+
 def test_a_hash_of_ids_is_the_sum_of_those_of_its_parts() -> None:
     ids = np.array([5, 3, 2**40, 3])
     assert multiset_hash(ids) == (multiset_hash(ids[:2]) + multiset_hash(ids[2:])) % 2**64

@@ -25,6 +25,12 @@ class Division(NamedTuple):
     """how many batches each rank has in a window"""
 
     @property
+    def part(self) -> slice:
+        """Where the samples of this rank lie in the window."""
+        first, size = _part(self.global_batch, self.world_size, self.rank)
+        return slice(first, first + size)
+
+    @property
     def slices(self) -> list[slice]:
         """Where each batch of this rank lies in the window."""
         first, size = _part(self.global_batch, self.world_size, self.rank)

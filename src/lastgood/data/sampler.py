@@ -178,6 +178,11 @@ class ResumableSampler(Sampler[list[int]]):
         return self.steps_per_epoch * self._division.batches
 
     @property
+    def part(self) -> slice:
+        """Where the samples of this rank lie in each window: `order(epoch)[window, part]`."""
+        return self._division.part
+
+    @property
     def remaining(self) -> int:
         """Batches left in the current epoch: what an iteration that starts now yields."""
         return self._windows_left() * self._division.batches

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import TypeVar
 
 from .. import reporting
 from .sampler import ResumableSampler
 
+T = TypeVar("T")
 _UNREAD = (
     "no batch was read from a ResumableSampler in the state before this step. If the loop trains on another loader, a "
     "resume continues at a position in the data that has no meaning: iterate the sampler that is in the state, as "
@@ -14,16 +16,21 @@ _UNREAD = (
 )
 
 
-def samplers_in(container: object) -> Iterator[ResumableSampler]:
-    """Every sampler in nested dicts, lists and tuples."""
-    if isinstance(container, ResumableSampler):
+def instances_in(container: object, kind: type[T]) -> Iterator[T]:
+    """Every object of a class in nested dicts, lists and tuples."""
+    if isinstance(container, kind):
         yield container
     elif isinstance(container, Mapping):
         for one in container.values():
-            yield from samplers_in(one)
+            yield from instances_in(one, kind)
     elif isinstance(container, (list, tuple)):
         for one in container:
-            yield from samplers_in(one)
+            yield from instances_in(one, kind)
+
+
+def samplers_in(container: object) -> Iterator[ResumableSampler]:
+    """Every sampler in nested dicts, lists and tuples."""
+    return instances_in(container, ResumableSampler)
 
 
 def count_step(state: object, step: int, previous: int, *, rank: int = 0, ranks: int = 1, first: bool = False) -> None:

@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-
 import numpy as np
 
 from .audit import Audit, hashed
 from .sampler import ResumableSampler
-
-
-def audits_in(container: object) -> Iterator[Audit]:
-    """Every audit in nested dicts, lists and tuples."""
-    if isinstance(container, Audit):
-        yield container
-    elif isinstance(container, Mapping):
-        for one in container.values():
-            yield from audits_in(one)
-    elif isinstance(container, (list, tuple)):
-        for one in container:
-            yield from audits_in(one)
+from .step_counting import instances_in
 
 
 def trained_ids(state: object, sampler: ResumableSampler, epoch: int, first: int, count: int) -> np.ndarray:
@@ -27,13 +14,12 @@ def trained_ids(state: object, sampler: ResumableSampler, epoch: int, first: int
 
     As observed, if `state` has one audit; else as scheduled by the `sampler`.
     """
-    audits = list({id(one): one for one in audits_in(state)}.values())
+    audits = list({id(one): one for one in instances_in(state, Audit)}.values())
     if len(audits) == 1:
         return audits[0].ids(epoch, range(first, first + count))
     left_out = {window for at, window in sampler.skipped if at == epoch}
     windows = [one for one in range(first, min(first + count, sampler.steps_per_epoch)) if one not in left_out]
-    part = sampler.global_batch // sampler.world_size
-    return sampler.order(epoch)[windows, sampler.rank * part : (sampler.rank + 1) * part].reshape(-1)
+    return sampler.order(epoch)[windows, sampler.part].reshape(-1)
 
 
 def multiset_hash(ids: np.ndarray) -> int:
