@@ -15,9 +15,8 @@ from typing import Any
 
 import msgspec
 
-from ..supervisor import program
+from ..supervisor import framed, program
 from ..supervisor.membership import (
-    LENGTH_BYTES,
     Answer,
     Claim,
     Close,
@@ -31,7 +30,6 @@ from ..supervisor.membership import (
     Settings,
     Values,
     Waiting,
-    received,
 )
 
 os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # torch reads it; the ranks have a store of their own
@@ -132,30 +130,25 @@ def main() -> None:
     program.die_with(int(sys.argv[2]))
     connection, member = socket.socket(fileno=int(sys.argv[1])), None
     failed: Failed | None = None
-    settings = msgspec.json.decode(_message(connection), type=Settings)
+    settings = msgspec.json.decode(framed.receive(connection), type=Settings)
     try:
         member = Member(settings)
     except Exception as error:  # noqa: BLE001 - the supervisor reports it, as the answer to its first request
         failed = _failed(error)
     with contextlib.suppress(EOFError, OSError):
         while _asks_in_time(connection, settings.silent_seconds):
-            request = msgspec.json.decode(_message(connection), type=Request)
+            request = msgspec.json.decode(framed.receive(connection), type=Request)
             try:
                 answer = failed if member is None else member.answer(request)
             except Exception as error:  # noqa: BLE001 - the supervisor reports it
                 answer = _failed(error)
-            message = msgspec.json.encode(answer)
-            connection.sendall(len(message).to_bytes(LENGTH_BYTES, "big") + message)
+            framed.send(connection, msgspec.json.encode(answer))
 
 
 def _asks_in_time(connection: socket.socket, seconds: float) -> bool:
     """Wait for the next request. Returns False if the supervisor is stopped or hangs: this node must not go on showing
     torch that it is there, because the other nodes would wait for it."""
     return bool(select.select([connection], [], [], seconds)[0])
-
-
-def _message(connection: socket.socket) -> bytes:
-    return received(connection, int.from_bytes(received(connection, LENGTH_BYTES), "big"))
 
 
 if __name__ == "__main__":

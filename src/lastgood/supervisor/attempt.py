@@ -245,9 +245,10 @@ class Attempt:
             if not one.failed and _has_failed(one):
                 one.failed, lived.failed = True, lived.failed or time.monotonic()
                 if not self._asked:
-                    wait = max(_grace_seconds(one), just_in_time_seconds(self._ranks))
+                    kind = _kind(_as_ended(one))
+                    wait = max(_grace_seconds(one, kind), just_in_time_seconds(self._ranks))
                     self._until = min(self._until, time.monotonic() + wait)
-                    self._publish(_kind(_as_ended(one)))
+                    self._publish(kind)
             if one.shown.saved_for_all is not None and lived.failed is not None:
                 self._until = min(self._until, one.shown.saved_for_all + EXIT_SECONDS)
 
@@ -292,8 +293,7 @@ class Attempt:
         self._published, lived.failed = notice.kind, lived.failed or time.monotonic()
         if notice.kind == "hang" and self._live and not self._asked:
             self._note_hang(lived, None)
-        waits = FOLLOWERS_SECONDS if notice.kind in ("follower", "timeout") else 0.0
-        self._until = min(self._until, time.monotonic() + waits)
+        self._until = min(self._until, time.monotonic() + _followers_seconds(notice.kind))
         return notice.kind in ("hang", "lost")
 
     def _publish(self, kind: Kind) -> None:
@@ -383,10 +383,14 @@ def _has_failed(one: RankProcess) -> bool:
     return one.shown.failed is not None
 
 
-def _grace_seconds(one: RankProcess) -> float:
+def _grace_seconds(one: RankProcess, kind: Kind) -> float:
     """How long ranks are waited for after this one has failed."""
-    wait = FOLLOWERS_SECONDS if follows(_as_ended(one)) else 0.0
-    return max(wait, EXIT_SECONDS if one.ended is None else 0.0)
+    return max(_followers_seconds(kind), EXIT_SECONDS if one.ended is None else 0.0)
+
+
+def _followers_seconds(kind: Kind) -> float:
+    """How long a rank that is the cause has to end, after this kind of failure."""
+    return FOLLOWERS_SECONDS if kind in ("follower", "timeout") else 0.0
 
 
 def _as_ended(one: RankProcess) -> Ended:

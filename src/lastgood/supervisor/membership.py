@@ -26,11 +26,9 @@ import msgspec
 
 from ..errors import Cancelled, LastgoodError, Refused, TierDown
 from ..records import Record
-from . import program
+from . import framed, program
 from .signals import Signals
 
-LENGTH_BYTES = 4
-"""of the length that precedes each message"""
 ANSWER_SECONDS = 20.0
 """How long the shared store may take for one request."""
 MODULE = "lastgood.ranks.membership"
@@ -138,7 +136,7 @@ class Membership:
                 env={**QUIET, **os.environ},
                 start_new_session=True,
             )
-        self._send(msgspec.json.encode(settings))
+        framed.send(self._socket, msgspec.json.encode(settings))
 
     def join(self) -> Joined:
         """Join the next round, and wait until it is complete.
@@ -187,10 +185,9 @@ class Membership:
     def _asked(self, request: Request, seconds: float = ANSWER_SECONDS) -> Answer:
         """The answer to a request. `seconds`: how long it may take; infinite: until a signal asks for the end."""
         try:
-            self._send(msgspec.json.encode(request))
+            framed.send(self._socket, msgspec.json.encode(request))
             self._await(seconds)
-            length = int.from_bytes(received(self._socket, LENGTH_BYTES), "big")
-            answer: Answer = msgspec.json.decode(received(self._socket, length), type=Answer)
+            answer: Answer = msgspec.json.decode(framed.receive(self._socket), type=Answer)
         except (OSError, EOFError) as error:
             raise _unreachable(self._settings.endpoint, f"the process of the rendezvous has ended: {error}") from error
         if not isinstance(answer, Failed):
@@ -217,20 +214,6 @@ class Membership:
             if not ready:
                 raise _unreachable(self._settings.endpoint, f"no answer in {seconds:.0f} s")
             self._signals.drain()
-
-    def _send(self, message: bytes) -> None:
-        self._socket.sendall(len(message).to_bytes(LENGTH_BYTES, "big") + message)
-
-
-def received(by: socket.socket, length: int) -> bytes:
-    """So many bytes. Raises EOFError if the connection ends before."""
-    data = b""
-    while len(data) < length:
-        part = by.recv(length - len(data))
-        if not part:
-            raise EOFError("the connection was closed")
-        data += part
-    return data
 
 
 def _unreachable(endpoint: str, what: str) -> TierDown:

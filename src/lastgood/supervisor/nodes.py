@@ -157,8 +157,10 @@ class SeveralNodes:
             self._pause()
 
     def _placement(self, address: str, port: int) -> Placement:
-        ranks = [one.ranks for one in self.infos]
-        return Placement(self.node, len(ranks), sum(ranks[: self.node]), sum(ranks), address, port)
+        return Placement(self.node, len(self.infos), self._first_rank(self.node), self.world, address, port)
+
+    def _first_rank(self, node: int) -> int:
+        return sum(one.ranks for one in self.infos[:node])
 
     def notice(self, now: float, signs: Sequence[Signs]) -> Notice | None:
         """Why the attempt is over, if it is. Called often; asks the store seldom. `signs`: of the ranks here.
@@ -172,8 +174,8 @@ class SeveralNodes:
         self._next = now + POLL_SECONDS
         over = self._poll(now, [f"{self._number}/over"], signs)[0]
         if over is None and (silent := self._silent(now)):
-            what = f"{self._names(silent)}: no sign of life for {self._timeout_seconds:.0f} s"
-            over = self._membership.claim(f"{self._number}/over", _encoded(Notice(kind="lost", what=what, lost=silent)))
+            lost = Notice(kind="lost", what=self._silence(silent), lost=silent)
+            over = self._membership.claim(f"{self._number}/over", _encoded(lost))
         if self.excluded and over is None:
             return Notice(kind="lost", what="the other nodes go on without this one", lost=[self.node])
         return self._growing(now) if over is None else self._note_lost(over)
@@ -261,14 +263,11 @@ class SeveralNodes:
         """The first rank of the nodes that are lost, and a text about them; None: none is."""
         if not self.lost:
             return None
-        first = min(self.lost)
-        what = f"{self._names(sorted(self.lost))}: no sign of life for {self._timeout_seconds:.0f} s"
-        return sum(one.ranks for one in self.infos[:first]), what
+        return self._first_rank(min(self.lost)), self._silence(sorted(self.lost))
 
     def of_rank(self, rank: int) -> NodeInfo:
         """The node of a rank of the attempt."""
-        first = [sum(one.ranks for one in self.infos[:at]) for at in range(len(self.infos))]
-        return self.infos[max(at for at, begin in enumerate(first) if begin <= rank)]
+        return self.infos[max(node for node in range(len(self.infos)) if self._first_rank(node) <= rank)]
 
     @property
     def excluded(self) -> bool:
@@ -324,8 +323,10 @@ class SeveralNodes:
         watched = policy.watched(self.node, len(self.infos), self.lost)
         return policy.silent({one: self._seen[one][1] for one in watched}, now, self._timeout_seconds)
 
-    def _names(self, nodes: Sequence[int]) -> str:
-        return ", ".join(f"node {one} ({self.infos[one].host})" for one in nodes)
+    def _silence(self, nodes: Sequence[int]) -> str:
+        """A text about nodes that do not answer."""
+        names = ", ".join(f"node {one} ({self.infos[one].host})" for one in nodes)
+        return f"{names}: no sign of life for {self._timeout_seconds:.0f} s"
 
     def _pause(self) -> None:
         """Wait before the store is asked again. Raises Cancelled if this node is asked to end; if it was asked already

@@ -6,7 +6,6 @@ The first ones are those of torchrun, with the same names, defaults and environm
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 from collections.abc import Mapping
 
@@ -16,6 +15,7 @@ from .option_values import (
     factor,
     filters,
     local_ranks,
+    meant,
     names,
     positive_seconds,
     remedies,
@@ -35,9 +35,9 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> None:  # type: ignore[override]
         unknown = re.search(r"unrecognized arguments: (--[^ =]+)", message)
-        near = difflib.get_close_matches(unknown[1], self._option_string_actions, 1) if unknown else []
-        meant = f"Did you mean {near[0]}? " if near else ""
-        raise Refused(message, safe="Nothing was started.", todo=f"{meant}lastgood run --help lists the arguments.")
+        hint = f"{meant(unknown[1], self._option_string_actions)} " if unknown else ""
+        todo = f"{hint}lastgood run --help lists the arguments.".lstrip()
+        raise Refused(message, safe="Nothing was started.", todo=todo)
 
 
 class _Options:

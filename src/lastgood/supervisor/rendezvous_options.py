@@ -6,12 +6,13 @@ the node of that address holds the store, and the nodes keep the order that thei
 
 from __future__ import annotations
 
-import difflib
+import argparse
 from typing import NamedTuple
 
 from ..errors import Refused
 from ..policy.membership import Bounds
 from .membership import Settings
+from .option_values import meant, whole
 
 BACKENDS = ("static", "c10d")
 CONFIGURATION = (
@@ -101,22 +102,17 @@ def _configuration(text: str) -> dict[str, str]:
     found = dict[str, str]()
     for one in filter(None, (part.strip() for part in text.split(","))):
         key, equals, value = one.partition("=")
-        near = difflib.get_close_matches(key, CONFIGURATION, 1)
         if key not in CONFIGURATION or not equals:
-            hint = f"Did you mean {near[0]}=...?" if near else f"It takes {', '.join(CONFIGURATION)}."
-            raise _refused(f"--rdzv-conf {one}", hint)
+            raise _refused(f"--rdzv-conf {one}", meant(key, CONFIGURATION) or f"It takes {', '.join(CONFIGURATION)}.")
         found[key] = str(_whole(key, value)) if key != "is_host" else value
     return found
 
 
 def _whole(key: str, value: str) -> int:
     try:
-        number = int(value)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise _refused(f"--rdzv-conf {key}={value}", "Give a whole number of at least 1.")
-    return number
+        return whole(1)(value)
+    except argparse.ArgumentTypeError:
+        raise _refused(f"--rdzv-conf {key}={value}", "Give a whole number of at least 1.") from None
 
 
 def _refused(what: str, todo: str) -> Refused:

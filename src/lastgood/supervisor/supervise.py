@@ -102,7 +102,8 @@ class Supervisor:
                 attempt.mkdir()
                 lived = Attempt(self._job, number, attempt, received, zygote, place, nodes).run(health)
             else:
-                lived = Lived(time.monotonic(), time.monotonic(), time.monotonic(), time.monotonic())
+                now = time.monotonic()
+                lived = Lived(began=now, started=now, failed=now, over=now)
             verdict = self._agreed(nodes, lived, began_at, received.end is not None)
             joins = verdict is None or verdict.next == "join"
             if verdict is None:
@@ -145,11 +146,11 @@ class Supervisor:
 
     def _nodes(self, received: Signals) -> Nodes:
         job = self._job
-        info = NodeInfo(host=self._host, ranks=job.ranks, node_rank=None, address="")
+        node_rank = None if job.rendezvous is None else job.rendezvous.node_rank
+        info = NodeInfo(host=self._host, ranks=job.ranks, node_rank=node_rank, address="")
         if job.rendezvous is None:
             return OneNode(info, job.master)
-        settings, node_rank, timeout_seconds = job.rendezvous
-        info = msgspec.structs.replace(info, node_rank=node_rank)
+        settings, _, timeout_seconds = job.rendezvous
         bounds = Bounds(settings.least, settings.most)
         return SeveralNodes(Membership(settings, received), bounds, info, timeout_seconds, received)
 
@@ -157,18 +158,16 @@ class Supervisor:
 
     def _agreed(self, nodes: Nodes, lived: Lived, began_at: float, asked: bool) -> Verdict | None:
         """What all nodes do now; None if the others have taken this node for lost, so that it joins anew."""
-        reports = nodes.reports(merged.encoded(self._host, self._job.ranks, asked, lived))
-        while True:
-            mine = None
+        report = merged.encoded(self._host, self._job.ranks, asked, lived)
+        while not nodes.excluded:
+            reports, mine = nodes.reports(report), None
             if reports is not None:
                 found = {node: merged.decoded(text) for node, text in reports.items()}
                 mine = msgspec.json.encode(self._decided(nodes, found, lived.began, began_at)).decode()
             verdict = nodes.verdict(mine)
             if verdict is not None:
                 return msgspec.json.decode(verdict, type=Verdict)
-            if nodes.excluded:
-                return None
-            reports = nodes.reports(merged.encoded(self._host, self._job.ranks, asked, lived))
+        return None
 
     def _decided(self, nodes: Nodes, reports: Mapping[int, Report], began: float, began_at: float) -> Verdict:
         """Decide what follows an attempt, report it, and write the records about it into the run if that is known.
@@ -178,11 +177,14 @@ class Supervisor:
         lived = merged.shifted(merged.merged(reports, nodes.lost_text()), began)
         run = next((one.run for one in lived.progress if one.run), self._run)
         leaving = [node for node, one in reports.items() if one.asked]
-        lived.asked = nodes.next_round(leaving).act != "end" if leaving else lived.grows
+        follows_round = nodes.next_round(leaving)
+        lived.asked = follows_round.act != "end" if leaving else lived.grows
         cause = reported.cause(lived)
         began_on = None if cause is None else nodes.of_rank(cause.rank)
         outcomes = [*self._outcomes, reported.outcome(lived, cause, "" if began_on is None else began_on.host)]
-        follows, follows_round, left_out = self._answered(nodes, reports, outcomes, began_on, lived.asked)
+        follows, follows_round, left_out = self._answered(
+            nodes, reports, outcomes, began_on, leaving, follows_round, lived.asked
+        )
         outcomes[-1] = replace(outcomes[-1], followed=follows.act, left_out=left_out)
         record = attempt_log.Attempt(
             format=layout.FORMAT,
@@ -223,15 +225,17 @@ class Supervisor:
         reports: Mapping[int, Report],
         outcomes: Sequence[Outcome],
         began_on: NodeInfo | None,
+        leaving: Sequence[int],
+        follows_round: Next,
         regroups: bool,
     ) -> tuple[Answer, Next, str]:
         """What follows an attempt, what the nodes do then, and the host that leaves the job because of it; empty: none.
 
-        `began_on`: the node of the first cause. `regroups`: whether the ranks were asked to end so that the job goes
-        on, on other nodes.
+        `began_on`: the node of the first cause. `leaving`: nodes that were asked to end. `follows_round`: what the
+        nodes do without these, if no host is left out. `regroups`: whether the ranks were asked to end so that the
+        job goes on, on other nodes.
         """
-        leaving = [node for node, one in reports.items() if one.asked]
-        follows_round, left_out, note = nodes.next_round(leaving), "", ""
+        left_out, note = "", ""
         suspect = quarantine.suspect(outcomes, self._job.quarantine_after)
         if suspect is not None and began_on is not None:
             its = [node for node, one in reports.items() if one.host == suspect.host]

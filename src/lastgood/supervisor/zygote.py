@@ -25,11 +25,10 @@ import msgspec
 
 from ..errors import Cancelled, Refused, TierDown
 from ..records import Record
-from . import program
+from . import framed, program
 from .program import Program
 from .signals import Signals
 
-_LENGTH_BYTES = 4
 THREADS = {"OPENBLAS_NUM_THREADS": "1"}
 """numpy's library would start threads when it is imported, which a fork does not copy."""
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "lastgood.loop.checkpointer")
@@ -90,7 +89,7 @@ class Zygote:
         # Not by msgspec: the environment may have bytes that are not UTF-8.
         message = json.dumps(msgspec.to_builtins(start)).encode()
         try:
-            _send(self._socket, message, [stdout, stderr])
+            framed.send(self._socket, message, [stdout, stderr])
         except OSError as error:
             raise _ended(error) from error
         if (pid := int(self._answer())) == 0:
@@ -116,7 +115,7 @@ class Zygote:
             if self._signals.end is not None:
                 raise Cancelled("the job was asked to end")
         try:
-            return _exactly(self._socket, int.from_bytes(_exactly(self._socket, _LENGTH_BYTES), "big"))
+            return framed.receive(self._socket)
         except (OSError, EOFError) as error:
             raise _ended(error) from error
 
@@ -127,21 +126,6 @@ def _ended(error: Exception) -> TierDown:
     )
 
 
-def _send(to: socket.socket, message: bytes, descriptors: Sequence[int] = ()) -> None:
-    socket.send_fds(to, [len(message).to_bytes(_LENGTH_BYTES, "big")], descriptors)
-    to.sendall(message)
-
-
-def _exactly(by: socket.socket, length: int) -> bytes:
-    data = b""
-    while len(data) < length:
-        part = by.recv(length - len(data))
-        if not part:
-            raise EOFError("the connection was closed")
-        data += part
-    return data
-
-
 # ---- in the zygote ---------------------------------------------------------------------------------------------
 
 
@@ -149,11 +133,11 @@ def _serve(connection: socket.socket) -> Fork | None:
     """Fork a rank for each request. Returns in each rank, with what it is to run; None at the end of the zygote."""
     while True:
         try:
-            head, descriptors, _, _ = socket.recv_fds(connection, _LENGTH_BYTES, 2)
+            head, descriptors, _, _ = socket.recv_fds(connection, framed.LENGTH_BYTES, 2)
             if not head:
                 return None
-            head += _exactly(connection, _LENGTH_BYTES - len(head))
-            text = _exactly(connection, int.from_bytes(head, "big"))
+            head += framed.exactly(connection, framed.LENGTH_BYTES - len(head))
+            text = framed.exactly(connection, int.from_bytes(head, "big"))
         except (OSError, EOFError):
             return None
         pid = _forked()
@@ -165,7 +149,7 @@ def _serve(connection: socket.socket) -> Fork | None:
         for one in descriptors:
             os.close(one)
         try:
-            _send(connection, str(pid).encode())
+            framed.send(connection, str(pid).encode())
         except OSError:
             return None
 
@@ -214,7 +198,7 @@ def main() -> None:
             importlib.import_module(name)
         except Exception as error:  # noqa: BLE001 - the program may do without it, and says so itself otherwise
             failed[name] = f"{type(error).__name__}: {error}"
-    _send(connection, msgspec.json.encode(Ready(failed=failed)))
+    framed.send(connection, msgspec.json.encode(Ready(failed=failed)))
     start = _serve(connection)
     if start is not None:
         program.run(start.program)
