@@ -40,7 +40,7 @@ from lastgood.supervisor.nodes import free_port
 TRAIN = Path(__file__).with_name("recovery_train.py")
 FAULTS = (KILLED, HUNG, NAN, NODE)
 SAVE_EVERY_STEPS = 12
-PATIENCE_SECONDS = 120.0
+SILENT_SECONDS = 120.0
 """a job that shows nothing for so long is given up"""
 STORE, SECOND, RESERVE = "node-a", "node-b", "node-c"
 COMMAND = [sys.executable, "-m", "lastgood", "run", "--hang-timeout", "4", "--preload", "sklearn.datasets"]
@@ -113,16 +113,16 @@ class Job:
 
     def until(self, happened: Callable[[], object]) -> None:
         """Wait. Raises Failed if a node ends that was not lost, if the job ends before, or if it shows nothing new."""
-        heard, shown = time.monotonic(), ""
+        shown_at, shown = time.monotonic(), ""
         while True:
             over = self.ended
             if happened():
                 return
             now = f"{self.notes.read_text() if self.notes.exists() else ''} {len(job_logs.steps(self.records, 0))}"
             if now != shown:
-                heard, shown = time.monotonic(), now
+                shown_at, shown = time.monotonic(), now
             failed = [name for name, one in self._nodes.items() if one.poll() not in (None, 0, -signal.SIGKILL)]
-            if failed or over or time.monotonic() > heard + PATIENCE_SECONDS:
+            if failed or over or time.monotonic() > shown_at + SILENT_SECONDS:
                 texts = "\n".join(f"{name}:\n{self._log(name).read_text()[-2000:]}" for name in failed or self._nodes)
                 state = "failed" if failed else "ended before its next fault" if over else "hangs"
                 raise Failed(f"{' and '.join(failed) or 'the job'} {state}. The logs:\n{texts}")

@@ -98,10 +98,17 @@ def main() -> None:
             optimizer.step()
             ckpt.step(step, metrics={"loss": loss.detach()})
 
-    audits: list[lastgood.Audit | None] = [None] * world
+    note_audit(notes, audit, sampler)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def note_audit(notes: Notes, audit: lastgood.Audit, sampler: lastgood.ResumableSampler) -> None:
+    """Rank 0 notes what the audits of all ranks say at the end."""
+    audits: list[lastgood.Audit | None] = [None] * dist.get_world_size()
     dist.all_gather_object(audits, audit)
     report = lastgood.Audit.merge(audits).report(sampler)
-    if rank == 0:
+    if dist.get_rank() == 0:
         notes.add(
             "finished",
             scheduled=report.scheduled,
@@ -110,8 +117,6 @@ def main() -> None:
             left_out=sampler.skipped,
             samples_left_out=len(report.skipped),
         )
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import contextlib
 import os
 import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ import lastgood
 from lastgood.io.machine import NODE
 from lastgood.run import memory_place
 
-from .campaigns.memory_kills import kill_agent
+from .campaigns.memory_kills import kill_agent, memory_for_agents
 from .durable import of_contender, ratios
 from .journal import Journal, rotated
 from .report import Progress, Report, Table, hardware, spread
@@ -54,7 +53,7 @@ def run(options: Options, progress: Progress) -> list[Row]:
     ]
     if any(journal.get(**key) is None for key in keys):
         numbers = int(options.scale * STATE_BYTES) // 8 * 2
-        with working_place(options) as place, _memory() as memory:
+        with working_place(options) as place, memory_for_agents() as memory:
             world(2, _trained, place / "run", memory, numbers, limit_seconds=LIMIT_SECONDS)
             for key in keys:
                 if journal.get(**key) is None:
@@ -65,17 +64,6 @@ def run(options: Options, progress: Progress) -> list[Row]:
                     journal.put(found, **key)
                     progress(f"round {key['round'] + 1}/{options.rounds}  {key['contender']}")
     return [{**key, **(journal.get(**key) or {})} for key in keys]
-
-
-@contextlib.contextmanager
-def _memory() -> Iterator[Path]:
-    """A folder in memory, in which no agent is left at the end."""
-    with tempfile.TemporaryDirectory(prefix="bench-", dir=memory_place.DEFAULT) as folder:
-        try:
-            yield Path(folder)
-        finally:
-            for one in Path(folder).glob("lastgood-*/*"):
-                kill_agent(str(one))
 
 
 # ---- the restore -------------------------------------------------------------------------------------------------

@@ -7,12 +7,10 @@ torchrun, with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 (without it no attempt after
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from lastgood.errors import Refused
 from lastgood.run import access, memory_place
 from lastgood.supervisor import attempt_log
 
-from .campaigns.memory_kills import kill_agent
+from .campaigns.memory_kills import memory_for_agents
 from .durable import of_contender, ratios
 from .journal import Journal, rotated
 from .report import Progress, Report, Table, hardware, spread
@@ -60,22 +58,11 @@ def run(options: Options, progress: Progress) -> list[Row]:
     ]
     for key in keys:
         if journal.get(**key) is None:
-            with working_place(options) as folder, _memory() as memory:
+            with working_place(options) as folder, memory_for_agents() as memory:
                 found = _measured(folder, memory, key["fault"], key["contender"])
             journal.put(found, **key)
             progress(f"round {key['round'] + 1}/{options.rounds}  {key['fault']}  {key['contender']}")
     return [{**key, **(journal.get(**key) or {})} for key in keys]
-
-
-@contextlib.contextmanager
-def _memory() -> Iterator[Path]:
-    """A folder in memory, in which no agent is left at the end."""
-    with tempfile.TemporaryDirectory(prefix="bench-", dir=memory_place.DEFAULT) as folder:
-        try:
-            yield Path(folder)
-        finally:
-            for one in Path(folder).glob("lastgood-*/*"):
-                kill_agent(str(one))
 
 
 def _measured(folder: Path, memory: Path, fault: str, name: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,17 @@ def kill_agent(folder: str) -> None:
     """Kill the agent of a memory folder, if there is one."""
     with contextlib.suppress(OSError), contextlib.closing(agent_link.connected(folder)) as connection:
         agent_link.kill(connection)
+
+
+@contextlib.contextmanager
+def memory_for_agents() -> Iterator[Path]:
+    """A folder in memory, in which no agent is left at the end."""
+    with tempfile.TemporaryDirectory(prefix="bench-", dir=memory_place.DEFAULT) as folder:
+        try:
+            yield Path(folder)
+        finally:
+            for one in Path(folder).glob("lastgood-*/*"):
+                kill_agent(str(one))
 
 
 def series(folder: Path, memory: Path, number: int, lives: int) -> Run:
