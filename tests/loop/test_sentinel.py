@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from torch.utils.data import Dataset
 
 import lastgood
 from harness import reported
-from lastgood.errors import Refused, TrainingDiverged
+from lastgood.errors import NothingGood, Refused, TrainingDiverged
 from lastgood.run import access, advice
 
 SENTINEL = lastgood.Sentinel(every=5)
@@ -28,12 +29,14 @@ class Ids(Dataset[int]):
 class Loop:
     """A loop whose loss is 1.0, but for the values that `losses` gives for the number of a batch of the order."""
 
-    def __init__(self, run: Path, losses: dict[int, float], sentinel: lastgood.Sentinel = SENTINEL) -> None:
+    def __init__(
+        self, run: Path, losses: dict[int, float], sentinel: lastgood.Sentinel = SENTINEL, every: int = 2
+    ) -> None:
         self.model, self.audit, self.losses = torch.nn.Linear(2, 2), lastgood.Audit(), losses
         self.sampler = lastgood.ResumableSampler(400, global_batch=8, seed=1)
         state = {"model": self.model, "sampler": self.sampler, "audit": self.audit}
-        every = lastgood.Every(steps=2)
-        self.ckpt = lastgood.Checkpointer(run, state, cadence=every, sentinel=sentinel, retention=lastgood.Keep(last=9))
+        steps, kept = lastgood.Every(steps=every), lastgood.Keep(last=9)
+        self.ckpt = lastgood.Checkpointer(run, state, cadence=steps, sentinel=sentinel, retention=kept)
 
     def train(self, last: int) -> int:
         """Restore and train until step `last`. Returns the restored step."""
@@ -76,6 +79,31 @@ def test_a_generation_after_the_spike_is_not_restored(tmp_path: Path) -> None:
     with again.ckpt, reported("8 samples are left out, from epoch 0: training diverged"):
         assert again.train(40) == 24, "in another process"
         assert again.audit.report(again.sampler).exact
+
+
+@pytest.mark.parametrize(("bad", "every"), [({0: math.nan}, 2), ({25: 50.0}, 100)])
+def test_a_loop_that_has_saved_nothing_good_starts_over(tmp_path: Path, bad: dict[int, float], every: int) -> None:
+    """The campaign of faults found a job that was given up: its first batch was bad, so that every generation was one
+    that is kept for people, and restores found nothing good."""
+    loop = Loop(tmp_path, bad, lastgood.Sentinel(every=5, spike=5), every)
+    with loop.ckpt, pytest.raises(TrainingDiverged):
+        loop.train(40)
+    again = Loop(tmp_path, bad, lastgood.Sentinel(every=5, spike=5), every)
+    with again.ckpt, reported("starts from the beginning"):
+        assert again.train(40) == 0
+        assert again.audit.report(again.sampler).exact and again.sampler.skipped[0] == (0, *bad)
+        assert torch.isfinite(again.model.weight).all()
+    assert lastgood.open(tmp_path).generations()[-1].step == 40
+
+
+def test_a_loop_whose_good_generation_was_deleted_does_not_start_over(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, {6: math.nan}, every=6)
+    with loop.ckpt, pytest.raises(TrainingDiverged):
+        loop.train(20)
+    shutil.rmtree(next(tmp_path.glob("gen/*06-*")))
+    again = Loop(tmp_path, {6: math.nan}, every=6)
+    with again.ckpt, pytest.raises(NothingGood):
+        again.train(20)
 
 
 def test_a_spike_within_the_first_steps_is_none(tmp_path: Path) -> None:

@@ -8,12 +8,14 @@ from torch import nn
 
 import lastgood
 from harness import reported
-from lastgood.snapshot import staging
+from lastgood.errors import TrainingDiverged
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; `make gpu` runs it"),
 ]
+
+NEVER = lastgood.Every(steps=10**6)
 
 
 def build(width: int = 512, depth: int = 8) -> dict[str, object]:
@@ -84,14 +86,15 @@ def test_a_restart_on_a_gpu_continues_bit_for_bit(tmp_path):
 
 
 def test_a_change_behind_the_fence_is_found_on_a_gpu(tmp_path):
-    state = build()
+    """The memory for copies holds a hundredth of the state: most of it is not copied yet when it changes."""
+    state = build(2048, 16)
     train(state)
     with (
         reported("TornSnapshot"),
-        lastgood.Checkpointer(tmp_path, state) as ckpt,
+        lastgood.Checkpointer(tmp_path, state, memory=2 << 20, save_on_exit=False) as ckpt,
     ):
         ckpt.save(1)
-        state["net"][0].weight.data = state["net"][0].weight.data + 1
+        state["net"][15].weight.data = state["net"][15].weight.data + 1
     assert lastgood.open(tmp_path).generations() == []
 
 
@@ -100,4 +103,43 @@ def test_the_arena_is_pinned(tmp_path):
     train(state)
     with lastgood.Checkpointer(tmp_path, state) as ckpt:
         ckpt.save(1).result()
-        assert isinstance(ckpt._planner._pin, staging.Pin) and ckpt._planner._pin._held
+        lease = ckpt._planner._arena.take_now()
+        assert torch.frombuffer(lease.buffer, dtype=torch.uint8).is_pinned()
+        lease.release()
+
+
+def test_between_comparisons_the_sentinel_waits_for_no_device(tmp_path):
+    state = build()
+    with lastgood.Checkpointer(tmp_path, state, sentinel=lastgood.Sentinel(every=5), cadence=NEVER) as ckpt:
+        train(state)
+        ckpt.step(1, metrics={"loss": torch.ones((), device="cuda")})
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for n in range(2, 30):
+                ckpt.step(n, metrics={"loss": torch.ones((), device="cuda", requires_grad=True) * n})
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(("last", "found"), [(10, 11), (9, 11), (1, 6)])
+def test_a_loss_on_a_gpu_that_is_no_number_is_found_a_step_late(tmp_path, last, found):
+    """`last` before the comparison of step 5 or 10; the loop learns of it at the next step."""
+    state = build()
+    train(state)
+    loss = torch.ones((), device="cuda")
+    with lastgood.Checkpointer(tmp_path, state, sentinel=lastgood.Sentinel(every=5), cadence=NEVER) as ckpt:
+        for n in range(1, found):
+            ckpt.step(n, metrics={"loss": loss * float("nan") if n == last else loss})
+        with pytest.raises(TrainingDiverged, match=f"step {last}: loss nan"):
+            ckpt.step(found, metrics={"loss": loss})
+
+
+def test_a_save_waits_for_the_comparison_on_a_gpu(tmp_path):
+    state = build()
+    train(state)
+    with lastgood.Checkpointer(tmp_path, state, sentinel=lastgood.Sentinel(every=5), cadence=NEVER) as ckpt:
+        for n in range(1, 5):
+            ckpt.step(n, metrics={"loss": torch.ones((), device="cuda")})
+        ckpt.step(5, metrics={"loss": torch.full((), float("nan"), device="cuda")})
+        with pytest.raises(TrainingDiverged):
+            ckpt.save(5)

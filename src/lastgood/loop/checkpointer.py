@@ -186,7 +186,7 @@ class Checkpointer:
         self._ending = Ending(pipeline, saver, progress, ranks, end_request, self._beat)
         self._restorer = Restorer(request, url, pipeline, planner, ranks, saver, progress, reports)
         parts = pipeline, saver, progress, ranks, self._beat
-        self._divergence = DivergenceCheck(options.sentinel, url, *parts) if options.sentinel else None
+        self._divergence = DivergenceCheck(options.sentinel, url, *parts)
         self._just_in_time = just_in_time.opened(state, url, options, pipeline, planner, ranks, self._beat)
         self._beat.opened(url)
         planner.fence.waiting = self._beat.saving
@@ -227,7 +227,7 @@ class Checkpointer:
         try:
             restorer.run.sources = Sources()
             with restorer.noting_half_loaded(), self._beat.restoring():
-                found = load(request, restorer.run, self._ranks)
+                found = restorer.started_over(advice) or load(request, restorer.run, self._ranks)
         except NoSuchStep:
             if step != 0 or not is_whole(step, 0):
                 raise
@@ -239,8 +239,7 @@ class Checkpointer:
             restorer.run.release()
         found = replace(found, repaired=restorer.run.repaired(), sources=restorer.run.sources.found())
         restorer.continue_from(found, advice)
-        if self._divergence is not None:
-            self._divergence.restart()
+        self._divergence.restart()
         self._beat.restored(found.step, found.generation)
         if self._log is not None:
             self._log.restored(found.step, found.seconds)
@@ -265,8 +264,7 @@ class Checkpointer:
         self._beat.step(n)
         if self._log is not None:
             self._log.step(n, metrics)
-        if self._divergence is not None:
-            self._divergence.check(n, metrics)
+        self._divergence.check(n, metrics)
         saver = self._saver
         if saver.announcements is not None and saver.expects_announcements:
             with self._reports.deferring_problems():
@@ -277,6 +275,7 @@ class Checkpointer:
         self._pipeline.outcomes.require_durable(n, self._options.durable_within_seconds)
         if not saver.due(n, time.monotonic()):
             return None
+        self._divergence.settle()
         with self._beat.saving():
             save = saver.save(n, False, numbers(metrics), must=False)
             if self._replay is not None:
@@ -299,9 +298,9 @@ class Checkpointer:
 
             ckpt.save(step, milestone=True).result()  # waits until it is durable
         """
-        n = self._advance(n)
+        n, found = self._advance(n), numbers(metrics)
         self._surface()
-        found = numbers(metrics)
+        self._divergence.settle()
         require(
             not (milestone and self._pipeline.run.tier.newest_only),
             "a milestone in slots, which keep the newest only",
@@ -384,6 +383,7 @@ class Checkpointer:
         if kind is None:
             try:
                 if self._options.save_on_exit and not self._closed and self._process == os.getpid():
+                    self._divergence.settle()
                     with self._beat.saving():
                         self._ending.save_newest()  # guard: newest-step-saved-on-exit
             finally:

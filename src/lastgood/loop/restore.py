@@ -25,7 +25,7 @@ from ..errors import HalfLoaded, LastgoodError, NotWritable, Unavailable
 from ..format import commit, layout
 from ..format.commit import Survey
 from ..policy.arguments import require
-from ..policy.restore import choose
+from ..policy.restore import choose, never_good
 from ..ports import Tier
 from ..records import Finding, Generation
 from ..run import advice, node_opening, reader, side_records
@@ -265,12 +265,23 @@ class Restorer:
             candidates = choose(self.run.survey, None).candidates
             if one.suspect not in candidates:
                 continue
-            if len(candidates) == 1:  # guard: only-good-generation-stays
+            if len(candidates) == 1 and not self._never_good(found):  # guard: only-good-generation-stays
                 reporting.warning(f"{one.suspect} is suspect, and the only good one: it is restored again. {one.why}")
                 continue
             suspect = self.run.survey.generations[one.suspect]
             self.run.mark(suspect, [advice.finding(one)])  # guard: suspect-generation-marked
         return msgspec.to_builtins(found)
+
+    def started_over(self, followed: list[Advice]) -> Restored | None:
+        """The result of a restore where training has diverged before anything good was saved; None elsewhere."""
+        if not self._never_good(followed):
+            return None
+        if self._ranks.is_coordinator:
+            reporting.warning("training has diverged before anything good was saved: it starts from the beginning")
+        return self.start_over()
+
+    def _never_good(self, found: list[Advice]) -> bool:
+        return never_good(self.run.survey, {one.suspect for one in found if one.suspect and one.from_start})
 
     def _leave_out(self, found: list[Advice]) -> None:
         """Leave out the batches that are to be skipped, if it is known to which sampler they belong."""

@@ -74,6 +74,8 @@ class Saver:
         """whether `examine` has checked the state, or a restore has"""
         self.last: Save | None = None
         """the newest save that was started since the run was opened or restored"""
+        self.first_step: int | None = None
+        """of the first save that was started since then; None: none was"""
         self._restored: Generation | None = None
         """the restored generation, if the next process would resume at it too"""
         self._cadence: Every | Pace = _cadence(options, failures)
@@ -85,7 +87,7 @@ class Saver:
     def follow(self, n: int, restored: Generation | None = None) -> None:
         """Begin again after step `n`, of which `restored` is the generation. Earlier announcements no longer hold."""
         state, options = self._request.state, self._options
-        self.last, self._restored = None, restored
+        self.last, self.first_step, self._restored = None, None, restored
         self._numbers = Numbers(state, options.include, options.exclude)
         self.announcements: Announcements | None = None
         """with several ranks: what rank 0 publishes some steps ahead"""
@@ -162,6 +164,7 @@ class Saver:
                 newest_only = self._pipeline.run.tier.newest_only  # an older one would take the place of a newer one
                 pinned = (must and not newest_only) or wanted(self._options.front.keep, n, milestone, metrics)
                 self._owe(n, must, time.monotonic())
+                self.first_step = n if self.first_step is None else self.first_step
                 save = Save(n)  # its seconds are those of the write: planning may have waited for other ranks
                 self._pipeline.start(save, at, planned, topic, pinned, milestone, metrics)
                 if planned.overlapped:

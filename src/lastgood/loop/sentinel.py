@@ -1,8 +1,11 @@
 """Sentinel: training that diverges is noticed within a few steps, and does not go on from what it has become.
 
     each step        loss and gradient norm are kept                    on their device, no synchronization
-    every few steps  finite, and no spike? MAX over the ranks           one small all-reduce, one synchronization
+    every few steps  finite, and no spike? MAX over the ranks           one small all-reduce
     on a hit         advice for restores; a generation for people; TrainingDiverged on all ranks at the same step
+
+What is on a CUDA device is copied to the host behind the loop, and read at the next step; an all-reduce of NCCL is read
+one step later again. So the device always has work of a later step while the host waits. A save waits for both.
 
 The next restore, in this process or another one, goes back to the newest generation before the first bad step, and
 leaves out the batches from that step on (run/advice.py). Everything here runs on the training thread.
@@ -12,8 +15,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -41,11 +44,14 @@ DECAY = 0.98
 
 
 class DivergenceCheck:
-    """The sentinel of one `Checkpointer`. `url`: of the run's durable place, which receives the advice."""
+    """The sentinel of one `Checkpointer`. `url`: of the run's durable place, which receives the advice.
+
+    `options`: None: nothing is looked at, and every method returns at once.
+    """
 
     def __init__(
         self,
-        options: Sentinel,
+        options: Sentinel | None,
         url: str,
         pipeline: Pipeline,
         saver: Saver,
@@ -55,19 +61,22 @@ class DivergenceCheck:
     ) -> None:
         self._options, self._url, self._pipeline, self._saver = options, url, pipeline, saver
         self._progress, self._ranks, self._beat = progress, ranks, beat
-        self._seen = _Seen(options.names, options.spike)
-        self._trained = dict[int, Skip]()
-        """step -> the windows that it has trained, since the last comparison"""
-        self._last = progress.step
+        self._comparison: Iterator[None] | None = None
+        """under way: each `next` does what is possible without a wait; the last one raises TrainingDiverged on a hit"""
+        self.restart()
 
     def restart(self) -> None:
-        """The state was restored: what was seen before counts no more."""
-        self._seen, self._last = _Seen(self._options.names, self._options.spike), self._progress.step
-        self._trained.clear()
+        """The state was restored, or nothing was trained yet: what was seen before counts no more."""
+        self._seen, self._last = _Seen(self._options), self._progress.step
+        self._trained = dict[int, Skip]()
+        """step -> the windows that it has trained, since the last comparison"""
+        self._comparison = None
 
     def check(self, n: int, metrics: Mapping[str, Any] | None) -> None:
         """Look at the metrics of step `n`. Raises TrainingDiverged, on all ranks at the same step; Refused where a
         metric is missing."""
+        if self._options is None:
+            return
         missing = [one for one in self._options.names if one not in (metrics or {})]
         require(
             not missing,
@@ -80,11 +89,31 @@ class DivergenceCheck:
             self._trained[n] = Skip(epoch=trained.epoch, first=trained.window, count=trained.windows)
         before, self._last = self._last, n
         if n // self._options.every > before // self._options.every:  # at the same steps after each restart
-            first = _earliest(self._seen.first_bad())
-            if first is not None:
-                with self._beat.saving():
-                    self._stop(n, first)
-            self._trained.clear()
+            self.settle()
+            self._comparison = self._compared()
+        if self._comparison is not None:
+            next(self._comparison, None)
+
+    def settle(self) -> None:
+        """End a comparison that is under way: before a save, and at the end. Raises what `check` raises."""
+        for _ in self._comparison or ():
+            pass
+
+    def _compared(self) -> Iterator[None]:
+        """Compare what was seen since the last comparison. Yields where going on in a later step saves a wait."""
+        values, trained = self._seen.taken(), self._trained
+        self._trained = {}
+        several, on_device = _several_ranks(), _all_reduces_on_device()
+        if on_device or (not several and values.copied is not None):  # the same on all ranks, whatever each one gives
+            yield
+        early = _Earliest(self._seen.first_bad(values), several, on_device)
+        if on_device:
+            yield
+        first = early.step()
+        if first is not None:
+            self._trained = {**trained, **self._trained}
+            with self._beat.saving():
+                self._stop(self._last, first)
 
     def _stop(self, n: int, first: int) -> NoReturn:
         """Write advice, keep the state for people, and raise TrainingDiverged."""
@@ -110,6 +139,7 @@ class DivergenceCheck:
     def _advised(self, n: int, first: int, what: str) -> tuple[str, bool]:
         """Write the advice, at the coordinator. Returns the remedy for the user, and whether batches are left out: then
         the state is kept for ever."""
+        assert self._options is not None
         survey, incarnation = self._pipeline.run.known.view, self._pipeline.run.known.incarnation
         suspects = list[GenerationId]()
         if incarnation is not None:
@@ -132,7 +162,10 @@ class DivergenceCheck:
         return todo, True
 
     def _pieces(self, n: int, first: int, what: str, suspects: list[GenerationId]) -> list[Advice]:
-        made = Advice(format=layout.FORMAT, by="sentinel", at=time.time(), step=first, why=f"training diverged: {what}")
+        saved = self._saver.first_step
+        from_start = not self._progress.restored_generation and (saved is None or saved >= first)
+        why = f"training diverged: {what}"
+        made = Advice(format=layout.FORMAT, by="sentinel", at=time.time(), step=first, why=why, from_start=from_start)
         found = [replace(made, suspect=one) for one in suspects]
         return found + [replace(made, skip=one) for step, one in self._trained.items() if first <= step <= n]
 
@@ -140,32 +173,72 @@ class DivergenceCheck:
 _SAFE = "Generations from before are untouched."
 
 
+class _Values(NamedTuple):
+    """Metrics of some steps. `rows`: step -> its metrics: numbers, or None for one that is in `host`, in this order.
+
+    `copied`: reached once `host` is filled; None: nothing was on a device.
+    """
+
+    rows: list[tuple[int, list[float | None]]]
+    host: torch.Tensor
+    copied: torch.cuda.Event | None
+
+    def numbers(self) -> Iterator[tuple[int, list[float]]]:
+        """Step -> its metrics. Waits for the device."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        found = iter(self.host.tolist())
+        for n, row in self.rows:
+            yield n, [next(found) if one is None else one for one in row]
+
+
 class _Seen:
     """The metrics of the steps since the last comparison, and the running mean of each. Rank by rank."""
 
-    def __init__(self, names: list[str], spike: float | None) -> None:
-        self._names, self._spike = names, spike
-        self._rows = list[tuple[int, list[Any]]]()
-        """step -> its metrics: numbers, or tensors on a device"""
-        self._means, self._count = [0.0] * len(names), 0
+    def __init__(self, options: Sentinel | None) -> None:
+        self._names, self._spike = (options.names, options.spike) if options else ([], None)
+        self._rows = list[tuple[int, list[float | None]]]()
+        self._on_device = list[torch.Tensor]()
+        self._means, self._count = [0.0] * len(self._names), 0
         self._bad: tuple[int, str] | None = None
 
     def add(self, n: int, metrics: Mapping[str, Any]) -> None:
         """Keep the metrics of a step. A tensor on a device is copied there: a later step may overwrite it."""
-        self._rows.append((n, [_kept(metrics[name]) for name in self._names]))
+        row = list[float | None]()
+        for name in self._names:
+            metric = metrics[name]
+            if isinstance(metric, torch.Tensor) and metric.device.type != "cpu":
+                self._on_device.append(metric.detach().reshape(()).to(torch.float32, copy=True))
+                row.append(None)
+            else:
+                row.append(float(metric.detach() if isinstance(metric, torch.Tensor) else metric))
+        self._rows.append((n, row))
 
-    def first_bad(self) -> int | None:
-        """The first bad step of this rank; None if there is none. Waits for the device."""
-        for n, values in zip([n for n, _ in self._rows], _numbers([row for _, row in self._rows]), strict=True):
-            if self._bad is None and self._is_bad(values):
-                pairs = zip(self._names, values, self._means, strict=True)
+    def taken(self) -> _Values:
+        """What was kept since the last call, on its way to the host. Does not wait for a device."""
+        rows, self._rows = self._rows, []
+        kept, self._on_device = self._on_device, []
+        if not kept:
+            return _Values(rows, torch.empty(0), None)
+        device = kept[0].device
+        gathered = torch.stack([one.to(device, non_blocking=True) for one in kept])
+        if device.type != "cuda":
+            return _Values(rows, gathered.cpu(), None)
+        host = torch.empty(len(kept), pin_memory=True)
+        host.copy_(gathered, non_blocking=True)
+        return _Values(rows, host, torch.cuda.current_stream(device).record_event())
+
+    def first_bad(self, values: _Values) -> int | None:
+        """The first bad step of this rank; None if there is none. Waits until `values` are on the host."""
+        for n, numbers in values.numbers():
+            if self._bad is None and self._is_bad(numbers):
+                pairs = zip(self._names, numbers, self._means, strict=True)
                 listed = ", ".join(f"{name} {value:.6g} (mean {mean:.6g})" for name, value, mean in pairs)
                 self._bad = n, f"step {n}: {listed}"
             else:
                 old = DECAY if self._count else 0.0
-                self._means = [old * mean + (1 - old) * now for mean, now in zip(self._means, values, strict=True)]
+                self._means = [old * mean + (1 - old) * now for mean, now in zip(self._means, numbers, strict=True)]
                 self._count += 1
-        self._rows.clear()
         return None if self._bad is None else self._bad[0]
 
     def described(self, first: int) -> str:
@@ -181,28 +254,39 @@ class _Seen:
         return any(value > mean + (self._spike - 1) * abs(mean) for value, mean in pairs)  # guard: spike-found
 
 
-def _kept(metric: Any) -> Any:
-    if isinstance(metric, torch.Tensor) and metric.device.type != "cpu":
-        return metric.detach().reshape(()).to(torch.float32, copy=True)
-    return float(metric.detach() if isinstance(metric, torch.Tensor) else metric)
+def _several_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _numbers(rows: list[list[Any]]) -> list[list[float]]:
-    """The rows as numbers: what is on a device comes from there in one transfer."""
-    on_device = [one for row in rows for one in row if isinstance(one, torch.Tensor)]
-    values = iter(torch.stack(on_device).tolist() if on_device else [])
-    return [[next(values) if isinstance(one, torch.Tensor) else one for one in row] for row in rows]
+def _all_reduces_on_device() -> bool:
+    return _several_ranks() and dist.get_backend() == "nccl"
 
 
-def _earliest(first: int | None) -> int | None:
-    """The first bad step of any rank; None if there is none. All ranks call it."""
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return first
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-    early = torch.tensor(STEP_LIMIT - first if first is not None else 0, device=device)
-    dist.all_reduce(early, dist.ReduceOp.MAX)  # guard: ranks-agree-on-divergence
-    found = int(early.item())
-    return STEP_LIMIT - found if found else None
+class _Earliest:
+    """The first bad step of any rank. All ranks make it, and ask for `step`.
+
+    `first`: of this rank; None: none. `several`: whether there are other ranks. `on_device`: whether their answer comes
+    from a device, behind what is queued there.
+    """
+
+    def __init__(self, first: int | None, several: bool, on_device: bool) -> None:
+        self._copied: torch.cuda.Event | None = None
+        self._found = torch.tensor(STEP_LIMIT - first if first is not None else 0, pin_memory=on_device)
+        if on_device:
+            early = self._found.to(torch.device("cuda", torch.cuda.current_device()), non_blocking=True)
+            dist.all_reduce(early, dist.ReduceOp.MAX)
+            self._found = torch.empty((), dtype=early.dtype, pin_memory=True)
+            self._found.copy_(early, non_blocking=True)
+            self._copied = torch.cuda.current_stream().record_event()
+        elif several:
+            dist.all_reduce(self._found, dist.ReduceOp.MAX)  # guard: ranks-agree-on-divergence
+
+    def step(self) -> int | None:
+        """It; None if no rank has one. Waits for the device."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        found = int(self._found.item())
+        return STEP_LIMIT - found if found else None
 
 
 def _joined(posts: list[str]) -> str:

@@ -5,6 +5,7 @@ Pure: works on a survey, reads nothing.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import NamedTuple
 
 from ..errors import NoSuchStep
@@ -115,6 +116,15 @@ def choose(survey: Survey, step: int | None) -> Choice:
         else:
             candidates.append(at)
     return Choice(candidates, sorted(passed, reverse=True))
+
+
+def never_good(survey: Survey, suspects: Set[GenerationId]) -> bool:
+    """Whether training is to start from the beginning. `suspects`: generations before which nothing good was saved.
+
+    True if the lineage consists of such ones; False if anything of it is lost or cannot be read.
+    """
+    chain, lost = lineage(survey)
+    return bool(chain) and not lost and not survey.broken and suspects >= set(chain)  # guard: start-over-if-never-good
 
 
 def no_such_step(what: str, survey: Survey) -> NoSuchStep:

@@ -27,6 +27,7 @@ class Advice(Record, frozen=True, kw_only=True):
     """One piece of it. `by`: "supervisor" or "sentinel". `step`: at which training failed. `why`: for people.
 
     `suspect`: the generation that is not restored any more; None: there is none. `skip`: None: nothing is left out.
+    `from_start`: whether nothing was saved before `step` since training began.
     """
 
     format: int
@@ -37,6 +38,7 @@ class Advice(Record, frozen=True, kw_only=True):
     why: str
     suspect: GenerationId | None = None
     skip: Skip | None = None
+    from_start: bool = False
 
 
 def append(tier: Tier, advice: Advice) -> None:

@@ -18,7 +18,9 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +38,7 @@ from lastgood_lab.campaigns.recovery_faults import (
 )
 from lastgood_lab.campaigns.recovery_judge import Note, Reported, Trial, compared, judged, reported
 from lastgood_lab.campaigns.reports import report
-from lastgood_lab.campaigns.trials import in_memory, progress
+from lastgood_lab.campaigns.trials import in_memory
 from lastgood_lab.journal import Journal
 
 RANKS, HANG_SECONDS, ROOM, TOTAL = 4, 6, "size=32m", 260
@@ -168,7 +170,7 @@ def unnamed(trials: Sequence[Trial]) -> str:
     return "\n".join(["| fault whose first cause was not named | phase | trials |", "|---|---|---|", *rows])
 
 
-def write(jobs: Sequence[dict[str, Any]], seed: int) -> int:
+def write(jobs: Sequence[dict[str, Any]], first: int) -> int:
     """Write the report. Returns the number of violations."""
     trials = [Trial(*one) for job in jobs for one in job["trials"]]
     named = [one.cause for one in trials if one.cause is not None]
@@ -182,34 +184,42 @@ def write(jobs: Sequence[dict[str, Any]], seed: int) -> int:
         "first_cause_to_name": len(named),
         "seconds": round(sum(job["seconds"] for job in jobs)),
         "ranks": RANKS,
-        "seed": seed,
+        "first_job": first,
         "violated": violated,
     }
     report("recovery", "Faults in every phase of jobs under `lastgood run`", facts, [table(trials), unnamed(trials)])
     return len(violated)
 
 
+def _in_memory(number: int) -> dict[str, Any]:
+    with in_memory() as folder:
+        return tried(folder, number)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=2000, help="at least so many faults (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="determines order, ranks and moments")
+    parser.add_argument("--first", type=int, default=0, help="number of the first job, which determines its faults")
+    parser.add_argument("--jobs", type=int, default=1, help="so many at once (default: %(default)s)")
     parser.add_argument("--journal", type=Path, default=Path(tempfile.gettempdir()) / "recovery.journal.jsonl")
     options = parser.parse_args()
     if os.geteuid():
         parser.error("needs root: it mounts file systems, and limits memory")
-    journal, jobs, number = Journal(options.journal), list[dict[str, Any]](), 1000 * options.seed
-    show = progress(options.trials)
-    while (count := sum(len(job["trials"]) for job in jobs)) < options.trials:
-        known = journal.get(job=number)
-        if known is None:
-            with in_memory() as folder:
-                known = journal.put(tried(folder, number), job=number)
-        jobs.append(known)
-        number += 1
-        show(count, sum(bool(job["problems"]) for job in jobs))
-        for text in known["problems"]:
-            print(f"\njob {number - 1}: {text}", flush=True)
-    return 1 if write(jobs, options.seed) else 0
+    journal, jobs, numbers = Journal(options.journal), list[dict[str, Any]](), count(options.first)
+    trials = 0
+    with ThreadPoolExecutor(options.jobs) as workers:
+        while trials < options.trials:
+            some = [next(numbers) for _ in range(options.jobs)]
+            known = {number: journal.get(job=number) for number in some}
+            begun = {number: workers.submit(_in_memory, number) for number in some if known[number] is None}
+            for number in some:
+                jobs.append(known[number] or journal.put(begun[number].result(), job=number))
+                trials += len(jobs[-1]["trials"])
+                for text in jobs[-1]["problems"]:
+                    print(f"\njob {number}: {text}", flush=True)
+            wrong = sum(bool(job["problems"]) for job in jobs)
+            print(f"{trials:,} of {options.trials:,} trials, {len(jobs)} jobs, {wrong} with violations", flush=True)
+    return 1 if write(jobs, options.first) else 0
 
 
 if __name__ == "__main__":

@@ -29,7 +29,8 @@ ENDING = ("kill", "stop", "exception", "exit", "oom", "nan", "store", "node")
 """kinds that end an attempt"""
 PASSING = ("slow", "full")
 """kinds that an attempt may survive: another fault ends it later"""
-GROUPS = Path("/sys/fs/cgroup/memory")
+GROUPS = next(filter(Path.is_dir, [Path("/sys/fs/cgroup/memory")]), Path("/sys/fs/cgroup"))
+"""of control groups of version 1; where there are none, of version 2"""
 GROUP = "lastgood-campaign-"
 GROUP_BYTES = 16 << 20
 FILLER = "filler"
@@ -228,12 +229,20 @@ def exceed_memory() -> None:
     """Put this process into a control group of its own, and take more memory than it permits: the kernel ends it."""
     group = GROUPS / f"{GROUP}{os.getpid()}"
     group.mkdir()
-    (group / "memory.limit_in_bytes").write_text(str(GROUP_BYTES))
+    _limited(group)
     (group / "cgroup.procs").write_text(str(os.getpid()))
     memory = bytearray(4 * GROUP_BYTES)
     for at in range(0, len(memory), 4096):
         memory[at] = 1
     raise AssertionError("the control group has set no limit")
+
+
+def _limited(group: Path) -> None:
+    """Set the limit of a control group, of either version."""
+    old = group / "memory.limit_in_bytes"
+    if not old.exists():
+        (GROUPS / "cgroup.subtree_control").write_text("+memory")
+    (old if old.exists() else group / "memory.max").write_text(str(GROUP_BYTES))
 
 
 def fill(room: Path) -> None:
@@ -284,10 +293,16 @@ def remove_groups() -> None:
 
 
 def can_limit_memory() -> bool:
-    """Whether this user may make control groups of memory, version 1."""
+    """Whether this user may make control groups of memory."""
+    trial = GROUPS / f"{GROUP}trial"
     try:
-        (GROUPS / f"{GROUP}trial").mkdir()
-        (GROUPS / f"{GROUP}trial").rmdir()
+        trial.mkdir()
     except OSError as error:
         return error.errno == errno.EEXIST
+    try:
+        _limited(trial)
+    except OSError:
+        return False
+    finally:
+        trial.rmdir()
     return True

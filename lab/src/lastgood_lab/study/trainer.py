@@ -56,7 +56,7 @@ def train(unit: Unit, data: Path, run: str) -> None:
         retention=lastgood.Keep(last=unit.target),  # all of them: they are compared afterwards
         tuning=lastgood.Tuning(in_flight=unit.size.max_inflight),
     ) as ckpt:
-        step = ckpt.restore().step
+        step, save = ckpt.restore().step, None
         while step < unit.target:
             for inputs, targets, ids in loader:
                 audit.observe(*sampler.position, ids)
@@ -65,10 +65,15 @@ def train(unit: Unit, data: Path, run: str) -> None:
                 loss.backward()
                 optimizer.step()
                 step += 1
-                save = ckpt.step(step, metrics={"loss": loss})
-                if save is not None and unit.variant != "ovl":
-                    _wait(unit, save)
-                _fail(unit, step, ckpt)
+                begun = ckpt.step(step, metrics={"loss": loss})
+                save, fails = begun or save, _fails(unit, step)
+                flushes = fails and unit.size.flushed
+                if save is not None and (flushes or (begun is not None and unit.variant != "ovl")):
+                    _wait(unit, save)  # older ones have ended, or count no more
+                    if flushes and save.step == step:
+                        ckpt.save(step)  # which exists: the call logs that it is durable
+                if fails:
+                    _fail(unit)
                 if step == unit.target:
                     break
     dist.destroy_process_group()
@@ -83,13 +88,14 @@ def _wait(unit: Unit, save: lastgood.Save) -> None:
             raise
 
 
-def _fail(unit: Unit, step: int, ckpt: lastgood.Checkpointer) -> None:
-    """Fail as the unit says if this attempt fails after this step, once all ranks have completed it."""
+def _fails(unit: Unit, step: int) -> bool:
+    """Whether this attempt fails after this step."""
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    if unit.failures[attempt : attempt + 1] != (step,):
-        return
-    if unit.size.flushed:
-        ckpt.wait()
+    return unit.failures[attempt : attempt + 1] == (step,)
+
+
+def _fail(unit: Unit) -> None:
+    """Fail as the unit says, once all ranks have completed the step."""
     dist.barrier()
     if unit.condition == "kill":
         os.kill(os.getpid(), signal.SIGKILL)

@@ -60,6 +60,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("the job ends with the store of its broken node", "node-of-store-stays", Never()),
         ("a suspect generation is restored again", "suspect-generation-marked", Remove()),
         ("the only good generation of a run is marked", "only-good-generation-stays", Never()),
+        ("a run that was never good is given up", "start-over-if-never-good", Instead("return False")),
         ("folders of a running supervisor are removed", "folder-in-use-not-removed", Remove()),
         ("a loss of NaN is not noticed", "non-finite-metric-found", Never()),
         ("a spike is not noticed", "spike-found", Swap("> mean +", "> 1e9 + mean +")),
