@@ -99,8 +99,7 @@ class Report:
 
 def hardware() -> str:
     """A name of this hardware for file names, such as `2core` or `16core-h100`."""
-    accelerator = _accelerator()
-    parts = accelerator.lower().replace("nvidia", "").split()
+    parts = accelerator().lower().replace("nvidia", "").split()
     return "-".join([f"{os.cpu_count()}core", *(["".join(parts[:1])] if parts else [])])
 
 
@@ -110,10 +109,11 @@ def machine() -> str:
 
     cores = f"{os.cpu_count()} cores {platform.machine()}"
     kernel = f"{platform.system()} {platform.release().split('-')[0]}"
-    return ", ".join(part for part in (cores, _accelerator(), kernel, f"torch {torch.__version__}") if part)
+    return ", ".join(part for part in (cores, accelerator(), kernel, f"torch {torch.__version__}") if part)
 
 
-def _accelerator() -> str:
+def accelerator() -> str:
+    """The name of the first CUDA device; empty without one."""
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else ""

@@ -8,6 +8,7 @@ torchrun, with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 (without it no attempt after
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -66,7 +67,7 @@ def run(options: Options, progress: Progress) -> list[Row]:
 
 
 def _measured(folder: Path, memory: Path, fault: str, name: str) -> dict[str, Any]:
-    """Run one job. Raises Refused if it does not end well."""
+    """Run one job. One under torchrun may not come back: then its row has `lost`. Raises Refused if ours does not."""
     ranks = ["--nproc-per-node", str(RANKS)]
     if name in OURS:
         command = [sys.executable, "-m", "lastgood", "run", *ranks, "--hang-timeout", str(GROUP_SECONDS)]
@@ -76,6 +77,9 @@ def _measured(folder: Path, memory: Path, fault: str, name: str) -> dict[str, An
     environment = {**os.environ, memory_place.VARIABLE: str(memory), STORE_VARIABLE: "1"}
     load = os.getloadavg()[0]
     done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=LIMIT_SECONDS)
+    if done.returncode and name == THEIRS:
+        causes = [line for line in done.stderr.splitlines() if re.match(r"\w*(Error|Exception)\b", line)]
+        return {"lost": causes[0] if causes else f"exit code {done.returncode}", "load": load}
     if done.returncode:
         raise Refused(
             f"the job of {name} ended with exit code {done.returncode}: {done.stderr[-2000:]}",
@@ -98,11 +102,15 @@ def report(rows: Sequence[Row], options: Options) -> Report:
     loads, notes = [row["load"] for row in rows], list[str]()
     tables = []
     for fault in FAULTS:
-        mine = [row for row in rows if row["fault"] == fault]
+        mine = [row for row in rows if row["fault"] == fault and "lost" not in row]
         tables.append(
             Table(f"{fault} to first new step, s", ["", "whole", *PHASES], [_line(mine, n) for n in CONTENDERS])
         )
-        for name in OURS:
+        lost = [row["lost"] for row in rows if row["fault"] == fault and "lost" in row]
+        if lost:
+            notes.append(f"{fault}, {THEIRS}: {len(lost)} of {options.rounds} jobs did not come back: {lost[0]}")
+        mine = [row for row in mine if row["round"] in {one["round"] for one in of_contender(mine, THEIRS)}]
+        for name in OURS if mine else ():
             times = spread(ratios(mine, THEIRS, name, "seconds"), ".1f")
             notes.append(f"{fault}, {THEIRS} / {name}, round by round: {times}")
             if fault == HANG:
@@ -129,5 +137,7 @@ def report(rows: Sequence[Row], options: Options) -> Report:
 
 def _line(rows: Sequence[Row], name: str) -> list[str]:
     mine = of_contender(rows, name)
+    if not mine:
+        return [name, "did not come back", *["-"] * len(PHASES)]
     phases = [spread([row["phases"][number] for row in mine], ".2f") for number in range(len(PHASES))]
     return [name, spread([row["seconds"] for row in mine], ".2f"), *phases]

@@ -60,12 +60,12 @@ def _gain(whole: Sequence[Triple]) -> Figure:
 
 
 def _stall(whole: Sequence[Triple]) -> Figure:
-    figure, (axes,) = figures.panels(1, wide=5)
+    figure, (axes,) = figures.panels(1, wide=6.5)
     for at, suite in enumerate(_suites(whole)):
         mine = [one for one in whole if one.unit.suite == suite]
-        style = figures.style(suite, at)
-        axes.plot([one.stall_cut for one in mine], [one.gain for one in mine], linestyle="none", **style)
+        look = {**figures.style(suite, at), "marker": "osD^"[at // 2 % 4], "linestyle": "none"}
+        axes.plot([one.stall_cut for one in mine], [one.gain for one in mine], **look)
     axes.set_xlabel("stall less by, %")
     axes.set_ylabel("gain, %")
-    axes.legend(fontsize=7)
+    figures.legend_below(figure, axes)
     return figure

@@ -20,6 +20,7 @@ from lastgood.data.trained import multiset_hash
 from lastgood.run.job_logs import SaveLine, StepLine
 from lastgood.supervisor.attempt_log import Attempt, Cause
 
+from .environment import Environment
 from .unit import Unit
 
 
@@ -56,6 +57,8 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     saves: int = 0
     losses: list[float] = msgspec.field(default_factory=list)
     """of rank 0, of each committed step"""
+    environment: Environment | None = None
+    """None: it was not recorded"""
     reached: str = ""
     checked: str = ""
     agreed: str = ""

@@ -25,7 +25,7 @@ from lastgood.run.content import Content
 from lastgood.run.job_logs import SaveLine, StepLine
 from lastgood.supervisor import attempt_log, job_summary
 
-from . import findings, images
+from . import environment, findings, images
 from .findings import Found, Seen
 from .unit import Unit
 
@@ -69,7 +69,7 @@ def lived(unit: Unit, out: Path, cifar: Path | None = None) -> Found:
             [*command, msgspec.json.encode(unit).decode(), str(data), str(run)], stderr=errors, check=False
         )
     seen = _seen(unit, logs, run, done.returncode, begun, time.monotonic())
-    found = findings.found(unit, seen)
+    found = msgspec.structs.replace(findings.found(unit, seen), environment=environment.here())
     draft = logs / "found.json.tmp"
     draft.write_bytes(msgspec.json.format(msgspec.json.encode(found)))
     draft.rename(logs / FOUND)

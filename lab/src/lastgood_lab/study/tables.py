@@ -9,19 +9,18 @@ from __future__ import annotations
 import csv
 import json
 import math
-import os
-import platform
-import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from .. import report
-from ..provenance import commit
 from ..report import Table
 from . import drawings
 from . import study_figures as ecrl
+from .environment import Environment
 from .matrix import Compared, Options
 from .unit import CONDITIONS, VARIANTS, Unit
 
@@ -115,8 +114,7 @@ def write(rows: Sequence[Compared], options: Options, command: str) -> dict[str,
         record = {
             "suite": suite,
             "date": report.today(),
-            "machine": report.machine(),
-            "commit": commit(),
+            "environments": [msgspec.structs.asdict(one) for one in _environments(mine)],
             "command": command,
             "summary": _summary(suite, [one for one in whole if one.unit.suite == suite]),
             "units": [_detailed(one) for one in mine],
@@ -201,7 +199,7 @@ def _analysis(
         "all saves have ended before a failure, as in the study" if size.flushed else "failures meet saves in flight"
     )
     about = (
-        f"{report.today()}, {report.machine()}, commit {commit()}; `{command}`. {len(rows)} units, "
+        f"{report.today()}, commit {_commits(rows)}; `{command}`. {len(rows)} units, "
         f"{len(whole)} complete suites and seeds ({seeds} seeds). All numbers of steps are divided by {size.scale}: "
         f"{1600 // size.scale} steps with a save every {size.every // size.scale}; {crash}: "
         f"{CONDITIONS[options.condition]}. Networks of width "
@@ -211,7 +209,7 @@ def _analysis(
     )
     passed = [f"- {gate}: {'passed' if not wrong else '; '.join(wrong)}" for gate, wrong in found.items()]
     parts = ["# The recovery study", about, "## Gates\n\n" + "\n".join(passed), FORMULAS, ARCHITECTURE]
-    parts += [table.markdown() for table in [_environment(options), *_tables(whole)]] if whole else []
+    parts += [table.markdown() for table in [_environment(rows, options), *_tables(whole)]] if whole else []
     return "\n\n".join(parts) + "\n"
 
 
@@ -233,19 +231,26 @@ ARCHITECTURE = """## Figure 1: the parts
                                   `-> lanes (max_inflight) -> files -> commit by rank 0; checkpoint_rank0.jsonl"""
 
 
-def _environment(options: Options) -> Table:
-    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    rows = [
-        ["operating system", f"{platform.system()} {platform.release()}"],
-        ["processor", f"{cpu[1] if cpu else platform.machine()}, {os.cpu_count()} cores"],
-        ["memory", f"{memory:.1f} GiB"],
-        ["devices", "none"],
-        ["Python", platform.python_version()],
-        ["torch", report.machine().rpartition("torch ")[2]],
-        ["launch", f"lastgood run --nproc-per-node {options.size.ranks}, gloo, one thread a rank"],
+def _environments(rows: Sequence[Compared]) -> list[Environment]:
+    """Those of the units; without those that were not recorded."""
+    return list(dict.fromkeys(one.found.environment for one in rows if one.found.environment is not None))
+
+
+def _commits(rows: Sequence[Compared]) -> str:
+    return ", ".join(dict.fromkeys(one.commit for one in _environments(rows))) or "not recorded"
+
+
+def _environment(rows: Sequence[Compared], options: Options) -> Table:
+    """One column for each environment: a study may have gone on on another machine."""
+    found = _environments(rows)
+    names = {"system": "operating system", "processor": "processor", "memory": "memory", "devices": "devices"}
+    lines = [
+        [name, *(getattr(one, field) for one in found)]
+        for field, name in {**names, "python": "Python", "torch": "torch", "commit": "commit"}.items()
     ]
-    return Table("Table 2: environment", ["what", "here"], rows)
+    counts = [sum(one.found.environment == each for one in rows) for each in found]
+    lines.append(["launch", *(f"lastgood run --nproc-per-node {options.size.ranks}, gloo" for _ in found)])
+    return Table("Table 2: environment", ["what", *(f"of {count} units" for count in counts)], lines)
 
 
 def _tables(whole: Sequence[Triple]) -> list[Table]:
