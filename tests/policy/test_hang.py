@@ -39,6 +39,13 @@ def test_a_rank_whose_run_is_not_open_or_is_closed_never_hangs() -> None:
     assert silent([replace(TRAINS, since=None)], 1e9, Limits(), {}) is None
 
 
+def test_a_stopped_rank_hangs_after_the_shortest_limit() -> None:
+    stopped = Signs(0, since=100.0, where=START, stopped=True)
+    assert silent([stopped], 160.0, Limits(), {}) is None
+    assert silent([stopped], 160.1, Limits(), {}) is not None
+    assert silent([stopped], 1e9, Limits(least_seconds=0.0), {}) is None
+
+
 def test_a_user_can_turn_the_search_for_hangs_off() -> None:
     assert silent([TRAINS], 1e9, Limits(least_seconds=0), {}) is None
 

@@ -138,6 +138,25 @@ def test_the_rank_that_others_have_waited_for_is_named_and_not_those(tmp_path: P
     assert "attempt 1: rank 2 hangs" in report[0] and "attempt 2: rank 1 hangs" in report[1], report
 
 
+def test_a_rank_that_is_stopped_before_it_opens_its_run_hangs(tmp_path: Path) -> None:
+    """The campaign of faults stopped rank 0 while a group was made. The others waited for its store, which counts
+    torch's timeouts, and the job stood still for ever."""
+    path = script(
+        tmp_path,
+        """
+        import os, signal, torch.distributed as dist
+        rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        if (rank, attempt) == (0, 0):
+            store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=True, wait_for_workers=False)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dist.init_process_group("gloo")
+        """,
+    )
+    done = supervised("--nproc-per-node", 2, "--hang-timeout", 1, path, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "attempt 1: rank 0 hangs before its state was restored: it is stopped by a signal" in done.stderr
+
+
 def test_an_evaluation_that_is_named_is_no_hang(tmp_path: Path, training: str) -> None:
     run = tmp_path / "run"
     done = supervised("--nproc-per-node", 2, "--hang-timeout", 1, training, run, 12, "evaluate:0:0:8", "evaluate:0:1:8")

@@ -27,7 +27,12 @@ _LIBRARY = re.compile(r"/torch/|/lastgood/|/lib/python3\.\d+/(?!site-packages/|d
 """files that are not the user's program"""
 _COMPUTES = "/torch/nn/modules/"
 """Modules do not wait themselves; those of DDP and FSDP are called by what does."""
-STATES = {"T": "is stopped by a signal", "t": "is stopped by a debugger", "D": "waits for a disk, or another device"}
+STOPPED = "T"
+STATES = {
+    STOPPED: "is stopped by a signal",
+    "t": "is stopped by a debugger",
+    "D": "waits for a disk, or another device",
+}
 """letter of /proc/PID/stat -> what it says of a rank that hangs"""
 
 
@@ -65,6 +70,8 @@ class Signs:
     where: str
     step: int = 0
     longest_seconds: float = 0.0
+    stopped: bool = False
+    """whether its process is stopped, since `since`, where nothing else tells of a hang"""
 
 
 @dataclass(frozen=True)
@@ -115,6 +122,8 @@ def _may_wait_for(one: Signs, other: Signs, now: float, limits: Limits, complete
 
 
 def _limit_seconds(one: Signs, limits: Limits, completed: Mapping[str, float]) -> float:
+    if one.stopped:
+        return limits.least_seconds
     if one.where == STEP and one.longest_seconds:
         return max(limits.least_seconds, limits.times * one.longest_seconds)
     if one.where in (START, FIRST_STEP, STEP, SAVE, RESTORE, END) or one.where not in completed:

@@ -16,7 +16,7 @@ from pathlib import Path
 from ..io import heartbeat
 from ..policy import hang
 from ..policy.blame import Ended
-from ..policy.hang import END, FIRST_STEP, START, STEP, Limits, Signs, Silent, Stuck
+from ..policy.hang import END, FIRST_STEP, START, STEP, STOPPED, Limits, Signs, Silent, Stuck
 from .program import STACKS, STACKS_FILE
 
 PAUSE_SECONDS = 5.0
@@ -51,6 +51,8 @@ class ProgressWatch:
         self._open = dict[int, tuple[str, float]]()
         """rank -> the phase that was open when it was looked at last, and when it began"""
         self._completed = dict[str, float]()
+        self._stopped = dict[int, float]()
+        """rank that cannot hang by what it shows -> since when its process is stopped by a signal"""
         self._looked_at: float | None = None
         self._resumed_at = 0.0
         """when this process went on after it had been stopped, and with it perhaps the whole job"""
@@ -66,10 +68,18 @@ class ProgressWatch:
         found = [*others]
         for one in ranks:
             self._note_phase(one.rank, one.shown, now)
-            sign = signs(one.rank, one.shown, ended)
+            sign = self._stopped_too(one, signs(one.rank, one.shown, ended), now)
             since = None if sign.since is None else max(sign.since, self._resumed_at)
             found.append(replace(sign, since=since))
         return hang.silent(found, now, self._limits, self._completed)
+
+    def _stopped_too(self, one: RankProcess, sign: Signs, now: float) -> Signs:
+        """The same signs; those of a stopped process where a rank cannot hang by what it shows. The others may wait for
+        its store for ever, because torch's timeouts are counted there."""
+        if sign.since is not None or _state(one.pid) != STOPPED:
+            self._stopped.pop(one.rank, None)
+            return sign
+        return replace(sign, since=self._stopped.setdefault(one.rank, now), stopped=True)  # guard: stopped-rank-hangs
 
     def _note_phase(self, rank: int, shown: heartbeat.Progress, now: float) -> None:
         now_open = None if shown.phase_began is None else (shown.phase, shown.phase_began)

@@ -38,6 +38,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a job counts as done although a rank was killed", "killed-rank-is-no-success", Swap("lived.killed", "False")),
         ("a rank of slow steps is taken for hung", "limit-follows-own-steps", Swap("<= limit", "<= 1.0")),
         ("a rank that waits for an evaluation is taken for hung", "awaited-phase-may-last", Instead("return False")),
+        ("a rank that is stopped before it opens its run never hangs", "stopped-rank-hangs", Instead("return sign")),
         ("a job that was suspended is taken for hung", "stopped-job-is-no-hang", Never()),
         ("a second run has the signs of the first", "run-begins-without-signs", Remove()),
         ("attempts before a remedy count after it", "remedy-begins-the-count-anew", Never()),
