@@ -264,6 +264,22 @@ def ranks(
 
 
 @app.command()
+def trace(
+    out: Out,
+    trace: Annotated[Path, typer.Option(metavar="FILE", help="A spot trace (docs/bench.md).")],
+    place: Place = None,
+    compress: Annotated[float, typer.Option(min=1, help="Divides the time of the trace.")] = 20.0,
+    until: Annotated[float, typer.Option(min=0, help="Seconds of the trace that are replayed; 0: all.")] = 0.0,
+    interval: Annotated[int, typer.Option(min=1, help="Steps between two saves.")] = 10,
+    as_json: Json = False,
+) -> Answer:
+    """Replay a failure trace through real supervisors, agents and loops, and for the policies of papers."""
+    from . import trace_bench as bench
+
+    return _measured(bench, bench.Options(out, trace, place, compress, until, interval), out)
+
+
+@app.command()
 def restart(out: Out, place: Place = None, rounds: Rounds = 5, as_json: Json = False) -> Answer:
     """Time a crash and a hang to the first new step, under `lastgood run` and under torchrun, split by phase."""
     from . import restart as bench

@@ -1,0 +1,176 @@
+"""`lastgood bench trace`: a recorded failure trace, compressed in time, replayed through real processes.
+
+At each drop of the trace one machine is killed and replaced, under `lastgood run` with agents and memory on nodes, and
+for the policies of papers. What a replacement takes is not compressed, so it weighs more than in the trace; the report
+gives the goodput with the compressed time, that of an ideal with the same replacements, and that of the trace's own
+time. Beside them stands the replay by calculation (replay.py), with the measured costs.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .campaigns.memory_kills import memory_for_agents
+from .goodput import read
+from .journal import Journal
+from .replay import Costs, published, replay
+from .report import Progress, Report, Table, hardware, spread
+from .trace_account import Account, Note, account
+from .trace_cluster import ATTACH_SECONDS, Alone, Cluster, Nodes
+from .trace_job import NONE, NOTES, OURS, Spec
+from .usage import working_place
+
+CONTENDERS = (OURS, "PCcheck", "CheckFreq", "Gemini")
+NEVER, BELOW_STEPS = 10**6, 200
+CALM_SECONDS, START_SECONDS, POLL_SECONDS = 20.0, 120.0, 0.02
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Options:
+    """`compress`: by which the time of the trace is divided. `until`: seconds of the trace that are replayed; 0: all.
+    `interval`: steps between two saves. `model`, `scale`, `work`: of the network, as for `bench interval`."""
+
+    out: Path
+    trace: Path
+    place: Path | None = None
+    compress: float = 20.0
+    until: float = 0.0
+    interval: int = 10
+    model: str = "gpt2-124m"
+    scale: float = 0.02
+    work: float = 0.02
+
+
+def run(options: Options, progress: Progress) -> list[Row]:
+    """Replay what is missing in the journal in `out`; returns all rows. Raises Refused for a trace that is none."""
+    trace = read(options.trace)
+    seconds = min(options.until or trace.seconds, trace.seconds)
+    drops = [at for at in trace.drops() if at < seconds]
+    journal = Journal(options.out / "trace.journal.jsonl", {"hardware": hardware(), "trace": options.trace.stem})
+    found = list[Row]()
+    for name in CONTENDERS:
+        key = {"contender": name, "compress": options.compress, "seconds": seconds, "interval": options.interval}
+        key |= {"model": options.model, "scale": options.scale, "work": options.work}
+        row = journal.get(**key)
+        if row is None:
+            plain = _plain(options, name)
+            made = _replayed(options, name, options.interval, drops, seconds, plain)
+            row = journal.put(made._asdict(), **key)
+            progress(f"{name}: {made.steps} steps, goodput {made.goodput:.3f}, of ideal {made.of_ideal:.3f}")
+        found.append({**key, **row})
+    return found
+
+
+def _plain(options: Options, name: str) -> float:
+    """Seconds of a step without saves and failures, in as many processes."""
+    calm = _replayed(options, OURS if name == OURS else NONE, NEVER, [], CALM_SECONDS * options.compress, 1.0)
+    return calm.step_seconds
+
+
+def _replayed(
+    options: Options, name: str, interval: int, drops: Sequence[float], seconds: float, plain: float
+) -> Account:
+    """Replay drops of a trace, which lasts for `seconds`, with one contender."""
+    with working_place(options) as folder, memory_for_agents() as memory:
+        below = NEVER if interval == NEVER else BELOW_STEPS
+        spec = Spec(str(folder), name, interval, options.model, options.scale, options.work, below)
+        cluster: Cluster = Nodes(spec, memory) if name == OURS else Alone(spec)
+        try:
+            cluster.start()
+            begun = _first_step(folder, cluster)
+            ended, failures = begun + seconds / options.compress, list[float]()
+            for at in drops:
+                _sleep(cluster, begun + at / options.compress)
+                failures.append(time.monotonic())
+                cluster.lose()
+            _sleep(cluster, ended)
+        finally:
+            cluster.end()
+        return account(_notes(folder), failures, begun, ended, seconds, plain)
+
+
+def _first_step(folder: Path, cluster: Cluster) -> float:
+    """Wait until a step is completed. Returns when."""
+    until = time.monotonic() + START_SECONDS
+    while time.monotonic() < until:
+        cluster.poll()
+        for one in _notes(folder):
+            if one["what"] == "step":
+                return float(one["at"])
+        time.sleep(POLL_SECONDS)
+    raise OSError(f"no step within {START_SECONDS:.0f} s")
+
+
+def _sleep(cluster: Cluster, until: float) -> None:
+    while time.monotonic() < until:
+        cluster.poll()
+        time.sleep(POLL_SECONDS)
+
+
+def _notes(folder: Path) -> list[Note]:
+    path = folder / NOTES
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+
+
+def report(rows: Sequence[Row], options: Options) -> Report:
+    lines, calculated = [], []
+    for row in rows:
+        one = Account(*(row[name] for name in Account._fields))
+        lines.append(
+            [
+                row["contender"],
+                f"{one.of_ideal:.3f}",
+                f"{one.goodput:.3f}",
+                f"{one.uncompressed:.4f}",
+                spread(one.down),
+                f"{sum(one.redone)}",
+                f"{100 * (one.step_seconds / one.plain_seconds - 1):+.1f}",
+                f"{one.save_seconds:.3f}",
+            ]
+        )
+        calculated.append([row["contender"], *_calculated(row, one, options)])
+    head = ["", "of ideal", "goodput", "in the trace's own time", "down, s", "steps trained again", "steps slower, %"]
+    first = rows[0]
+    return Report(
+        name="trace",
+        title="A failure trace through real processes",
+        about=(
+            f"{options.trace.stem}: {first['seconds']:.0f} s with {len(first['down'])} drops, divided by "
+            f"{options.compress:g}; a save every {options.interval} steps. One machine is killed at each drop. "
+            "lastgood: two nodes of one rank and one in reserve, each with an agent; a save lies in the memory of both "
+            f"nodes, and is copied to a directory every {BELOW_STEPS} steps. The others: one process, started again; "
+            f"after {ATTACH_SECONDS} s if its state is on a disk, which is attached to another machine."
+        ),
+        tables=[
+            Table("Replayed", [*head, "a save, s"], lines),
+            Table("Goodput by calculation, with these costs", ["", "event by event", "published formula"], calculated),
+        ],
+        rows=rows,
+        notes=[f"{row['contender']}: a step without saves {1000 * row['plain_seconds']:.1f} ms" for row in rows],
+    )
+
+
+def _calculated(row: Row, one: Account, options: Options) -> list[str]:
+    """The goodput in compressed time by calculation, event by event and by the published formula."""
+    down = statistics.fmean(one.down) if one.down else 0.0
+    costs = Costs(
+        policy=row["contender"].partition(" ")[0],
+        interval=options.interval,
+        step_seconds=one.plain_seconds,
+        stall_seconds=max(0.0, (one.step_seconds - one.plain_seconds) * options.interval),
+        save_seconds=one.save_seconds,
+        load_seconds=0.0,
+        restart_seconds=down,
+        in_flight=2,
+    )
+    drops = [at / options.compress for at in read(options.trace).drops() if at < row["seconds"]]
+    replayed = replay(drops, one.seconds, costs).goodput
+    return [f"{replayed:.3f}", f"{published(len(drops), one.seconds, costs):.3f}"]

@@ -1,0 +1,53 @@
+"""`lastgood bench trace`: what the notes of a killed training are counted as, and a replay of real processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lastgood_lab import trace_bench, trace_cluster
+from lastgood_lab.trace_account import account
+
+
+def note(what: str, at: float, step: int, seconds: float = 1.0) -> dict[str, Any]:
+    return {"what": what, "at": at, "step": step, "seconds": seconds}
+
+
+FIRST = [note("step", float(at), at) for at in range(1, 10)]
+AGAIN = [note("restored", 13.0, 6, 0.5), *(note("step", 14.0 + at, 7 + at) for at in range(6))]
+
+
+def test_a_failure_costs_the_time_until_a_step_begins_and_lost_steps() -> None:
+    """Killed at 9.5 s after step 9; step 6 is restored, and the next step ends at 14 s after one second."""
+    found = account([*FIRST, *AGAIN], [9.5], 1.0, 19.5, 185.0, plain=0.9)
+    assert (found.steps, found.redone, found.down) == (12, [3], [3.5])
+    assert found.step_seconds == 1.0 and found.goodput == pytest.approx(12 * 0.9 / 18.5)
+    assert found.of_ideal == pytest.approx(12 * 0.9 / 15.0)
+    assert found.uncompressed == pytest.approx((1 - 6.5 / 185.0) * 0.9)
+
+
+def test_a_failure_after_which_nothing_came_back_costs_all_that_follows() -> None:
+    found = account([*FIRST, note("restored", 13.0, 6)], [9.5], 1.0, 19.5, 185.0, plain=1.0)
+    assert (found.steps, found.redone, found.down) == (6, [0], [10.0])
+
+
+def test_a_step_of_a_rank_that_was_not_killed_belongs_to_the_life_before() -> None:
+    found = account([*FIRST, note("step", 9.8, 10), *AGAIN], [9.5], 1.0, 19.5, 185.0, plain=1.0)
+    assert found.redone == [4] and found.down == [3.5]
+
+
+@pytest.mark.slow
+def test_a_trace_is_replayed_through_real_processes(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One machine is lost; its replacement has the disk at once."""
+    monkeypatch.setattr(trace_bench, "CONTENDERS", ("PCcheck",))
+    monkeypatch.setattr(trace_bench, "CALM_SECONDS", 0.5)
+    monkeypatch.setattr(trace_cluster, "ATTACH_SECONDS", 0.0)
+    trace = tmp_path / "trace.csv"
+    trace.write_text(",Time,GPUs\n0,0,8\n1,20,7\n2,200,7\n")
+    code, text, err = bench("trace", "--out", tmp_path, "--trace", trace, "--compress", 10)
+    assert code == 0, err
+    assert "one machine is killed at each drop" in text.lower() and "| PCcheck |" in text
