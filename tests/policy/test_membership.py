@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lastgood.errors import Refused
-from lastgood.policy.membership import Bounds, leader, next_round, silent, watched
+from lastgood.policy.membership import Bounds, leader, next_round, silent, spares_text, watched
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,20 @@ def test_nodes_stay_join_anew_or_end(lost: list[int], leaving: list[int], waitin
 def test_a_job_with_fewer_nodes_than_it_may_have_takes_those_that_wait() -> None:
     assert next_round(3, [], [], 1, Bounds(2, 4)).act == "join"
     assert next_round(3, [], [], 0, Bounds(2, 4)).act == "stay"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "waiting", "says"),
+    [
+        (4, 0, "0 of 2 expected; start 2 more nodes with the same command"),
+        (4, 1, "1 of 2 expected; start 1 more node with the same command"),
+        (4, 2, "2 of 2 expected"),
+        (4, 3, "3 of 2 expected; 1 more than expected, also kept in reserve"),
+        (3, 1, "0 of 2 expected; start 2 more nodes with the same command"),  # the one that waits joins the job
+    ],
+)
+def test_the_spare_nodes_that_are_missing_are_counted(nodes: int, waiting: int, says: str) -> None:
+    assert spares_text(nodes, waiting, Bounds(3, 4, spares=2)) == f"spare nodes in reserve: {says}"
 
 
 def test_a_node_is_lost_only_after_its_time() -> None:

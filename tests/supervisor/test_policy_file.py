@@ -57,6 +57,8 @@ def test_a_policy_of_another_name_is_read_in_place_of_the_one_here(folder: Path)
         ("spawn: maybe\n", "spawn: takes true or false", ""),
         ("start-method: thread\n", "start-method: 'thread'", ""),
         ("nnodes: 1;4\n", "--nnodes 1;4", ""),
+        ("spares: -1\n", "spares: '-1' is not a whole number of at least 0", ""),
+        ("spares: 1\n", "--spares 1 with one node", "Give --nnodes too"),
         ("role: !!python/name:os.system ''\n", "role: does not take python/name", ""),
         ("role: a\nnproc-per-node: 1\nnproc_per_node: 2\n", ":3: nproc_per_node stands there twice", ""),
         ("- spawn\n", "a policy file is a mapping", ""),

@@ -68,6 +68,11 @@ def test_output_of_some_ranks_may_go_to_files(script: str) -> None:
         (["--nnodes", "2", "--node-rank", "2", "SCRIPT"], "--node-rank 2 of 2 nodes"),
         (["--nnodes", "2", "--rdzv-backend", "etcd", "SCRIPT"], "--rdzv-backend etcd"),
         (["--nnodes", "2", "--standalone", "SCRIPT"], "contradict"),
+        (["--spares", "1", "SCRIPT"], "--spares 1 with one node"),
+        (["--nnodes", "1", "--rdzv-backend", "c10d", "--spares", "2", "SCRIPT"], "--spares 2 with one node"),
+        (["--nnodes", "2", "--spares", "-1", "SCRIPT"], "'-1' is not a whole number of at least 0"),
+        (["--nnodes", "2", "--spares", "one", "SCRIPT"], "'one' is not a whole number of at least 0"),
+        (["--nnodes", "2", "--spares", "1", "--node-rank", "3", "SCRIPT"], "--node-rank 3 of 2 nodes and 1 in reserve"),
         (["--nnodes", "2", "--rdzv-conf", "join_timout=5", "SCRIPT"], "join_timout=5"),
         (["--nnodes", "2", "--rdzv-conf", "join_timeout=soon", "SCRIPT"], "join_timeout=soon"),
         (["--tee", "7", "SCRIPT"], "--tee 7"),
@@ -98,6 +103,15 @@ def test_a_mistyped_option_is_answered_with_a_near_one(script: str) -> None:
     with pytest.raises(Refused) as found:
         parsed(["--nproc-per-nod3", "2", script], {})
     assert "Did you mean --nproc-per-node?" in found.value.todo
+    with pytest.raises(Refused) as found:
+        parsed(["--nnodes", "2", "--sparse", "1", script], {})
+    assert "Did you mean --spares?" in found.value.todo
+
+
+def test_spare_nodes_have_numbers_after_those_of_the_job(script: str) -> None:
+    found = parsed(["--nnodes", "2", "--spares", "1", "--node-rank", "2", script], {}).rendezvous
+    assert found is not None and (found.settings.most, found.spares, found.node_rank) == (2, 1, 2)
+    assert parsed(["--spares", "0", script], {}).rendezvous is None
 
 
 def test_several_nodes_use_the_store_of_rank_0_or_of_an_endpoint(script: str) -> None:

@@ -12,12 +12,14 @@ import pytest
 import torch
 
 import lastgood
+from commands import Call
 from harness import reports
 from lastgood.data.trained import multiset_hash, trained_ids
 from lastgood.errors import Refused
-from lastgood.run import job_logs
+from lastgood.policy.membership import Spares
+from lastgood.run import job_logs, side_records
 from lastgood.run.job_logs import Lines, SaveLine
-from lastgood.supervisor import job_summary
+from lastgood.supervisor import attempt_log, job_summary
 
 TRAINING = """
 import os, signal, sys
@@ -140,3 +142,20 @@ def test_a_hash_of_ids_is_the_sum_of_those_of_its_parts() -> None:
     ids = np.array([5, 3, 2**40, 3])
     assert multiset_hash(ids) == (multiset_hash(ids[:2]) + multiset_hash(ids[2:])) % 2**64
     assert multiset_hash(ids) == multiset_hash(ids[::-1]) != multiset_hash(ids[:3])
+
+
+def test_attempts_shows_the_spare_nodes_where_some_were_expected(
+    tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    run = str(tmp_path / "run")
+    lastgood.save(run, {"w": torch.zeros(1)}, step=1)
+    empty = {"host": "h", "command": [], "ranks": 2, "nodes": 2, "restored_step": 0, "phases": {}, "cause": None}
+    for number, spares in enumerate([None, Spares(waiting=0, expected=1), Spares(waiting=None, expected=1)]):
+        with side_records.opened(run) as tier:
+            numbers = dict.fromkeys(["number", "last_step", "replayed_steps"], 0) | {"began_at": 0.0, "seconds": 1.0}
+            one = {"format": 1, "job": "x", "answer": f"answer {number}", "spares": spares} | empty | numbers
+            attempt_log.append(tier, msgspec.convert(msgspec.to_builtins(one), attempt_log.Attempt))
+        shown = call("attempts", run)[1]
+        assert ("spares" in shown) == (number > 0)
+    assert "0 of 1" in shown and "? of 1" in shown

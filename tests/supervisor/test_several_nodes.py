@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -46,7 +47,7 @@ class Nodes:
     """The nodes of one job in a folder. They end with the block."""
 
     def __init__(self, folder: Path, nnodes: str) -> None:
-        self._folder, self._port, self._nnodes = folder, free_port("127.0.0.1"), nnodes
+        self.folder, self._port, self._nnodes = folder, free_port("127.0.0.1"), nnodes
         self._started = dict[str, subprocess.Popen[bytes]]()
         (folder / "rank.py").write_text(textwrap.dedent(RANK))
 
@@ -54,10 +55,10 @@ class Nodes:
         first = "true" if not self._started else "false"
         conf = f"is_host={first},last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=5,join_timeout=60"
         place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self._port}", "--rdzv-conf", conf]
-        with open(self._folder / f"{name}.log", "wb") as log:
+        with open(self.folder / f"{name}.log", "wb") as log:
             self._started[name] = subprocess.Popen(
                 [*COMMAND, "--nnodes", self._nnodes, *place, *options, "rank.py"],
-                cwd=self._folder,
+                cwd=self.folder,
                 env={**os.environ, "LASTGOOD_NODE": name},
                 stdout=log,
                 stderr=log,
@@ -67,15 +68,19 @@ class Nodes:
 
     def seen(self, attempt: int, ranks: int) -> list[dict[str, str]]:
         """What the ranks of an attempt have seen, once all are there."""
-        paths = [self._folder / f"attempt-{attempt}-{rank}" for rank in range(ranks)]
+        paths = [self.folder / f"attempt-{attempt}-{rank}" for rank in range(ranks)]
         until(lambda: all(path.exists() for path in paths))
         return [json.loads(path.read_text()) for path in paths]
 
     def touch(self, name: str, text: str = "") -> None:
-        (self._folder / name).write_text(text)
+        (self.folder / name).write_text(text)
 
     def log(self, name: str) -> str:
-        return (self._folder / f"{name}.log").read_text()
+        return (self.folder / f"{name}.log").read_text()
+
+    def reported(self) -> list[str]:
+        """What all nodes have reported about spare nodes."""
+        return re.findall(r"spare nodes in reserve: (.*)", "".join(map(self.log, self._started)))
 
     def end(self) -> None:
         for one in self._started.values():
@@ -116,6 +121,28 @@ def test_a_failed_rank_restarts_all_nodes_and_a_lost_node_is_replaced(nodes: Nod
     reports = nodes.log("a") + nodes.log("b") + nodes.log("c")
     assert "attempt 1: rank 2 failed first: exit code 7" in reports
     assert "(b): no sign of life for 5 s" in reports
+
+
+@pytest.mark.parametrize("nodes", ["2"], indirect=True)
+def test_expected_spare_nodes_are_counted_and_one_takes_over(nodes: Nodes) -> None:
+    spares = ["--spares", "1", "--records", "logs"]
+    first, second = nodes.start("a", *spares), nodes.start("b", *spares)
+    missing, complete = "0 of 1 expected; start 1 more node with the same command", "1 of 1 expected"
+    until(lambda: nodes.reported() == [missing])
+    third = nodes.start("c", *spares)
+    until(lambda: nodes.reported() == [missing, complete])
+    second.send_signal(signal.SIGTERM)
+    nodes.touch("over-0")
+    assert second.wait(60) == PREEMPTED
+    assert {one["node"] for one in nodes.seen(1, 2)} == {"a", "c"}
+    until(lambda: nodes.reported().count(missing) == 2)
+    further = [nodes.start("d", *spares), nodes.start("e", *spares)]
+    until(lambda: "2 of 1 expected; 1 more than expected, also kept in reserve" in nodes.reported())
+    nodes.touch("done")
+    assert [one.wait(60) for one in (first, third, *further)] == [0] * 4
+    assert "the job is over: this node is not needed" in nodes.log("d")
+    records = json.loads((nodes.folder / "logs/supervisor.json").read_text())["attempts"]
+    assert [one["spares"] for one in records] == [{"waiting": 1, "expected": 1}, {"waiting": 2, "expected": 1}]
 
 
 @pytest.mark.parametrize("nodes", ["1:2"], indirect=True)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 
 import pytest
 
 from lastgood.policy.blame import Ended
-from lastgood.policy.membership import Bounds
+from lastgood.policy.membership import Bounds, Spares
 from lastgood.supervisor import reported
 from lastgood.supervisor.attempt import Lived
-from lastgood.supervisor.membership import Joined
+from lastgood.supervisor.membership import Joined, Waiters
 from lastgood.supervisor.nodes import NodeInfo, SeveralNodes
 from lastgood.supervisor.placement import Notice
 from lastgood.supervisor.signals import Signals
@@ -23,6 +24,7 @@ class Board:
 
     def __init__(self, nodes: int) -> None:
         self.nodes, self.keys, self.job_keys = nodes, dict[str, str](), dict[str, str]()
+        self.waiters = Waiters(joining=0, reserve=0)
 
 
 class Member:
@@ -43,8 +45,8 @@ class Member:
     def claim(self, key: str, value: str) -> str:
         return self._board.keys.setdefault(key, value)
 
-    def waiting(self) -> int:
-        return 0
+    def waiting(self) -> Waiters:
+        return self._board.waiters
 
 
 @pytest.fixture
@@ -54,13 +56,13 @@ def board() -> Board:
 
 @pytest.fixture
 def nodes(board: Board) -> list[SeveralNodes]:
-    """Three nodes that have begun an attempt."""
+    """Three nodes that have begun an attempt, and expect one more in reserve."""
     board.job_keys["verdict/another"] = "of another job with the same --rdzv-id"
     board.keys |= {f"node/{one}": '{"host":"h","ranks":2,"node_rank":null,"address":""}' for one in range(3)}
     made = list[SeveralNodes]()
     for one in range(3):
         info = NodeInfo(host=f"host{one}", ranks=2, node_rank=None, address="")
-        node = SeveralNodes(Member(board, one), Bounds(3, 3), info, TIMEOUT_SECONDS, Signals([]))  # type: ignore[arg-type]
+        node = SeveralNodes(Member(board, one), Bounds(3, 3, spares=1), info, TIMEOUT_SECONDS, Signals([]))  # type: ignore[arg-type]
         assert node.join("this") is None
         made.append(node)
     assert [one.begin(0).first_rank for one in made] == [0, 2, 4]  # type: ignore[union-attr]
@@ -124,3 +126,31 @@ def test_a_node_without_which_the_others_go_on_joins_anew(board: Board, nodes: l
 def test_a_job_that_was_suspended_loses_no_node(nodes: list[SeveralNodes]) -> None:
     assert nodes[0].notice(10.0**9, []) is None and nodes[0].notice(10.0**9 + 0.3, []) is None
     assert nodes[0].notice(10.0**9 + 0.6, []) is not None, "but a node that goes on being silent is lost"
+
+
+def test_one_node_reports_each_change_of_the_spare_nodes_once(
+    board: Board, nodes: list[SeveralNodes], caplog: pytest.LogCaptureFixture
+) -> None:
+    found = list[list[str]]()
+    for reserve in (0, 0, 1, 1, 2, None):
+        board.waiters = Waiters(joining=0, reserve=reserve)
+        for one in nodes:
+            assert one.begin(0) and one.notice(time.monotonic() + 10.0, []) is None
+        found.append([one.removeprefix("spare nodes in reserve: ") for one in caplog.messages])
+        caplog.clear()
+    assert found == [
+        ["0 of 1 expected; start 1 more node with the same command"],
+        [],
+        ["1 of 1 expected"],
+        [],
+        ["2 of 1 expected; 1 more than expected, also kept in reserve"],
+        ["not known, this version of torch does not show them"],
+    ]
+    assert nodes[0].spares == Spares(waiting=None, expected=1)
+
+
+def test_a_node_in_reserve_takes_the_place_of_one_that_leaves(board: Board, nodes: list[SeveralNodes]) -> None:
+    """A node was asked to end, and the job ended with it: torch does not count nodes in reserve as waiting."""
+    assert nodes[0].next_round([2]).act == "end"
+    board.waiters = Waiters(joining=0, reserve=1)
+    assert nodes[0].next_round([2]).act == "join"

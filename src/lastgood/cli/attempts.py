@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ..policy.health import described
+from ..policy.membership import Spares
 from ..run import access, side_records
 from ..supervisor import attempt_log, reported
 from ..supervisor.attempt_log import Attempt
@@ -31,7 +32,8 @@ def _view(found: list[Attempt]) -> RenderableType:
         return Text(
             "no attempt was recorded: `lastgood run` has not started this run, or none of its attempts has ended"
         )
-    table = new_table("attempt", "began", "seconds", "steps", "replayed", "failed first", "then")
+    reserve = ["spares"] if any(one.spares for one in found) else []
+    table = new_table("attempt", "began", "seconds", "steps", "replayed", *reserve, "failed first", "then")
     for one in found:
         table.add_row(
             str(one.number),
@@ -39,6 +41,7 @@ def _view(found: list[Attempt]) -> RenderableType:
             f"{one.seconds:.1f}",
             "none" if one.restored_step is None else f"{one.restored_step} to {one.last_step}",
             str(one.replayed_steps),
+            *([_spares(one.spares)] if reserve else []),
             clean("" if one.cause is None else f"rank {one.cause.rank}: {reported.short(one.cause.what)}"),
             clean(one.answer),
         )
@@ -48,3 +51,10 @@ def _view(found: list[Attempt]) -> RenderableType:
     slow = [Text(f"attempt {one.number}: {clean(part.what)}.") for one in found for part in one.slow]
     signs = [Text(f"attempt {one.number}: {clean(described(part))}") for one in found for part in one.findings]
     return Group(table, *slow, *signs, Text(text))
+
+
+def _spares(spares: Spares | None) -> str:
+    """How many nodes waited in reserve when an attempt ended, of those that were expected."""
+    if spares is None:
+        return ""
+    return f"{'?' if spares.waiting is None else spares.waiting} of {spares.expected}"

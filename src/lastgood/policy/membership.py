@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from ..records import Record
 from .arguments import is_whole, require
 
 WATCHED_NODES = 3
@@ -18,13 +19,15 @@ WATCHED_NODES = 3
 
 @dataclass(frozen=True)
 class Bounds:
-    """How many nodes a job has. `least`: fewer wait for others. `most`: further ones wait in reserve.
+    """How many nodes a job has. `least`: fewer wait for others. `most`: further ones wait in reserve. `spares`: so many
+    are expected there; the job does not wait for them.
 
-    Raises Refused for values that cannot be meant. Example: `Bounds(3, 4)`.
+    Raises Refused for values that cannot be meant. Example: `Bounds(3, 4, spares=1)`.
     """
 
     least: int = 1
     most: int = 1
+    spares: int = 0
 
     def __post_init__(self) -> None:
         require(
@@ -32,6 +35,13 @@ class Bounds:
             f"--nnodes {self.least}:{self.most}",
             "Give one whole number of at least 1, or the least and the most: 2:4.",
         )
+
+
+class Spares(Record, frozen=True, kw_only=True):
+    """Nodes in reserve. `waiting`: how many are there; None: not known. `expected`: how many are to be there."""
+
+    waiting: int | None
+    expected: int
 
 
 @dataclass(frozen=True)
@@ -75,3 +85,22 @@ def next_round(nodes: int, lost: Collection[int], leaving: Collection[int], wait
     if waiting and nodes < bounds.most:
         return Next("join", f"{waiting} more nodes join" if waiting > 1 else "one more node joins")
     return Next("stay")
+
+
+def spares_text(nodes: int, waiting: int, bounds: Bounds) -> str:
+    """A line about the nodes in reserve, for people. `waiting`: nodes that wait, to join or in reserve.
+
+    Example: with four of four nodes, none that waits and one spare node expected, one more node is to be started.
+    """
+    there, missing = spares_waiting(nodes, waiting, bounds), bounds.most + bounds.spares - nodes - waiting
+    if missing > 0:
+        more = "1 more node" if missing == 1 else f"{missing} more nodes"
+        return f"spare nodes in reserve: {there} of {bounds.spares} expected; start {more} with the same command"
+    further = there - bounds.spares
+    also = f"; {further} more than expected, also kept in reserve" if further else ""
+    return f"spare nodes in reserve: {there} of {bounds.spares} expected{also}"
+
+
+def spares_waiting(nodes: int, waiting: int, bounds: Bounds) -> int:
+    """How many of the nodes that wait are in reserve: those for which the job has no place."""
+    return max(0, nodes + waiting - bounds.most)

@@ -23,12 +23,12 @@ from ..supervisor.membership import (
     Failed,
     Join,
     Joined,
-    Number,
     Put,
     Read,
     Request,
     Settings,
     Values,
+    Waiters,
     Waiting,
 )
 
@@ -88,7 +88,7 @@ class Member:
             case Claim():
                 return Values(values=[self._round.compare_set(request.key, "", request.value).decode()])
             case Waiting():
-                return Number(number=self._handler.num_nodes_waiting())
+                return Waiters(joining=self._handler.num_nodes_waiting(), reserve=self._reserve())
             case Close():
                 self._handler.set_closed()
                 return Values(values=[])
@@ -97,6 +97,15 @@ class Member:
         from torch.distributed import PrefixStore
 
         return PrefixStore(f"{JOB}.{self._settings.run_id}", self._store) if job else self._round
+
+    def _reserve(self) -> int | None:
+        """How many nodes wait because the round has the most. torch has no public call for it: None if another version
+        keeps it elsewhere. The state is the one that `num_nodes_waiting` has just read, without nodes that show no sign
+        of life."""
+        try:
+            return len(self._handler._state_holder.state.redundancy_list)
+        except AttributeError:
+            return None
 
     def _address(self) -> str:
         """The address of this node that other nodes reach: that from which it reaches the endpoint."""

@@ -180,6 +180,7 @@ def _rendezvous(args: argparse.Namespace) -> Rendezvous | None:
             master=(args.master_addr, args.master_port),
             local_address=args.local_addr or "",
             standalone=args.standalone,
+            spares=args.spares,
         )
     )
 

@@ -13,6 +13,7 @@ import msgspec
 
 from ..policy.failures import Failures, Life, observed
 from ..policy.health import Finding
+from ..policy.membership import Spares
 from ..ports import Tier
 from ..records import Record
 from ..run import side_records
@@ -93,6 +94,8 @@ class Attempt(Record, frozen=True, kw_only=True):
     slow: list[Slow] = msgspec.field(default_factory=list)
     findings: list[Finding] = msgspec.field(default_factory=list)
     """signs that a host may fail, each once for each supervisor"""
+    spares: Spares | None = None
+    """the nodes in reserve when the attempt ended; None: none were expected"""
 
 
 def append(tier: Tier, attempt: Attempt) -> None:

@@ -78,7 +78,7 @@ class Claim(Record, frozen=True, kw_only=True, tag="claim"):
 
 
 class Waiting(Record, frozen=True, kw_only=True, tag="waiting"):
-    """How many nodes wait for the next round."""
+    """How many nodes wait."""
 
 
 class Close(Record, frozen=True, kw_only=True, tag="close"):
@@ -101,10 +101,17 @@ class Values(Record, frozen=True, kw_only=True, tag="values"):
     values: list[str | None]
 
 
-class Number(Record, frozen=True, kw_only=True, tag="number"):
-    """How many nodes wait."""
+class Waiters(Record, frozen=True, kw_only=True, tag="waiters"):
+    """Nodes that wait. `joining`: for the next round. `reserve`: because the round has the most nodes; None: this torch
+    does not show them."""
 
-    number: int
+    joining: int
+    reserve: int | None
+
+    @property
+    def known(self) -> int:
+        """How many wait, as far as it is known."""
+        return self.joining + (self.reserve or 0)
 
 
 class Failed(Record, frozen=True, kw_only=True, tag="failed"):
@@ -116,7 +123,7 @@ class Failed(Record, frozen=True, kw_only=True, tag="failed"):
 
 
 Request = Join | Put | Read | Claim | Waiting | Close
-Answer = Joined | Values | Number | Failed
+Answer = Joined | Values | Waiters | Failed
 
 
 class Over(LastgoodError):
@@ -165,11 +172,11 @@ class Membership:
         assert isinstance(answer, Values) and answer.values[0] is not None
         return answer.values[0]
 
-    def waiting(self) -> int:
-        """How many nodes wait for the next round. Raises TierDown."""
+    def waiting(self) -> Waiters:
+        """The nodes that wait, to join or in reserve. Raises TierDown."""
         answer = self._asked(Waiting())
-        assert isinstance(answer, Number)
-        return answer.number
+        assert isinstance(answer, Waiters)
+        return answer
 
     def close(self) -> None:
         """End the rendezvous for all nodes. Raises TierDown."""

@@ -30,6 +30,7 @@ from dataclasses import replace
 
 import msgspec
 
+from .. import reporting
 from ..errors import Cancelled, Refused, TierDown
 from ..policy import membership as policy
 from ..policy.hang import Signs
@@ -80,6 +81,10 @@ class SeveralNodes:
         self._seen = dict[int, tuple[str, float]]()
         """node -> its newest sign of life, and when it came"""
         self._next = self._next_alive = self._next_waiting = 0.0
+        self.spares: policy.Spares | None = None
+        """the nodes in reserve, as this node has last seen them; None: none are expected, or it has not looked"""
+        self._spares_text = ""
+        """what was reported about them last"""
         self._grows = False
         """whether this attempt ends so that more nodes can join"""
         self._asked = False
@@ -188,11 +193,29 @@ class SeveralNodes:
 
     def _growing(self, now: float) -> Notice | None:
         """At the node that decides: whether the ranks are to save and end, because more nodes wait."""
-        if self._grows or not self._decides or now < self._next_waiting or len(self.infos) >= self._bounds.most:
+        full = len(self.infos) >= self._bounds.most
+        if self._grows or not self._decides or now < self._next_waiting or (full and not self._bounds.spares):
             return None
         self._next_waiting = now + WAITING_SECONDS
-        self._grows = self._membership.waiting() > 0
+        self._grows = self._waiting() > 0 and not full
         return Notice(kind="grow", what="more nodes wait") if self._grows else None
+
+    def _waiting(self) -> int:
+        """How many nodes wait, in reserve too. What has changed about the spare nodes is reported, once."""
+        found, bounds, nodes = self._membership.waiting(), self._bounds, len(self.infos)
+        if not bounds.spares:
+            return found.known
+        if found.reserve is None:
+            there, text = None, "spare nodes in reserve: not known, this version of torch does not show them"
+        else:
+            there = policy.spares_waiting(nodes, found.known, bounds)
+            text = policy.spares_text(nodes, found.known, bounds)
+        self.spares = policy.Spares(waiting=there, expected=bounds.spares)
+        if text != self._spares_text:
+            self._spares_text = text
+            missing = there is None or there < bounds.spares
+            (reporting.warning if missing else reporting.info)(text)
+        return found.known
 
     def others(self, now: float) -> list[Signs]:
         """What the ranks of all other nodes have shown, by this node's clock. Raises TierDown."""
@@ -256,8 +279,7 @@ class SeveralNodes:
 
     def next_round(self, leaving: Collection[int]) -> policy.Next:
         """What the nodes do if the job is to go on. `leaving`: nodes that were asked to end. Raises TierDown."""
-        waiting = self._membership.waiting()
-        return policy.next_round(len(self.infos), self.lost, leaving, waiting, self._bounds)
+        return policy.next_round(len(self.infos), self.lost, leaving, self._waiting(), self._bounds)
 
     def lost_text(self) -> tuple[int, str] | None:
         """The first rank of the nodes that are lost, and a text about them; None: none is."""

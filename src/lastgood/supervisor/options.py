@@ -70,6 +70,7 @@ def parser(environ: Mapping[str, str] | None, policy: Policy | None = None) -> a
     options = _Options(made, environ, {} if policy is None else policy.values)
     _add_those_of_torchrun(options)
     _add_own(options)
+    _add_nodes(options)
     _add_health(options)
     made.add_argument("training_script", help="The script, with its arguments after it.")
     made.add_argument("training_script_args", nargs=argparse.REMAINDER)
@@ -165,6 +166,21 @@ def _add_own(to: _Options) -> None:
     )
 
 
+def _add_nodes(to: _Options) -> None:
+    to.option(
+        "--spares",
+        type=whole(0),
+        default=0,
+        help="Nodes beyond --nnodes that are expected in reserve; a missing one is reported. Default 0.",
+    )
+    to.option(
+        "--quarantine-after",
+        type=whole(0),
+        default=3,
+        help="So many failures in a row that point to one node leave it out, if others are there; 0: never. Default 3.",
+    )
+
+
 def _add_health(to: _Options) -> None:
     to.option(
         "--health-file", metavar="FILE", help="A fleet's own tool writes a line here for each fault of this node."
@@ -180,10 +196,4 @@ def _add_health(to: _Options) -> None:
         choices=["report", "leave"],
         default="report",
         help="With leave, the ranks save and this node ends (75) when it is likely to fail. Default report.",
-    )
-    to.option(
-        "--quarantine-after",
-        type=whole(0),
-        default=3,
-        help="So many failures in a row that point to one node leave it out, if others are there; 0: never. Default 3.",
     )

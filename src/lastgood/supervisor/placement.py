@@ -62,6 +62,8 @@ class Nodes(Protocol):
     job: str
 
     @property
+    def spares(self) -> policy.Spares | None: ...
+    @property
     def world(self) -> int: ...
     def join(self, job: str) -> str | None: ...
     def touch(self) -> None: ...
@@ -127,7 +129,7 @@ class OneNode:
         """This node."""
         return self._info
 
-    excluded = False
+    excluded, spares = False, None
 
     def leave(self, last: bool) -> None:
         """Nobody waits for this node."""

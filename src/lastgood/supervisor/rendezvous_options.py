@@ -36,11 +36,12 @@ STATIC_PORT = 29500
 
 class Rendezvous(NamedTuple):
     """`settings`: for torch. `node_rank`: of this node; None: any. `node_timeout_seconds`: without a sign of life,
-    after which a node is lost."""
+    after which a node is lost. `spares`: nodes that are expected in reserve."""
 
     settings: Settings
     node_rank: int | None
     node_timeout_seconds: float
+    spares: int = 0
 
 
 class Options(NamedTuple):
@@ -55,6 +56,7 @@ class Options(NamedTuple):
     master: tuple[str, int | None]
     local_address: str
     standalone: bool
+    spares: int
 
 
 def rendezvous(given: Options) -> Rendezvous | None:
@@ -63,14 +65,18 @@ def rendezvous(given: Options) -> Rendezvous | None:
     if bounds.most == 1:
         if given.node_rank:
             raise _refused(f"--node-rank {given.node_rank} with one node", "Give --nnodes too.")
+        if given.spares:
+            what = f"--spares {given.spares} with one node"
+            raise _refused(what, "Give --nnodes too: the nodes that train, without those in reserve.")
         return None
     if given.standalone:
         raise _refused(f"--standalone and --nnodes {given.nnodes} contradict each other", "Leave one of them out.")
     if given.backend not in BACKENDS:
         raise _refused(f"--rdzv-backend {given.backend} is not done", "Use c10d, or static with --node-rank.")
     static = given.backend == "static"
-    if static and not 0 <= given.node_rank < bounds.most:
-        raise _refused(f"--node-rank {given.node_rank} of {bounds.most} nodes", "Count nodes from 0.")
+    if static and not 0 <= given.node_rank < bounds.most + given.spares:
+        and_spares = f" and {given.spares} in reserve" if given.spares else ""
+        raise _refused(f"--node-rank {given.node_rank} of {bounds.most} nodes{and_spares}", "Count nodes from 0.")
     configuration = KEEP_ALIVE | _configuration(given.configuration)
     endpoint = given.endpoint
     if static:
@@ -86,7 +92,7 @@ def rendezvous(given: Options) -> Rendezvous | None:
         configuration=configuration,
         silent_seconds=max(SILENT_SECONDS, SILENT_TIMES * interval * attempts),
     )
-    return Rendezvous(settings, given.node_rank if static else None, float(interval * attempts))
+    return Rendezvous(settings, given.node_rank if static else None, float(interval * attempts), given.spares)
 
 
 def _bounds(text: str) -> Bounds:

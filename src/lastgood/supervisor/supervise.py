@@ -150,8 +150,8 @@ class Supervisor:
         info = NodeInfo(host=self._host, ranks=job.ranks, node_rank=node_rank, address="")
         if job.rendezvous is None:
             return OneNode(info, job.master)
-        settings, _, timeout_seconds = job.rendezvous
-        bounds = Bounds(settings.least, settings.most)
+        settings, _, timeout_seconds, spares = job.rendezvous
+        bounds = Bounds(settings.least, settings.most, spares)
         return SeveralNodes(Membership(settings, received), bounds, info, timeout_seconds, received)
 
     # ---- after an attempt ----------------------------------------------------------------------------------
@@ -204,6 +204,7 @@ class Supervisor:
             answer=f"{follows.act}: {follows.why}",
             slow=lived.slow,
             findings=lived.findings,
+            spares=nodes.spares,
         )
         if self._job.records is not None:
             job_summary.add(self._job.records, record, follows.restart)
