@@ -40,6 +40,15 @@ def test_what_follows_the_script_is_its_own(script: str) -> None:
     assert job.program.kind == "script" and not job.spawn
 
 
+def test_an_option_of_the_script_may_be_spelt_like_the_beginning_of_ours(script: str) -> None:
+    """`lastgood run train.py --run DIR` was refused: --run could be --run-path or --run_path."""
+    own = ["--run", "d", "--policy", "p", "--", "-ro", "--n"]
+    for before in (["--nnode=1", "-r", "1", "--tee=0"], ["--spawn", "-r1", "--"], ["--nproc-per", "1"], []):
+        assert parsed([*before, script, *own], {}).program.arguments == own
+    with pytest.raises(Refused, match="ambiguous option: --run could match"):
+        parsed(["--run", script], {})
+
+
 def test_variables_of_torchrun_are_defaults(script: str) -> None:
     assert parsed([script], {"PET_NPROC_PER_NODE": "3", "PET_MAX_RESTARTS": "5"}).ranks == 3
     assert parsed([script], {"PET_MAX_RESTARTS": "5"}).budget.restarts == 5

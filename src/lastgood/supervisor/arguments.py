@@ -20,7 +20,7 @@ from ..policy.health import Unhealthy
 from ..policy.recovery import Budget
 from ..policy.slow import Pace
 from . import devices, policy_file
-from .options import parser, variable
+from .options import parser, split, variable
 from .outputs import PREFIX, STDERR, STDOUT, TEMPLATE, Outputs
 from .policy_file import Policy
 from .program import Program
@@ -77,12 +77,13 @@ class Job:
 
 def parsed(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> Job:
     """Parse the arguments of one command, with the policy file. Raises Refused, and what `policy_file.read` raises."""
-    given = parser(None).parse_args(arguments)
+    own, rest = split(arguments)
+    given = parser(None).parse_args(own)
     path = policy_file.found(getattr(given, "policy", environ.get("PET_POLICY")))
     policy = None if path is None else policy_file.read(path, parser(None)._option_string_actions)
-    args = parser(environ, policy).parse_args(arguments)
+    args = parser(environ, policy).parse_args(own)
     _refuse(args)
-    name, rest = args.training_script, [*args.training_script_args]
+    name = args.training_script
     kind: Literal["module", "command", "script"] = (
         "module" if args.module else "command" if args.no_python else "script"
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ..errors import Refused
 from . import policy_file
@@ -75,6 +75,21 @@ def parser(environ: Mapping[str, str] | None, policy: Policy | None = None) -> a
     made.add_argument("training_script", help="The script, with its arguments after it.")
     made.add_argument("training_script_args", nargs=argparse.REMAINDER)
     return made
+
+
+def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The arguments up to the script, and those of the script. argparse would take an option of the script for a short
+    form of one of its own, and refuse --run, which may be --run-path or --run_path.
+    """
+    at, known = 0, parser(None)._option_string_actions
+    while at < len(arguments) and arguments[at].startswith("-"):
+        text = arguments[at]
+        if text == "--":
+            at += 1
+            break
+        found = [known[text]] if text in known else [one for name, one in known.items() if name.startswith(text)]
+        at += 2 if found and found[0].nargs != 0 else 1
+    return [*arguments[: at + 1]], [*arguments[at + 1 :]]
 
 
 def variable(dest: str) -> str:
