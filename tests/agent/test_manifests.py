@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,16 @@ from agents import agent, answers, until
 from cli_runs import writing
 from lastgood.errors import Refused
 from lastgood.format import layout
-from lastgood.policy.recovery import GAVE_UP
+from lastgood.io.machine import NODE
+from lastgood.loop.preemption import Preemption
+from lastgood.policy.recovery import GAVE_UP, PREEMPTED
 from lastgood.policy.retention import KEEP
 from lastgood.run import agent_link, agent_messages, memory_place
+from lastgood.supervisor.arguments import Job, parsed
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 SIDECAR, UNIT = DOCS / "manifests/agent-sidecar.yaml", DOCS / "manifests/lastgood-agent.service"
-SUPERVISED = DOCS / "manifests/supervised-job.yaml"
+SUPERVISED, NODES = DOCS / "manifests/supervised-job.yaml", DOCS / "manifests/supervised-nodes.yaml"
 NATIVE_SIDECARS = (1, 29)
 """The first version of Kubernetes that has them without a feature gate."""
 
@@ -60,6 +64,62 @@ def test_every_kubernetes_accepts_the_manifest_of_a_supervised_job() -> None:
     assert errors_of(manifest) == set()
     codes = manifest["spec"]["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"]
     assert codes == sorted({Refused.exit_code, GAVE_UP}), "the codes after which another pod would end in the same way"
+
+
+@pytest.fixture
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any], int], Job]:
+    """The arguments of the container of a Job, taken as `lastgood run` takes them in the pod of an index."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+
+    def taken(manifest: dict[str, Any], index: int) -> Job:
+        (container,) = manifest["spec"]["template"]["spec"]["containers"]
+        program, command, *arguments = container["command"]
+        assert (program, command) == ("lastgood", "run")
+        return parsed([one.replace("$(JOB_COMPLETION_INDEX)", str(index)) for one in arguments], {})
+
+    return taken
+
+
+@pytest.mark.parametrize("file", [SUPERVISED, NODES])
+def test_a_supervised_job_has_the_time_to_save_when_its_pod_ends(
+    file: Path, started: Callable[[dict[str, Any], int], Job]
+) -> None:
+    manifest = [*yaml.safe_load_all(file.read_text())][-1]
+    job = started(manifest, 0)
+    assert job.program.arguments == ["--run", "/runs/gpt"]
+    grace_seconds = int(re.findall(r"Preemption\(grace_seconds=(\d+)\)", (DOCS / "kubernetes.md").read_text())[0])
+    ends_seconds = manifest["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert grace_seconds < job.shutdown_seconds < ends_seconds
+
+
+def test_the_pods_of_a_job_on_several_nodes_find_each_other(started: Callable[[dict[str, Any], int], Job]) -> None:
+    service, manifest = yaml.safe_load_all(NODES.read_text())
+    assert errors_of(service) == errors_of(manifest) == set()
+    name, spec, pod = manifest["metadata"]["name"], manifest["spec"], manifest["spec"]["template"]["spec"]
+    assert (spec["completionMode"], service["spec"]["clusterIP"]) == ("Indexed", "None")
+    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": name}
+    for index in range(spec["completions"]):
+        found = started(manifest, index).rendezvous
+        assert found is not None and found.node_rank == index
+        assert found.settings.least == found.settings.most == spec["completions"] == spec["parallelism"]
+        assert found.settings.endpoint == f"{name}-0.{pod['subdomain']}:29500"
+    assert pod["subdomain"] == service["metadata"]["name"]
+    (container,) = pod["containers"]
+    assert container["env"] == [{"name": NODE, "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}]
+    (affinity,) = pod["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert affinity["labelSelector"]["matchLabels"] == service["spec"]["selector"]
+
+
+def test_a_job_on_several_nodes_ends_only_after_it_was_given_up() -> None:
+    """Not with 3: a new pod that joins while the job before it still ends is refused with that."""
+    manifest = [*yaml.safe_load_all(NODES.read_text())][-1]
+    by_code = {
+        rule["action"]: rule["onExitCodes"]["values"]
+        for rule in manifest["spec"]["podFailurePolicy"]["rules"]
+        if "onExitCodes" in rule
+    }
+    assert by_code == {"FailJob": [GAVE_UP], "Ignore": [PREEMPTED]} and Preemption().exit_code == PREEMPTED
 
 
 @pytest.mark.parametrize(("part", "wrong"), [("startupProbe", {"exec": "test"}), ("restartPolicies", "Always")])
