@@ -5,7 +5,8 @@
 It trains examples/object_store.py once without a disturbance, in another bucket. Then it trains it again and kills it
 with SIGKILL at random steps. While it is dead, the disk in front is lost, files are damaged in front and in the bucket,
 and once the store itself is down for a while during training. Each restart is the same command. It ends with status 1
-if the two runs differ in one bit, or if anything else that it claims does not hold.
+if the two runs differ in one bit, or if anything else that it claims does not hold. The processes of the trainer are
+forked from one that has imported torch.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
@@ -33,6 +33,7 @@ from run import Failed, concluded, flip_a_bit, say
 import lastgood
 from lastgood import errors
 from lastgood.cli import app
+from lastgood_lab import forked
 from lastgood_lab.object_server import ObjectServer, make_bucket
 
 TRAIN = Path(__file__).parents[1] / "examples/object_store.py"
@@ -62,29 +63,30 @@ def live(run: str, front: Path, steps: int, kill_at: int = 0, outage: tuple[Obje
     `outage`: a server, and the step from which on it is down.
     """
     life, log = Life(), front.with_suffix(".log")
-    command = [sys.executable, str(TRAIN), run, "--front", str(front), "--steps", str(steps)]
-    with open(log, "ab") as stderr:
-        trainer = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
+    receiver, printed = forked.CONTEXT.Pipe(duplex=False)
+    trainer = forked.started(TRAIN, [run, "--front", str(front), "--steps", str(steps)], log, printed)
+    printed.close()
     try:
-        assert trainer.stdout is not None
-        for line in trainer.stdout:
-            if found := RESTORED.match(line):
-                life.resumed, life.sources = int(found[1]), [*life.sources, found[2]]
-            elif found := STEP.match(line):
-                life.losses[int(found[1])] = found[2]
-                if kill_at and int(found[1]) >= kill_at and holds_a_generation(run):
-                    break
-                if outage is not None and int(found[1]) == outage[1]:
-                    outage[0].stop()
-                if outage is not None and int(found[1]) == outage[1] + 60:
-                    outage[0].start()
+        with open(receiver.fileno(), closefd=False) as lines:
+            for line in lines:
+                if found := RESTORED.match(line):
+                    life.resumed, life.sources = int(found[1]), [*life.sources, found[2]]
+                elif found := STEP.match(line):
+                    life.losses[int(found[1])] = found[2]
+                    if kill_at and int(found[1]) >= kill_at and holds_a_generation(run):
+                        break
+                    if outage is not None and int(found[1]) == outage[1]:
+                        outage[0].stop()
+                    if outage is not None and int(found[1]) == outage[1] + 60:
+                        outage[0].start()
         if kill_at:
-            trainer.send_signal(signal.SIGKILL)
-        life.status = trainer.wait(PATIENCE_SECONDS)
+            trainer.kill()
+        trainer.join(PATIENCE_SECONDS)
+        life.status = trainer.exitcode
     finally:
         trainer.kill()
-        trainer.wait()
-        trainer.stdout.close()
+        trainer.join()
+        receiver.close()
     if life.status != (-signal.SIGKILL if kill_at else 0):
         raise Failed(f"the trainer ended with status {life.status} at step {life.reached}. It said:\n{log.read_text()}")
     return life

@@ -4,7 +4,8 @@
 
 It starts demo/train.py, kills it with SIGKILL (the trainer alone, as the kernel does when memory runs out; its two data
 workers are left to find out), harms its files while it is dead, and starts it again with the same command. It sees the
-run from outside only: the trainer's log, the files, `lastgood.open`. It ends with status 1 if anything differs.
+run from outside only: the trainer's log, the files, `lastgood.open`. The trainer is forked from a process that has
+imported torch. The demo ends with status 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 import lastgood
+from lastgood_lab import forked
 
 TRAIN = Path(__file__).with_name("train.py")
 PATIENCE_SECONDS = 120.0
@@ -103,23 +104,22 @@ class Trainer:
         log.touch()
         self._log = log.open("rb")
         self._log.seek(0, os.SEEK_END)  # what stands there is of earlier attempts
-        command = [sys.executable, str(TRAIN), str(run), "--log", str(log), "--epochs", str(epochs)]
-        with self._errors.open("ab") as errors:
-            self._process = subprocess.Popen(command, stdout=errors, stderr=errors, start_new_session=True)
+        arguments = [str(run), "--log", str(log), "--epochs", str(epochs)]
+        self._process = forked.started(TRAIN, arguments, self._errors)
 
     def __enter__(self) -> Trainer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._process.poll() is None:  # Ctrl-C, or the demo itself failed: its workers go too
+        if self._process.exitcode is None:  # Ctrl-C, or the demo itself failed: its workers go too
             os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            self._process.join()
         self._log.close()
 
     def until(self, happened: Callable[[], object], poll_seconds: float = 0.005) -> None:
         """Follow it until `happened()` or its own good end. Raises Failed when it fails or hangs."""
         while not happened():
-            status = self._process.poll()
+            status = self._process.exitcode
             self._read_log()
             if status == 0 and self._attempt.finished:
                 return
@@ -131,7 +131,7 @@ class Trainer:
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.wait()
+        self._process.join()
         self._read_log()
 
     def _read_log(self) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from lastgood_lab import forked
 from lastgood_lab.object_server import weed
 
 pytestmark = [
@@ -20,6 +20,7 @@ pytestmark = [
 ]
 
 REPOSITORY = Path(__file__).parents[2]
+EXAMPLE = REPOSITORY / "examples/object_store.py"
 sys.path.insert(0, str(REPOSITORY / "demo"))
 demo = importlib.import_module("bucket")
 
@@ -35,11 +36,14 @@ def test_the_example_goes_on_from_its_bucket_when_the_disk_is_lost(tmp_path):
     """It starts the server itself."""
 
     def run(steps: int) -> str:
-        command = [sys.executable, str(REPOSITORY / "examples/object_store.py"), "--steps", str(steps)]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120).stdout
+        output = tmp_path / f"{steps}.txt"
+        example = forked.started(EXAMPLE, ["--steps", str(steps)], output, folder=tmp_path)
+        example.join(120)
+        assert example.exitcode == 0, output.read_text()
+        return output.read_text()
 
     first = run(30)
     shutil.rmtree(tmp_path / "front")
     second = run(40)
-    assert re.match(r"step 30 restored from s3://bucket/runs/digits: [\d,]+ bytes\nstep 31 loss", second)
+    assert re.search(r"step 30 restored from s3://bucket/runs/digits: [\d,]+ bytes\nstep 31 loss", second)
     assert "step 30 loss" in first and "step 40 loss" in second

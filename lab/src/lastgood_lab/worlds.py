@@ -12,17 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+PRELOAD = [
+    "torch",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.fsdp",
+    "torch._dynamo",  # which FSDP and DTensor import at their first use: a second and a half in each rank
+    "lastgood.loop.checkpointer",  # which lastgood imports at its first use
+    "lastgood_lab.campaigns.rank_jobs",
+]
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    [
-        "torch",
-        "torch.distributed.tensor.parallel",
-        "torch.distributed.fsdp",
-        "torch._dynamo",  # which FSDP and DTensor import at their first use: a second and a half in each rank
-        "lastgood.loop.checkpointer",  # which lastgood imports at its first use
-        "lastgood_lab.campaigns.rank_jobs",
-    ]
-)
+CONTEXT.set_forkserver_preload(PRELOAD)
 LIMIT_SECONDS = 120.0
 Job = Callable[..., Any]
 
