@@ -35,7 +35,7 @@ def test_of_two_writers_one_goes_through_and_nothing_is_lost():
     with two_writers.bench() as bench:
         chosen = random.Random(2).sample(two_writers.schedules(110, 6, 20, 0), 2)
         # In the last two, one process is replaced while it restores, or confirms a generation that the other deletes.
-        for turns in ([], [10, 10], *chosen, [0, 18], [30, 96]):
+        for turns in ([], [10, 10], *chosen, [0, 26], [30, 96]):
             ends, problems = bench.tried(turns)
             outcomes.add(ends)
             assert not problems, (turns, problems)

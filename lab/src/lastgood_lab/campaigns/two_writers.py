@@ -48,7 +48,7 @@ class Writer:
         self._waiting = self._allowed = self._passed = 0
         self.ended = False
         proxy.before = self._arrive
-        os.environ["AWS_ENDPOINT_URL"] = proxy.endpoint  # read when the writer opens the run, before its first request
+        self._endpoint = os.environ["AWS_ENDPOINT_URL"] = proxy.endpoint
         self._thread = threading.Thread(target=self._live, args=(run, seed))
         self._thread.start()
         self.until_quiet()
@@ -78,6 +78,7 @@ class Writer:
 
     def allow(self) -> None:
         """Let its next request pass, and wait until the one after it waits or the life has ended."""
+        os.environ["AWS_ENDPOINT_URL"] = self._endpoint  # obstore and boto3 read it when the writer makes a client
         with self._changed:
             self._allowed += 1
             self._changed.notify_all()
