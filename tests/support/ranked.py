@@ -426,7 +426,8 @@ def half_way(rank: int, size: int, root: Path) -> tuple[str, list[float]]:
 
 
 def paced(rank: int, size: int, root: Path, options: dict[str, Any]) -> list[tuple[str, int]]:
-    """Six hundred steps in lockstep; returns the kind and step of each event about a save."""
+    """Steps in lockstep: six hundred, so that intervals are measured, or two hundred; returns the kind and step of each
+    event about a save."""
     import lastgood
     from lastgood.coordination import announcements
 
@@ -440,7 +441,7 @@ def paced(rank: int, size: int, root: Path, options: dict[str, Any]) -> list[tup
 
     with lastgood.Checkpointer(root, loop.state, on_event=note, **options) as ckpt:
         ckpt.restore()
-        for n in range(1, 601):
+        for n in range(1, 601 if options.get("cadence") == "auto" else 201):
             loop.step(n)
             ckpt.step(n)
         ckpt.wait()
