@@ -33,6 +33,17 @@ def test_a_failure_after_which_nothing_came_back_costs_all_that_follows() -> Non
     assert (found.steps, found.redone, found.down) == (6, [0], [10.0])
 
 
+def test_steps_are_lost_once_where_a_failure_comes_before_the_first_new_step() -> None:
+    early = [note("restored", 10.0, 3)]
+    found = account([*FIRST, *early, *AGAIN], [9.5, 11.0], 1.0, 19.5, 185.0, plain=1.0)
+    assert found.redone == [0, 3] and found.down == [1.5, 2.0]
+
+
+def test_what_was_saved_counts_where_nothing_came_back() -> None:
+    found = account([*FIRST, note("saved", 8.5, 8)], [9.5], 1.0, 19.5, 185.0, plain=1.0)
+    assert found.steps == 8
+
+
 def test_a_step_of_a_rank_that_was_not_killed_belongs_to_the_life_before() -> None:
     found = account([*FIRST, note("step", 9.8, 10), *AGAIN], [9.5], 1.0, 19.5, 185.0, plain=1.0)
     assert found.redone == [4] and found.down == [3.5]

@@ -144,9 +144,11 @@ RESET = "RuntimeError: [pair.cc:537] Read error [127.0.0.1]:1925: Connection res
 CLOSED = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:28084."
 NCCL = "torch.distributed.DistBackendError: NCCL communicator was aborted on rank 1."
 LASTGOOD = "RankFailed: rank 2 has sent no message for 30 s"
+STORE = "TierDown: the store of the process group cannot be reached: no answer in 30 s."
+PAIR = "RuntimeError: Application timeout caused pair closure"
 
 
-@pytest.mark.parametrize("follower", [RESET, CLOSED, NCCL, LASTGOOD])
+@pytest.mark.parametrize("follower", [RESET, CLOSED, NCCL, LASTGOOD, STORE, PAIR])
 @pytest.mark.parametrize("cause", [Ended(2, 5.0, -9), Ended(2, 5.0, 137), Ended(2, 5.0, 1, "ValueError: bad batch")])
 def test_ranks_that_lost_their_connection_are_not_blamed(follower: str, cause: Ended) -> None:
     """A killed rank is noticed after the others, whose errors are printed while it is still being taken down."""

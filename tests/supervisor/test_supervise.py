@@ -157,6 +157,25 @@ def test_a_rank_that_is_stopped_before_it_opens_its_run_hangs(tmp_path: Path) ->
     assert "attempt 1: rank 0 hangs before its state was restored: it is stopped by a signal" in done.stderr
 
 
+def test_a_rank_that_is_stopped_in_a_phase_hangs_as_soon_as_in_a_step(tmp_path: Path) -> None:
+    """The first phase of a name has an hour, and the others named one another when they could not reach its store."""
+    path = script(
+        tmp_path,
+        """
+        import os, signal, sys, torch, lastgood
+        with lastgood.Checkpointer(sys.argv[1], {"model": torch.nn.Linear(1, 1)}) as ckpt:
+            ckpt.restore()
+            with ckpt.phase("eval"):
+                if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+        """,
+    )
+    done = supervised("--hang-timeout", 1, path, tmp_path / "run", timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert 'attempt 1: rank 0 hangs in the phase "eval" after step 0' in done.stderr
+    assert "it is stopped by a signal" in done.stderr
+
+
 def test_an_evaluation_that_is_named_is_no_hang(tmp_path: Path, training: str) -> None:
     run = tmp_path / "run"
     done = supervised("--nproc-per-node", 2, "--hang-timeout", 1, training, run, 12, "evaluate:0:0:8", "evaluate:0:1:8")

@@ -67,20 +67,30 @@ def account(
         at, after = next(
             ((at, one) for at, one in enumerate(lives) if failed < one[0]["at"] < until and len(one) > 1), (0, None)
         )
-        redone.append(lives[at - 1][-1]["step"] - after[0]["step"] if after and at else 0)
+        trained_before = [life[-1]["step"] for life in lives[:at] if life[-1]["what"] == "step"]
+        redone.append(trained_before[-1] - after[0]["step"] if after and trained_before else 0)
         down.append(max(0.0, after[1]["at"] - after[1]["seconds"] - failed) if after else until - failed)
     gaps = [b["at"] - a["at"] for life in lives for a, b in pairwise(life[1:])]
-    saves = [one["seconds"] for one in lines if one["what"] == "saved"]
+    saves = [one for one in lines if one["what"] == "saved"]
     return Account(
         seconds=ended - begun,
         trace_seconds=trace_seconds,
         plain_seconds=plain,
-        steps=trained[-1]["step"] if trained else 0,
+        steps=_kept(trained, saves, failures[-1] if failures else begun),
         redone=redone,
         down=down,
         step_seconds=statistics.fmean(gaps) if gaps else plain,
-        save_seconds=statistics.median(saves) if saves else 0.0,
+        save_seconds=statistics.median(one["seconds"] for one in saves) if saves else 0.0,
     )
+
+
+def _kept(trained: Sequence[Note], saves: Sequence[Note], failed: float) -> int:
+    """The step that counts at the end: the newest one; if nothing came back after the last failure, what was saved."""
+    if not trained:
+        return 0
+    if trained[-1]["what"] == "restored" or trained[-1]["at"] > failed:
+        return int(trained[-1]["step"])
+    return max((int(one["step"]) for one in saves if one["at"] <= failed), default=0)
 
 
 def _lives(trained: Sequence[Note]) -> list[list[Note]]:

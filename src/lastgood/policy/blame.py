@@ -14,12 +14,13 @@ from .recovery import PREEMPTED
 
 FOLLOWERS = re.compile(
     r"connection (was )?(likely )?(closed|reset|refused|aborted)|broken pipe|closed by (the )?(remote )?peer|"
-    r"socket timeout|timed out|watchdog|nccl (communicator|error)|ncclRemoteError|RankFailed|"
+    r"socket timeout|timed out|timeout caused|store of the process group|watchdog|nccl (communicator|error)|"
+    r"ncclRemoteError|RankFailed|"
     r"\b(TCPStore|DistStoreError|recvValue|sendBytes)\b|another rank",
     re.IGNORECASE,
 )
 """What errors of ranks say that fail because another one did."""
-TIMEOUTS = re.compile(r"time(d )?[ -]?out|has sent no message for", re.IGNORECASE)
+TIMEOUTS = re.compile(r"time(d )?[ -]?out|has sent no message for|no answer in", re.IGNORECASE)
 """What errors of ranks say that have waited for another one for too long."""
 ABORTED = -6
 """SIGABRT: so NCCL ends a process whose peers are gone."""

@@ -71,7 +71,7 @@ class Signs:
     step: int = 0
     longest_seconds: float = 0.0
     stopped: bool = False
-    """whether its process is stopped, since `since`, where nothing else tells of a hang"""
+    """whether its process is stopped, since `since`, outside of steps"""
 
 
 @dataclass(frozen=True)

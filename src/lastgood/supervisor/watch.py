@@ -52,7 +52,7 @@ class ProgressWatch:
         """rank -> the phase that was open when it was looked at last, and when it began"""
         self._completed = dict[str, float]()
         self._stopped = dict[int, float]()
-        """rank that cannot hang by what it shows -> since when its process is stopped by a signal"""
+        """rank that is in no step -> since when its process is stopped by a signal"""
         self._looked_at: float | None = None
         self._resumed_at = 0.0
         """when this process went on after it had been stopped, and with it perhaps the whole job"""
@@ -74,9 +74,10 @@ class ProgressWatch:
         return hang.silent(found, now, self._limits, self._completed)
 
     def _stopped_too(self, one: RankProcess, sign: Signs, now: float) -> Signs:
-        """The same signs; those of a stopped process where a rank cannot hang by what it shows. The others may wait for
-        its store for ever, because torch's timeouts are counted there."""
-        if sign.since is not None or _state(one.pid) != STOPPED:
+        """The same signs; those of a stopped process where a rank may be silent for longer than in a step, or for ever.
+        The others may wait for ever too: torch's timeouts are counted by its store."""
+        in_step = sign.where == STEP and sign.since is not None
+        if in_step or _state(one.pid) != STOPPED:
             self._stopped.pop(one.rank, None)
             return sign
         return replace(sign, since=self._stopped.setdefault(one.rank, now), stopped=True)  # guard: stopped-rank-hangs

@@ -203,8 +203,8 @@ def train(plan: Plan, attempt: Attempt, injector: Injector, notes: Notes) -> Non
     injector.reach("teardown", (0.0, 0.5))
     _finish(training, notes, step)
     injector.reach("teardown", (0.5, 1.0))
-    if attempt.ends:
-        os._exit(SURVIVED)
+    # Not by returning: a DDP model that outlives its group may wait for ever when it is deleted (docs/ranks.md).
+    os._exit(SURVIVED if attempt.ends else 0)
 
 
 def _restored(ckpt: lastgood.Checkpointer, injector: Injector, calls: Calls) -> int:

@@ -81,6 +81,8 @@ def _of_fault(fault: Fault, note: Note, notes: Sequence[Note], line: Reported | 
         problems.append(f"not started again: {line}")
     elif fault.kind in (*PASSING, "store") and (f"exit code {SURVIVED}" in line.what or another):
         outcome = "went on"
+    elif fault.phase == "teardown" and f"exit code {SURVIVED}" in line.what and line.rank != fault.rank:
+        pass  # nothing is to be named: that rank had ended before, as the plan of each attempt has it
     else:
         cause = _names(fault, line, note)
     kept = [one["step"] for one in notes if one["what"] == "saved" and one["attempt"] <= number]
