@@ -33,7 +33,7 @@ def test_a_failure_after_which_nothing_came_back_costs_all_that_follows() -> Non
     assert (found.steps, found.redone, found.down) == (6, [0], [10.0])
 
 
-def test_steps_are_lost_once_where_a_failure_comes_before_the_first_new_step() -> None:
+def test_steps_are_lost_once_if_a_failure_comes_before_a_new_step() -> None:
     early = [note("restored", 10.0, 3)]
     found = account([*FIRST, *early, *AGAIN], [9.5, 11.0], 1.0, 19.5, 185.0, plain=1.0)
     assert found.redone == [0, 3] and found.down == [1.5, 2.0]

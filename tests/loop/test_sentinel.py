@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import math
 import shutil
+import signal
+import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +17,10 @@ from torch.utils.data import Dataset
 import lastgood
 from harness import reported
 from lastgood.errors import NothingGood, Refused, TrainingDiverged
+from lastgood.loop import sentinel
 from lastgood.run import access, advice
+from lastgood.run.pipeline import Pipeline
+from lastgood.run.writer import RunWriter
 
 SENTINEL = lastgood.Sentinel(every=5)
 
@@ -86,14 +93,81 @@ def test_a_loop_that_has_saved_nothing_good_starts_over(tmp_path: Path, bad: dic
     """The campaign of faults found a job that was given up: its first batch was bad, so that every generation was one
     that is kept for people, and restores found nothing good."""
     loop = Loop(tmp_path, bad, lastgood.Sentinel(every=5, spike=5), every)
-    with loop.ckpt, pytest.raises(TrainingDiverged):
-        loop.train(40)
+    with loop.ckpt:
+        with pytest.raises(TrainingDiverged, match="is to be started again"):
+            loop.train(40)
+        with pytest.raises(NothingGood, match="Start the process again"):
+            loop.train(40)  # its state has diverged
     again = Loop(tmp_path, bad, lastgood.Sentinel(every=5, spike=5), every)
     with again.ckpt, reported("starts from the beginning"):
         assert again.train(40) == 0
         assert again.audit.report(again.sampler).exact and again.sampler.skipped[0] == (0, *bad)
         assert torch.isfinite(again.model.weight).all()
     assert lastgood.open(tmp_path).generations()[-1].step == 40
+
+
+def test_a_loop_that_may_leave_out_no_more_does_not_start_over(tmp_path: Path) -> None:
+    """It would diverge for ever."""
+    for _ in range(2):
+        loop = Loop(tmp_path, {0: math.nan, 5: math.nan}, lastgood.Sentinel(every=5, at_most=1))
+        with loop.ckpt, pytest.raises(TrainingDiverged):
+            loop.train(20)
+    last = Loop(tmp_path, {}, lastgood.Sentinel(every=5, at_most=1))
+    with last.ckpt, pytest.raises(NothingGood):
+        last.train(20)
+
+
+def test_a_save_in_flight_when_training_has_diverged_is_suspect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its commit came after the advice, so that the next restore took it. Here it comes when it is waited for."""
+    awaited, waits, wait, publish = threading.Event(), list[int](), Pipeline.wait, RunWriter.publish
+
+    def waiting(pipeline: Pipeline, *arguments: Any, **more: Any) -> None:
+        waits.append(1)
+        if len(waits) > 1:  # the first one is that of restore()
+            awaited.set()
+        wait(pipeline, *arguments, **more)
+
+    def late(run: RunWriter, *arguments: Any, **more: Any) -> Any:
+        assert awaited.wait(30)
+        return publish(run, *arguments, **more)
+
+    monkeypatch.setattr(Pipeline, "wait", waiting)
+    monkeypatch.setattr(RunWriter, "publish", late)
+    loop = Loop(tmp_path, {7: 50.0}, lastgood.Sentinel(every=5, spike=5), every=8)
+    loop.ckpt.wait = lambda: None  # type: ignore[method-assign]
+    monkeypatch.setattr("lastgood.loop.sentinel.WARM_STEPS", 3)
+    with loop.ckpt, pytest.raises(TrainingDiverged):
+        loop.train(40)
+    found = advice.read(access.for_reading(tmp_path))
+    assert {one.suspect.step for one in found if one.suspect} == {8, 10}
+
+
+@pytest.mark.parametrize("end", ["close", "save", "preempted"])
+def test_a_comparison_under_way_is_read_before_a_save_and_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """What is on a device is read one step later. The last one was lost, or saved as good; here a value on the
+    processor is read as late."""
+    taken = sentinel._Seen.taken
+    later = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(sentinel._Seen, "taken", lambda self: taken(self)._replace(copied=later))
+    state = {"model": torch.nn.Linear(2, 2)}
+    options = {"sentinel": SENTINEL, "cadence": lastgood.Every(steps=100), "save_on_exit": False}
+    ckpt = lastgood.Checkpointer(tmp_path, state, preemption=lastgood.Preemption(), **options)
+    for n in range(1, 5):
+        ckpt.step(n, metrics={"loss": 1.0})
+    if end == "preempted":
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(TrainingDiverged):
+            ckpt.step(5, metrics={"loss": math.nan})
+    else:
+        ckpt.step(5, metrics={"loss": math.nan})
+        with pytest.raises(TrainingDiverged):
+            ckpt.close() if end == "close" else ckpt.save(5)
+    ckpt.close()
+    assert [one.suspect.step for one in advice.read(access.for_reading(tmp_path)) if one.suspect] == [5]
 
 
 def test_a_loop_whose_good_generation_was_deleted_does_not_start_over(tmp_path: Path) -> None:

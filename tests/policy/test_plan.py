@@ -13,7 +13,7 @@ from histories import History, at, generation
 from lastgood.errors import ManifestInvalid, NoSuchStep, Refused
 from lastgood.format.commit import Survey
 from lastgood.policy.cadence import Every
-from lastgood.policy.restore import choose, lineage
+from lastgood.policy.restore import choose, lineage, never_good
 from lastgood.policy.retention import Keep, stale_incarnations, surplus, unverified_ahead
 from lastgood.records import Finding, Generation, Incarnation, Pointer
 
@@ -140,6 +140,18 @@ def test_a_broken_generation_of_an_unrecorded_incarnation_is_reported():
     survey.generations = {at(10): generation(10)}
     survey.incarnations = {"a": Incarnation(format=1, order=1, id="a", parent=None)}
     assert choose(survey, None) == ([at(10)], [(at(20, "b"), "its commit cannot be read.")])
+
+
+def test_training_starts_over_only_if_all_of_the_lineage_is_there_and_bad():
+    survey = Survey(generations={at(10): generation(10)})
+    survey.incarnations = {"a": Incarnation(format=1, order=1, id="a", parent=None)}
+    assert never_good(survey, {at(10), at(20)})
+    assert not never_good(survey, set()) and not never_good(Survey(), {at(10)})
+    survey.broken = {at(20): ManifestInvalid("its commit cannot be read.")}
+    assert not never_good(survey, {at(10), at(20)})
+    survey.broken, survey.incomplete = {}, {at(20)}
+    survey.pointer = Pointer(format=1, step=20, incarnation="a", root="")
+    assert not never_good(survey, {at(10), at(20)}), "its commit is lost"
 
 
 def test_a_run_without_a_commit_has_no_candidates():

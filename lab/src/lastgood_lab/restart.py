@@ -76,7 +76,12 @@ def _measured(folder: Path, memory: Path, fault: str, name: str) -> dict[str, An
     command += ["-m", "lastgood_lab.restart_rank", str(folder), CONTENDERS[name], fault]
     environment = {**os.environ, memory_place.VARIABLE: str(memory), STORE_VARIABLE: "1"}
     load = os.getloadavg()[0]
-    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=LIMIT_SECONDS)
+    try:
+        done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=LIMIT_SECONDS)
+    except subprocess.TimeoutExpired:
+        if name != THEIRS:
+            raise
+        return {"lost": f"not within {LIMIT_SECONDS:.0f} s", "load": load}
     if done.returncode and name == THEIRS:
         causes = [line for line in done.stderr.splitlines() if re.match(r"\w*(Error|Exception)\b", line)]
         return {"lost": causes[0] if causes else f"exit code {done.returncode}", "load": load}

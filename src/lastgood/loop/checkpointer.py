@@ -44,7 +44,7 @@ from .options import CADENCE, EarlierKeywords, OnError, Options, Ranks, Tuning, 
 from .preemption import EndRequest, Preemption
 from .progress import Progress
 from .reports import Reports
-from .restore import Restorer
+from .restore import Followed, Restorer
 from .save_planner import SavePlanner, require_no_flat_parameters
 from .saver import Saver
 from .sentinel import DivergenceCheck
@@ -185,8 +185,7 @@ class Checkpointer:
         self._log = reports.log = step_log.opened(request.state, ranks, progress, self._beat) if page else None
         self._ending = Ending(pipeline, saver, progress, ranks, end_request, self._beat)
         self._restorer = Restorer(request, url, pipeline, planner, ranks, saver, progress, reports)
-        parts = pipeline, saver, progress, ranks, self._beat
-        self._divergence = DivergenceCheck(options.sentinel, url, *parts)
+        self._divergence = DivergenceCheck(options.sentinel, url, pipeline, saver, progress, ranks, self._beat)
         self._just_in_time = just_in_time.opened(state, url, options, pipeline, planner, ranks, self._beat)
         self._beat.opened(url)
         planner.fence.waiting = self._beat.saving
@@ -220,7 +219,7 @@ class Checkpointer:
         with topic.failing():
             self._pipeline.wait(on_nodes=False)
             self._surface()
-            advice = restorer.followed_advice(topic) if step is None else []
+            advice = restorer.followed_advice(topic) if step is None else Followed()
             restorer.run.mend_known(step, topic)
             restorer.run.share_survey(topic)
         request = replace(self._request, step=step, strict=strict, rename=rename)
@@ -264,20 +263,19 @@ class Checkpointer:
         self._beat.step(n)
         if self._log is not None:
             self._log.step(n, metrics)
-        self._divergence.check(n, metrics)
-        saver = self._saver
-        if saver.announcements is not None and saver.expects_announcements:
+        self._divergence.check(n, metrics, at_once=self.preempted)
+        if self._saver.announcements is not None and self._saver.expects_announcements:
             with self._reports.deferring_problems():
-                saver.announcements.poll(n, self.preempted)
-                saver.schedule.announce(n, time.monotonic())
+                self._saver.announcements.poll(n, self.preempted)
+                self._saver.schedule.announce(n, time.monotonic())
         self._ending.end_if_requested(n)
         self._surface()
         self._pipeline.outcomes.require_durable(n, self._options.durable_within_seconds)
-        if not saver.due(n, time.monotonic()):
+        if not self._saver.due(n, time.monotonic()):
             return None
         self._divergence.settle()
         with self._beat.saving():
-            save = saver.save(n, False, numbers(metrics), must=False)
+            save = self._saver.save(n, False, numbers(metrics), must=False)
             if self._replay is not None:
                 replaying.after_step(self._replay, n, save, self._pipeline)
         if save is not None:
@@ -366,9 +364,11 @@ class Checkpointer:
             return  # a fork of the process that has the run open; or closed before
         require_seconds(timeout)
         self._beat.can_save_just_in_time(0.0)
+        self._divergence.end()
         self._release(timeout)
         try:
             self._surface()
+            self._divergence.report()
         finally:
             self._pipeline.reported()
             self._ending.report()

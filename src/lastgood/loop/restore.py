@@ -21,13 +21,13 @@ from ..data.step_counting import samplers_in
 from ..engine import guard
 from ..engine.arena import Arena
 from ..engine.finite import not_finite_error
-from ..errors import HalfLoaded, LastgoodError, NotWritable, Unavailable
+from ..errors import HalfLoaded, LastgoodError, NothingGood, NotWritable, Unavailable
 from ..format import commit, layout
 from ..format.commit import Survey
 from ..policy.arguments import require
 from ..policy.restore import choose, never_good
 from ..ports import Tier
-from ..records import Finding, Generation
+from ..records import Finding, Generation, Record
 from ..run import advice, node_opening, reader, side_records
 from ..run.advice import Advice
 from ..run.content import Content
@@ -209,6 +209,13 @@ class WritableRun:
         return self._pipeline.places.mended()
 
 
+class Followed(Record, frozen=True, kw_only=True):
+    """The advice that one restore follows. `from_start`: whether nothing good was ever saved: then it starts over."""
+
+    advice: list[Advice] = msgspec.field(default_factory=list)
+    from_start: bool = False
+
+
 class Restorer:
     """What a restore of one `Checkpointer` does where the load fails, and after it."""
 
@@ -247,12 +254,12 @@ class Restorer:
         )
         return Restored(step=0, generation=None, seconds=0.0, bytes=0)
 
-    def followed_advice(self, topic: AnyTopic) -> list[Advice]:
+    def followed_advice(self, topic: AnyTopic) -> Followed:
         """The advice that the run has for this restore. Rank 0 reads it, and marks the suspect generations.
 
         If its durable place cannot be read, that is reported, and there is none.
         """
-        return msgspec.convert(self.run.by_coordinator(topic, self._advised), list[Advice])
+        return msgspec.convert(self.run.by_coordinator(topic, self._advised), Followed)
 
     def _advised(self) -> Any:
         try:
@@ -260,28 +267,35 @@ class Restorer:
                 found = advice.read(tier)
         except Unavailable as error:
             self._pipeline.outcomes.put(error)
-            return []
+            return msgspec.to_builtins(Followed())
+        anew = never_good(self.run.survey, {one.suspect for one in found if one.suspect and one.from_start})
         for one in found:
             candidates = choose(self.run.survey, None).candidates
             if one.suspect not in candidates:
                 continue
-            if len(candidates) == 1 and not self._never_good(found):  # guard: only-good-generation-stays
+            if len(candidates) == 1 and not anew:  # guard: only-good-generation-stays
                 reporting.warning(f"{one.suspect} is suspect, and the only good one: it is restored again. {one.why}")
                 continue
             suspect = self.run.survey.generations[one.suspect]
             self.run.mark(suspect, [advice.finding(one)])  # guard: suspect-generation-marked
-        return msgspec.to_builtins(found)
-
-    def started_over(self, followed: list[Advice]) -> Restored | None:
-        """The result of a restore where training has diverged before anything good was saved; None elsewhere."""
-        if not self._never_good(followed):
-            return None
-        if self._ranks.is_coordinator:
+        if anew:
             reporting.warning("training has diverged before anything good was saved: it starts from the beginning")
-        return self.start_over()
+        return msgspec.to_builtins(Followed(advice=found, from_start=anew))
 
-    def _never_good(self, found: list[Advice]) -> bool:
-        return never_good(self.run.survey, {one.suspect for one in found if one.suspect and one.from_start})
+    def started_over(self, followed: Followed) -> Restored | None:
+        """The result of a restore where training has diverged before anything good was saved; None elsewhere.
+
+        Raises NothingGood in a process that has trained: its state is the one that has diverged.
+        """
+        if not followed.from_start:
+            return None
+        if self._progress.called:  # guard: diverged-state-is-not-the-start
+            raise NothingGood(
+                "training has diverged before anything good was saved",
+                safe="Nothing was deleted.",
+                todo="Start the process again: it begins at step 0, without the batches that were left out.",
+            )
+        return self.start_over()
 
     def _leave_out(self, found: list[Advice]) -> None:
         """Leave out the batches that are to be skipped, if it is known to which sampler they belong."""
@@ -293,12 +307,12 @@ class Restorer:
             if ids and self._ranks.is_coordinator:
                 reporting.warning(f"{len(ids)} samples are left out, from epoch {one.skip.epoch}: {one.why}")
 
-    def continue_from(self, found: Restored, followed: list[Advice]) -> None:
+    def continue_from(self, found: Restored, followed: Followed) -> None:
         """Make the saves that follow descend from the restored generation, or from nothing if there is none.
 
         `followed`: the advice that was followed; the batches that it names are left out.
         """
-        self._leave_out(followed)
+        self._leave_out(followed.advice)
         pipeline, generation, state = self._pipeline, found.generation, self._request.state
         run, several = pipeline.run, self._ranks.size > 1
         self._saver.half_loaded = False

@@ -4,8 +4,9 @@
     every few steps  finite, and no spike? MAX over the ranks           one small all-reduce
     on a hit         advice for restores; a generation for people; TrainingDiverged on all ranks at the same step
 
-What is on a CUDA device is copied to the host behind the loop, and read at the next step; an all-reduce of NCCL is read
-one step later again. So the device always has work of a later step while the host waits. A save waits for both.
+In a single process, what is on a CUDA device is copied to the host behind the loop, and read at the next step, so that
+the device has work while the host waits; before a save and at the end it is read at once. Several ranks compare at
+once: what follows must come at the same step on all of them.
 
 The next restore, in this process or another one, goes back to the newest generation before the first bad step, and
 leaves out the batches from that step on (run/advice.py). Everything here runs on the training thread.
@@ -14,6 +15,7 @@ leaves out the batches from that step on (run/advice.py). Everything here runs o
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
@@ -62,7 +64,8 @@ class DivergenceCheck:
         self._options, self._url, self._pipeline, self._saver = options, url, pipeline, saver
         self._progress, self._ranks, self._beat = progress, ranks, beat
         self._comparison: Iterator[None] | None = None
-        """under way: each `next` does what is possible without a wait; the last one raises TrainingDiverged on a hit"""
+        """under way: `next` reads what a device had to copy, and raises TrainingDiverged on a hit"""
+        self._at_end: TrainingDiverged | None = None
         self.restart()
 
     def restart(self) -> None:
@@ -72,9 +75,11 @@ class DivergenceCheck:
         """step -> the windows that it has trained, since the last comparison"""
         self._comparison = None
 
-    def check(self, n: int, metrics: Mapping[str, Any] | None) -> None:
-        """Look at the metrics of step `n`. Raises TrainingDiverged, on all ranks at the same step; Refused where a
-        metric is missing."""
+    def check(self, n: int, metrics: Mapping[str, Any] | None, at_once: bool) -> None:
+        """Look at the metrics of step `n`. `at_once`: whether the loop is about to end.
+
+        Raises TrainingDiverged, on all ranks at the same step; Refused where a metric is missing.
+        """
         if self._options is None:
             return
         missing = [one for one in self._options.names if one not in (metrics or {})]
@@ -93,30 +98,44 @@ class DivergenceCheck:
             self._comparison = self._compared()
         if self._comparison is not None:
             next(self._comparison, None)
+        if at_once:
+            self.settle()
 
     def settle(self) -> None:
         """End a comparison that is under way: before a save, and at the end. Raises what `check` raises."""
         for _ in self._comparison or ():
             pass
 
+    def end(self) -> None:
+        """When the run is closed, and no exception ends the loop: end a comparison that is under way. See `report`."""
+        try:
+            if sys.exc_info()[0] is None:
+                self.settle()
+        except TrainingDiverged as error:
+            self._at_end = error
+
+    def report(self) -> None:
+        """Raise what `end` has found."""
+        if self._at_end is not None:
+            raise self._at_end
+
     def _compared(self) -> Iterator[None]:
-        """Compare what was seen since the last comparison. Yields where going on in a later step saves a wait."""
+        """Compare what was seen since the last comparison. Yields where reading in a later step saves a wait."""
         values, trained = self._seen.taken(), self._trained
         self._trained = {}
-        several, on_device = _several_ranks(), _all_reduces_on_device()
-        if on_device or (not several and values.copied is not None):  # the same on all ranks, whatever each one gives
+        if values.copied is not None and not _several_ranks():
             yield
-        early = _Earliest(self._seen.first_bad(values), several, on_device)
-        if on_device:
-            yield
-        first = early.step()
+        first = _earliest(self._seen.first_bad(values))
         if first is not None:
             self._trained = {**trained, **self._trained}
             with self._beat.saving():
-                self._stop(self._last, first)
+                self._stop(self._progress.step, first)
 
     def _stop(self, n: int, first: int) -> NoReturn:
         """Write advice, keep the state for people, and raise TrainingDiverged."""
+        self._pipeline.wait()  # guard: saves-in-flight-are-suspect
+        if self._pipeline.run.known.incarnation is None:  # nothing was saved or restored: the advice needs its name
+            self._pipeline.run.begin(None)
         mine = self._seen.described(first)
         what = self._ranks.topic("diverged").agree(mine, _joined)
         # The advice first: if the process dies in between, no restore takes the state that is saved then.
@@ -141,6 +160,8 @@ class DivergenceCheck:
         the state is kept for ever."""
         assert self._options is not None
         survey, incarnation = self._pipeline.run.known.view, self._pipeline.run.known.incarnation
+        saved = self._saver.first_step
+        from_start = not self._progress.restored_generation and (saved is None or saved >= first)
         suspects = list[GenerationId]()
         if incarnation is not None:
             mine = [at for at in survey.generations if at.incarnation == incarnation.id]
@@ -150,7 +171,7 @@ class DivergenceCheck:
             with side_records.opened(self._url) as tier:
                 before = {one.step for one in advice.read(tier) if one.by == "sentinel" and one.skip is not None}
                 permitted = len(before) < self._options.at_most  # guard: skips-of-sentinel-bounded
-                for one in self._pieces(n, first, what, suspects):
+                for one in self._pieces(n, first, what, suspects, from_start and permitted):
                     if permitted or one.skip is None:
                         advice.append(tier, one)
         except LastgoodError as error:
@@ -158,12 +179,11 @@ class DivergenceCheck:
             return f"Restore a step before {first}: restore(step=...).", False
         if not permitted:
             return f"Batches were left out {len(before)} times (Sentinel.at_most): look at the data.", False
-        todo = f"restore() goes back to before step {first}, and leaves its batches out: `lastgood run` calls for it."
-        return todo, True
+        again, back = "the process is to be started again: it begins at step 0", "restore() goes back to before step"
+        where = again if from_start else f"{back} {first}"
+        return f"{where}, and leaves its batches out: `lastgood run` calls for it.", True
 
-    def _pieces(self, n: int, first: int, what: str, suspects: list[GenerationId]) -> list[Advice]:
-        saved = self._saver.first_step
-        from_start = not self._progress.restored_generation and (saved is None or saved >= first)
+    def _pieces(self, n: int, first: int, what: str, suspects: list[GenerationId], from_start: bool) -> list[Advice]:
         why = f"training diverged: {what}"
         made = Advice(format=layout.FORMAT, by="sentinel", at=time.time(), step=first, why=why, from_start=from_start)
         found = [replace(made, suspect=one) for one in suspects]
@@ -258,35 +278,15 @@ def _several_ranks() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _all_reduces_on_device() -> bool:
-    return _several_ranks() and dist.get_backend() == "nccl"
-
-
-class _Earliest:
-    """The first bad step of any rank. All ranks make it, and ask for `step`.
-
-    `first`: of this rank; None: none. `several`: whether there are other ranks. `on_device`: whether their answer comes
-    from a device, behind what is queued there.
-    """
-
-    def __init__(self, first: int | None, several: bool, on_device: bool) -> None:
-        self._copied: torch.cuda.Event | None = None
-        self._found = torch.tensor(STEP_LIMIT - first if first is not None else 0, pin_memory=on_device)
-        if on_device:
-            early = self._found.to(torch.device("cuda", torch.cuda.current_device()), non_blocking=True)
-            dist.all_reduce(early, dist.ReduceOp.MAX)
-            self._found = torch.empty((), dtype=early.dtype, pin_memory=True)
-            self._found.copy_(early, non_blocking=True)
-            self._copied = torch.cuda.current_stream().record_event()
-        elif several:
-            dist.all_reduce(self._found, dist.ReduceOp.MAX)  # guard: ranks-agree-on-divergence
-
-    def step(self) -> int | None:
-        """It; None if no rank has one. Waits for the device."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        found = int(self._found.item())
-        return STEP_LIMIT - found if found else None
+def _earliest(first: int | None) -> int | None:
+    """The first bad step of any rank; None if there is none. All ranks call it."""
+    if not _several_ranks():
+        return first
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    early = torch.tensor(STEP_LIMIT - first if first is not None else 0, device=device)
+    dist.all_reduce(early, dist.ReduceOp.MAX)  # guard: ranks-agree-on-divergence
+    found = int(early.item())
+    return STEP_LIMIT - found if found else None
 
 
 def _joined(posts: list[str]) -> str:

@@ -11,7 +11,8 @@ from ..policy.arguments import is_positive, is_whole, require
 class Sentinel:
     """What is looked at in the `metrics` of each `step(n, metrics=...)`: `Checkpointer(..., sentinel=Sentinel())`.
 
-    `every`: the ranks compare, and the loop waits for its device, every so many steps (default 10). `loss`: name of
+    `every`: the ranks compare every so many steps (default 10), and wait for their devices then; a single process reads
+    a CUDA device one step later, without a wait. `loss`: name of
     the metric that must be finite, a number or a tensor of one element on any device (default "loss"; None: none).
     `grad_norm`: another one (default None: none). `spike`: how far above its running mean a metric may be, as a factor,
     once 20 steps have given a mean (default None: any distance). `at_most`: how often batches are left out in the life

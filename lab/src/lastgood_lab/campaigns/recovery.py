@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -212,8 +212,11 @@ def main() -> int:
             some = [next(numbers) for _ in range(options.jobs)]
             known = {number: journal.get(job=number) for number in some}
             begun = {number: workers.submit(_in_memory, number) for number in some if known[number] is None}
+            for done in as_completed(begun.values()):
+                number = next(at for at, one in begun.items() if one is done)
+                known[number] = journal.put(done.result(), job=number)
             for number in some:
-                jobs.append(known[number] or journal.put(begun[number].result(), job=number))
+                jobs.append(known[number] or {})
                 trials += len(jobs[-1]["trials"])
                 for text in jobs[-1]["problems"]:
                     print(f"\njob {number}: {text}", flush=True)

@@ -286,10 +286,11 @@ def close_connections(port: int) -> None:
 
 
 def remove_groups() -> None:
-    """Remove the control groups of processes that have ended."""
+    """Remove the control groups of processes that have ended; one that lives may be about to enter its own."""
     for group in GROUPS.glob(f"{GROUP}*"):
-        with contextlib.suppress(OSError):
-            group.rmdir()
+        if not Path("/proc", group.name.removeprefix(GROUP)).exists():
+            with contextlib.suppress(OSError):
+                group.rmdir()
 
 
 def can_limit_memory() -> bool:
