@@ -11,8 +11,9 @@ BIN := .venv/bin
 
 .PHONY: check demo demo-bucket demo-nodes demo-recovery test coverage prove bench gpu clean
 
+# Three workers on two cores: a third of the time a test waits for a timeout, a lock or a process that starts.
 # Without the restart of a worker that died: after it pytest-xdist may wait for ever. The order is that of conftest.py.
-WORKERS := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
+WORKERS := -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 FAST := tests $(WORKERS) -m "not slow" --hypothesis-profile=check
 
 check: .venv/.ready
