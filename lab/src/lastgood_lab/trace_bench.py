@@ -122,6 +122,7 @@ def _notes(folder: Path) -> list[Note]:
 
 def report(rows: Sequence[Row], options: Options) -> Report:
     lines, calculated = [], []
+    drops = [at / options.compress for at in read(options.trace).drops() if at < rows[0]["seconds"]]
     for row in rows:
         one = Account(*(row[name] for name in Account._fields))
         lines.append(
@@ -136,7 +137,7 @@ def report(rows: Sequence[Row], options: Options) -> Report:
                 f"{one.save_seconds:.3f}",
             ]
         )
-        calculated.append([row["contender"], *_calculated(row, one, options)])
+        calculated.append([row["contender"], *_calculated(row["contender"], one, options.interval, drops)])
     head = ["", "of ideal", "goodput", "in the trace's own time", "down, s", "steps trained again", "steps slower, %"]
     first = rows[0]
     return Report(
@@ -158,19 +159,18 @@ def report(rows: Sequence[Row], options: Options) -> Report:
     )
 
 
-def _calculated(row: Row, one: Account, options: Options) -> list[str]:
+def _calculated(name: str, one: Account, interval: int, drops: Sequence[float]) -> list[str]:
     """The goodput in compressed time by calculation, event by event and by the published formula."""
     down = statistics.fmean(one.down) if one.down else 0.0
     costs = Costs(
-        policy=row["contender"].partition(" ")[0],
-        interval=options.interval,
+        policy=name.partition(" ")[0],
+        interval=interval,
         step_seconds=one.plain_seconds,
-        stall_seconds=max(0.0, (one.step_seconds - one.plain_seconds) * options.interval),
+        stall_seconds=max(0.0, (one.step_seconds - one.plain_seconds) * interval),
         save_seconds=one.save_seconds,
         load_seconds=0.0,
         restart_seconds=down,
         in_flight=2,
     )
-    drops = [at / options.compress for at in read(options.trace).drops() if at < row["seconds"]]
     replayed = replay(drops, one.seconds, costs).goodput
     return [f"{replayed:.3f}", f"{published(len(drops), one.seconds, costs):.3f}"]

@@ -63,8 +63,8 @@ class DivergenceCheck:
     ) -> None:
         self._options, self._url, self._pipeline, self._saver = options, url, pipeline, saver
         self._progress, self._ranks, self._beat = progress, ranks, beat
-        self._comparison: Iterator[None] | None = None
-        """under way: `next` reads what a device had to copy, and raises TrainingDiverged on a hit"""
+        self._pending: tuple[_Values, dict[int, Skip]] | None = None
+        """what is to be compared once a device has copied it: metrics, and the windows that their steps have trained"""
         self._at_end: TrainingDiverged | None = None
         self.restart()
 
@@ -73,7 +73,7 @@ class DivergenceCheck:
         self._seen, self._last = _Seen(self._options), self._progress.step
         self._trained = dict[int, Skip]()
         """step -> the windows that it has trained, since the last comparison"""
-        self._comparison = None
+        self._pending = None
 
     def check(self, n: int, metrics: Mapping[str, Any] | None, at_once: bool) -> None:
         """Look at the metrics of step `n`. `at_once`: whether the loop is about to end.
@@ -95,16 +95,23 @@ class DivergenceCheck:
         before, self._last = self._last, n
         if n // self._options.every > before // self._options.every:  # at the same steps after each restart
             self.settle()
-            self._comparison = self._compared()
-        if self._comparison is not None:
-            next(self._comparison, None)
+            self._pending, self._trained = (self._seen.taken(), self._trained), {}
+            at_once |= self._pending[0].copied is None or _several_ranks()
+        elif self._pending is not None:
+            at_once = True
         if at_once:
             self.settle()
 
     def settle(self) -> None:
-        """End a comparison that is under way: before a save, and at the end. Raises what `check` raises."""
-        for _ in self._comparison or ():
-            pass
+        """Compare what is pending: a step later, before a save, and at the end. Raises what `check` raises."""
+        if self._pending is None:
+            return
+        (values, trained), self._pending = self._pending, None
+        first = _earliest(self._seen.first_bad(values))
+        if first is not None:
+            self._trained = {**trained, **self._trained}
+            with self._beat.saving():
+                self._stop(self._progress.step, first)
 
     def end(self) -> None:
         """When the run is closed, and no exception ends the loop: end a comparison that is under way. See `report`."""
@@ -118,18 +125,6 @@ class DivergenceCheck:
         """Raise what `end` has found."""
         if self._at_end is not None:
             raise self._at_end
-
-    def _compared(self) -> Iterator[None]:
-        """Compare what was seen since the last comparison. Yields where reading in a later step saves a wait."""
-        values, trained = self._seen.taken(), self._trained
-        self._trained = {}
-        if values.copied is not None and not _several_ranks():
-            yield
-        first = _earliest(self._seen.first_bad(values))
-        if first is not None:
-            self._trained = {**trained, **self._trained}
-            with self._beat.saving():
-                self._stop(self._progress.step, first)
 
     def _stop(self, n: int, first: int) -> NoReturn:
         """Write advice, keep the state for people, and raise TrainingDiverged."""

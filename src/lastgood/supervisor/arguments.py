@@ -77,10 +77,12 @@ class Job:
 
 def parsed(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> Job:
     """Parse the arguments of one command, with the policy file. Raises Refused, and what `policy_file.read` raises."""
-    own, rest = split(arguments)
-    given = parser(None).parse_args(own)
+    without_defaults = parser(None)
+    known = without_defaults._option_string_actions
+    own, rest = split(arguments, known)
+    given = without_defaults.parse_args(own)
     path = policy_file.found(getattr(given, "policy", environ.get("PET_POLICY")))
-    policy = None if path is None else policy_file.read(path, parser(None)._option_string_actions)
+    policy = None if path is None else policy_file.read(path, known)
     args = parser(environ, policy).parse_args(own)
     _refuse(args)
     name = args.training_script

@@ -77,11 +77,11 @@ def parser(environ: Mapping[str, str] | None, policy: Policy | None = None) -> a
     return made
 
 
-def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+def split(arguments: Sequence[str], known: Mapping[str, argparse.Action]) -> tuple[list[str], list[str]]:
     """The arguments up to the script, and those of the script. argparse would take an option of the script for a short
-    form of one of its own, and refuse --run, which may be --run-path or --run_path.
+    form of one of its own, and refuse --run, which may be --run-path or --run_path. `known`: the options, by name.
     """
-    at, known = 0, parser(None)._option_string_actions
+    at = 0
     while at < len(arguments) and arguments[at].startswith("-"):
         text = arguments[at]
         if text == "--":
