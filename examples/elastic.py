@@ -104,7 +104,7 @@ if __name__ == "__main__":
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
         train(sys.argv[1], int(sys.argv[2]))
-        dist.destroy_process_group()  # now that the DDP model is gone: see "The end of a job" in docs/ranks.md
+        dist.destroy_process_group()
     else:
         with tempfile.TemporaryDirectory() as temporary:
             raise SystemExit(0 if play(Path(temporary), [int(one) for one in sys.argv[1:]] or [4, 3, 2, 4]) else 1)

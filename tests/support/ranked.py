@@ -506,3 +506,24 @@ def preempted(rank: int, size: int, kind: str, root: Path, signalled_rank: int, 
         except lastgood.Preempted as end:
             return {"step": n, "code": end.code, "durable": end.durable}
     return {}
+
+
+def ending(rank: int, size: int, root: Path, jobs: int) -> int:
+    """End `jobs` jobs one after another: each destroys its group, and then lets go of the DDP model that owned it."""
+
+    def one_job(number: int) -> None:
+        import lastgood
+
+        loop, gathered = Loop("ddp", size), [None] * size
+        with lastgood.Checkpointer(root / str(number), loop.state):
+            for n in range(4):
+                loop.step(n)
+                dist.all_gather_object(gathered, n)
+        dist.destroy_process_group()
+
+    store: Any = dist.distributed_c10d._get_default_store()
+    for number in range(jobs):
+        one_job(number)
+        again = dist.PrefixStore(f"again{number}", store)
+        dist.init_process_group("gloo", store=again, rank=rank, world_size=size)
+    return jobs

@@ -12,6 +12,7 @@ Invariants
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import hashlib
 import os
@@ -23,6 +24,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from ..coordination.rendezvous import join
@@ -188,6 +190,7 @@ def join_group(path: str | os.PathLike[str], timeout_seconds: float = RANK_TIMEO
 
     All ranks must open their runs in the same order. Raises RankFailed, TierDown.
     """
+    _keep_gloo()
     store: Any = dist.distributed_c10d._get_default_store()  # the store through which the process group was made
     rank, size = dist.get_rank(), dist.get_world_size()
     place = f"lastgood/{hashlib.sha256(os.path.abspath(path).encode()).hexdigest()[:12]}"
@@ -196,3 +199,16 @@ def join_group(path: str | os.PathLike[str], timeout_seconds: float = RANK_TIMEO
     quick = GroupStore(clients, min(timeout_seconds, QUICK_STORE_SECONDS))
     joined = join(MessageStore(usual), place, rank, size, timeout_seconds, machine())
     return RankGroup(rank, size, usual, f"{place}/{joined.name}", timeout_seconds, quick, joined.nodes)
+
+
+def _keep_gloo() -> None:
+    """Keep the gloo part of the process group until this process ends, also after `destroy_process_group()`.
+
+    torch 2.13 joins the threads of a gloo group when its last owner lets go of it. If that is a DDP model, which often
+    lives until the end of the program, it holds the interpreter lock meanwhile. A thread of the group that waits for
+    the lock then never ends, and neither does the rank. A reference that is not given back leaves the threads to the
+    end of the process, as in programs that do not destroy their groups.
+    """
+    with contextlib.suppress(RuntimeError):  # the group has no backend for the processor, so no gloo
+        backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))  # guard: gloo-outlives-models

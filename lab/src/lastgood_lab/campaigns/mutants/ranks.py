@@ -147,6 +147,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "random-generators-per-rank",
             Swap('name == "rng" or name.startswith("rng.") or ', ""),
         ),
+        ("the group of a DDP model that outlives it is destroyed by the model", "gloo-outlives-models", Remove()),
         ("ranks may seal different generations in one commit", "ranks-seal-one-generation", Never()),
         ("a committed save fails if the verdict cannot be published", "published-survives-lost-store", Always()),
         (
