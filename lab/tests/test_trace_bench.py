@@ -59,6 +59,6 @@ def test_a_trace_is_replayed_through_real_processes(
     monkeypatch.setattr(trace_cluster, "ATTACH_SECONDS", 0.0)
     trace = tmp_path / "trace.csv"
     trace.write_text(",Time,GPUs\n0,0,8\n1,20,7\n2,90,7\n")
-    code, text, err = bench("trace", "--out", tmp_path, "--trace", trace, "--compress", 10)
+    code, text, err = bench("trace", "--out", tmp_path, "--trace", trace, "--compress", 10, "--device-seconds", 0.01)
     assert code == 0, err
     assert "one machine is killed at each drop" in text.lower() and "| PCcheck |" in text

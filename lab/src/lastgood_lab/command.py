@@ -268,15 +268,18 @@ def trace(
     out: Out,
     trace: Annotated[Path, typer.Option(metavar="FILE", help="A spot trace (docs/bench.md).")],
     place: Place = None,
-    compress: Annotated[float, typer.Option(min=1, help="Divides the time of the trace.")] = 20.0,
+    compress: Annotated[float, typer.Option(min=1, help="Divides the time of the trace.")] = 10.0,
     until: Annotated[float, typer.Option(min=0, help="Seconds of the trace that are replayed; 0: all.")] = 0.0,
-    interval: Annotated[int, typer.Option(min=1, help="Steps between two saves.")] = 10,
+    interval: Annotated[int, typer.Option(min=1, help="Steps between two saves.")] = 5,
+    device_seconds: Annotated[
+        float, typer.Option(min=0, help="Seconds of each step in which the processor waits, as for a device.")
+    ] = 0.2,
     as_json: Json = False,
 ) -> Answer:
     """Replay a failure trace through real supervisors, agents and loops, and for the policies of papers."""
     from . import trace_bench as bench
 
-    return _measured(bench, bench.Options(out, trace, place, compress, until, interval), out)
+    return _measured(bench, bench.Options(out, trace, place, compress, until, interval, device_seconds), out)
 
 
 @app.command()

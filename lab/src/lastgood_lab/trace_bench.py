@@ -35,14 +35,16 @@ Row = Mapping[str, Any]
 @dataclass(frozen=True)
 class Options:
     """`compress`: by which the time of the trace is divided. `until`: seconds of the trace that are replayed; 0: all.
-    `interval`: steps between two saves. `model`, `scale`, `work`: of the network, as for `bench interval`."""
+    `interval`: steps between two saves. `device_seconds`: in each step, in which the processor waits as for a device.
+    `model`, `scale`, `work`: of the network, as for `bench interval`."""
 
     out: Path
     trace: Path
     place: Path | None = None
-    compress: float = 20.0
+    compress: float = 10.0
     until: float = 0.0
-    interval: int = 10
+    interval: int = 5
+    device_seconds: float = 0.2
     model: str = "gpt2-124m"
     scale: float = 0.02
     work: float = 0.02
@@ -57,7 +59,7 @@ def run(options: Options, progress: Progress) -> list[Row]:
     found = list[Row]()
     for name in CONTENDERS:
         key = {"contender": name, "compress": options.compress, "seconds": seconds, "interval": options.interval}
-        key |= {"model": options.model, "scale": options.scale, "work": options.work}
+        key |= {"model": options.model, "scale": options.scale, "work": options.work, "device": options.device_seconds}
         row = journal.get(**key)
         if row is None:
             plain = _plain(options, name)
@@ -80,7 +82,8 @@ def _replayed(
     """Replay drops of a trace, which lasts for `seconds`, with one contender."""
     with working_place(options) as folder, memory_for_agents() as memory:
         below = NEVER if interval == NEVER else BELOW_STEPS
-        spec = Spec(str(folder), name, interval, options.model, options.scale, options.work, below)
+        size = options.model, options.scale, options.work
+        spec = Spec(str(folder), name, interval, *size, below, options.device_seconds)
         cluster: Cluster = Nodes(spec, memory) if name == OURS else Alone(spec)
         try:
             cluster.start()
@@ -145,7 +148,8 @@ def report(rows: Sequence[Row], options: Options) -> Report:
         title="A failure trace through real processes",
         about=(
             f"{options.trace.stem}: {first['seconds']:.0f} s with {len(first['down'])} drops, divided by "
-            f"{options.compress:g}; a save every {options.interval} steps. One machine is killed at each drop. "
+            f"{options.compress:g}; a save every {options.interval} steps, in each of which the processor waits for "
+            f"{options.device_seconds:g} s, as for a device. One machine is killed at each drop. "
             "lastgood: two nodes of one rank and one in reserve, each with an agent; a save lies in the memory of both "
             f"nodes, and is copied to a directory every {BELOW_STEPS} steps. The others: one process, started again; "
             f"after {ATTACH_SECONDS} s if its state is on a disk, which is attached to another machine."

@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ GROUP_SECONDS = 20.0
 
 class Spec(NamedTuple):
     """What is trained, where, and how it is saved. `interval`: steps between two saves. `below`: the same for the
-    directory below the memory."""
+    directory below the memory. `device_seconds`: in each step, for which a device would compute."""
 
     folder: str
     policy: str
@@ -41,6 +42,7 @@ class Spec(NamedTuple):
     scale: float
     work: float
     below: int
+    device_seconds: float
 
 
 class Notes:
@@ -56,6 +58,16 @@ class Notes:
         os.write(self._descriptor, json.dumps(line).encode() + b"\n")
 
 
+def trained(workload: Workload, spec: Spec, fence: Callable[[], None]) -> None:
+    """One step. The processor is free while a device would compute the gradients: then a save may run beside it."""
+
+    def fenced() -> None:
+        time.sleep(spec.device_seconds)
+        fence()
+
+    workload.step(fenced)
+
+
 def with_policy(spec: Spec, notes: Notes) -> None:
     """Train in one process, with the policy of a paper or with none."""
     workload, folder = Workload(spec.model, spec.scale, spec.work), Path(spec.folder)
@@ -68,7 +80,7 @@ def with_policy(spec: Spec, notes: Notes) -> None:
     known = 0
     while True:
         begun = time.monotonic()
-        workload.step(policy.fence if policy else lambda: None)
+        trained(workload, spec, policy.fence if policy else lambda: None)
         step += 1
         if policy and step % spec.interval == 0:
             policy.save(step)
@@ -98,7 +110,7 @@ def supervised(spec: Spec, notes: Notes) -> None:
             notes.note("restored", step, time.monotonic() - begun)
         while True:
             begun = time.monotonic()
-            workload.step(dist.barrier)
+            trained(workload, spec, dist.barrier)
             step += 1
             ckpt.step(step)
             notes.note("step" if first else "beside", step, time.monotonic() - begun)
