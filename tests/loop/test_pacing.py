@@ -13,7 +13,7 @@ from lastgood.cli.app import main
 from lastgood.errors import Refused
 from lastgood.loop.adaptive_interval import Pace
 from lastgood.loop.options import Options
-from lastgood.policy.failures import Failures
+from lastgood.policy.failures import Failures, Known
 from lastgood.policy.interval import Rule
 from lastgood.policy.tune import Auto
 from lastgood.run import side_records
@@ -156,6 +156,8 @@ def test_the_plan_and_the_running_loop_choose_the_same_interval(tmp_path, capsys
     planned = json.loads(capsys.readouterr().out)
     loop = Loop(t=1.0, tw=2.0, c=0.5, overhead=None, failures=Failures(12_000, seconds=20_000, count=1))
     loop.run(2000)
+    lost = Rule(Failures(12_000, seconds=20_000)).interval(0.5, 2.0, 1)
+    assert planned["auto_below_seconds"] == lost.seconds > planned["auto_seconds"], "the process died, and no node"
     assert planned["mtbf_seconds"] == 16_000 and loop.pace.auto.interval_steps == planned["auto_steps"] == 127
     assert "a failure every 4.4 h (3.3 h expected, 1 seen in 5.6 h); the least time is lost so" in loop.reasons[-1]
 
@@ -177,7 +179,7 @@ def test_failures_that_the_supervisor_has_seen_count_in_the_next_attempt(tmp_pat
 
 def test_a_time_limit_for_durable_saves_bounds_the_interval():
     """With a longer interval `step()` would raise NothingDurable although no save has failed."""
-    assert Options(cadence="auto", durable_within_seconds=600.0).rule(Failures()).longest_seconds == 300
+    assert Options(cadence="auto", durable_within_seconds=600.0).rule(Known()).longest_seconds == 300
 
 
 def test_attempts_that_cannot_be_read_are_reported_and_saving_goes_on(tmp_path, caplog):

@@ -535,8 +535,6 @@ def test_a_tier_with_a_mistake_is_refused(tier, text):
         ({"tiers": lastgood.Tier("x")}, "Give a list"),
         ({"tiers": [lastgood.Tier("x/run")]}, "given as two places"),
         ({"tiers": [lastgood.Tier("x"), lastgood.Tier("slots:///y")]}, "slots below"),
-        ({"tiers": [lastgood.Tier("x", cadence=EVERY)], "cadence": "auto"}, "auto"),
-        ({"tiers": [lastgood.Tier("x"), lastgood.Tier("y", cadence="auto")]}, "not the first tier"),
     ],
 )
 def test_tiers_that_contradict_each_other_are_refused(options, text, tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ..policy import sizing
-from ..policy.failures import Failures
+from ..policy.failures import Known
 from ..policy.interval import Rule
 from ..run import access, side_records
 from ..supervisor import attempt_log
@@ -71,12 +71,13 @@ def plan(
     if mtbf is None and held is None and run is None:
         raise typer.BadParameter("give the state (--parameters or --state-bytes), failures (--mtbf-seconds), or both.")
     shard = held / ranks if held else None
+    seen = attempt_log.failures(attempts, ranks, mtbf)
     facts = Facts(
         state_bytes=held,
         ranks=ranks,
         restore_rates=[_tier(one) for one in restore_rate],
         run=run,
-        failures=attempt_log.failures(attempts, ranks, mtbf),
+        failures=seen,
         stall_seconds=stall_seconds or (shard / copy_rate if shard and copy_rate else None),
         write_seconds=write_seconds or (held / write_rate if held and write_rate else 0.0),
         in_flight=in_flight,
@@ -119,7 +120,7 @@ class Facts:
     """name of a tier, and the bytes a second at which it is read"""
     run: str | None
     """in which failures were looked for"""
-    failures: Failures
+    failures: Known
     """of the whole job, as expected and as seen"""
     stall_seconds: float | None
     """what a save takes from the training loop"""
@@ -135,7 +136,7 @@ class Facts:
 
 def sized(facts: Facts) -> dict[str, Any]:
     """What follows from the facts; None for what needs a fact that is missing. Raises Refused."""
-    state, stall, mtbf = facts.state_bytes, facts.stall_seconds, facts.failures.mean_seconds
+    state, stall, mtbf = facts.state_bytes, facts.stall_seconds, facts.failures.all.mean_seconds
     data: dict[str, Any] = {
         "state_bytes": state,
         "ranks": facts.ranks,
@@ -144,19 +145,22 @@ def sized(facts: Facts) -> dict[str, Any]:
         "write_seconds": facts.write_seconds or None,
         "restore_seconds": {name: state / rate for name, rate in facts.restore_rates} if state else {},
         "mtbf_seconds": mtbf,
-        "mtbf_expected_seconds": facts.failures.mtbf,
-        "failures_seen": facts.failures.count if facts.run else None,
-        "observed_seconds": facts.failures.seconds if facts.run else None,
+        "mtbf_expected_seconds": facts.failures.all.mtbf,
+        "failures_seen": facts.failures.all.count if facts.run else None,
+        "nodes_lost": facts.failures.of_nodes.count if facts.run else None,
+        "observed_seconds": facts.failures.all.seconds if facts.run else None,
         "failures": facts.run_days * sizing.DAY_SECONDS / mtbf if facts.run_days and mtbf else None,
         "intervals": [],
     }
     if stall is None:
         return data
-    auto = Rule(facts.failures).interval(stall, facts.write_seconds, facts.in_flight)
+    auto = Rule(facts.failures.all).interval(stall, facts.write_seconds, facts.in_flight)
+    below = Rule(facts.failures.of_nodes).interval(stall, facts.write_seconds, in_flight=1)
     data |= {
         "auto_seconds": auto.seconds,
         "auto_steps": auto.steps(facts.step_seconds) if facts.step_seconds else None,
         "auto_why": auto.why,
+        "auto_below_seconds": below.seconds if facts.run else None,
     }
     if mtbf is None:
         return data
@@ -224,7 +228,8 @@ def _facts(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
     found += [(text, _time(data[name])) for text, name in times if data.get(name)]
     if data["failures_seen"] is not None:
-        seen = f"{data['failures_seen']} in {_time(data['observed_seconds'])} that `lastgood run` has recorded"
+        nodes = f" ({plural(data['nodes_lost'], 'lost node')})" if data["nodes_lost"] else ""
+        seen = f"{data['failures_seen']}{nodes} in {_time(data['observed_seconds'])} that `lastgood run` has recorded"
         found.append(("failures seen", seen))
         if expected := data["mtbf_expected_seconds"]:
             found.append(("failures expected", f"one in {_time(expected)}"))
@@ -234,6 +239,8 @@ def _facts(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     if data.get("auto_seconds") is not None:
         steps = f", {plural(data['auto_steps'], 'step')}" if data["auto_steps"] else ""
         found.append(('cadence="auto" saves every', f"{_time(data['auto_seconds'])}{steps}: {data['auto_why']}"))
+    if data.get("auto_below_seconds") is not None:
+        found.append(("below memory, for lost nodes only", _time(data["auto_below_seconds"])))
     return found
 
 

@@ -9,7 +9,7 @@ from statistics import median
 
 from ..coordination.single_rank import AnyRanks
 from ..errors import Unavailable
-from ..policy.failures import Failures
+from ..policy.failures import Failures, Known
 from ..policy.tune import Auto, adapt
 from ..run import side_records
 from ..run.outcomes import Outcomes
@@ -18,17 +18,18 @@ from ..supervisor import attempt_log
 from .options import Options
 
 
-def known_failures(options: Options, url: str, ranks: AnyRanks, outcomes: Outcomes) -> Failures:
+def known_failures(options: Options, url: str, ranks: AnyRanks, outcomes: Outcomes) -> Known:
     """What is known of the failures of the job that saves to the run at `url`; those seen at rank 0, which decides.
 
     Where the run cannot be read, that is reported, and only what is expected counts. Raises UnknownFormat.
     """
-    expected = Failures(options.tuning.mtbf)
-    if options.front_cadence() != "auto" or not ranks.is_coordinator:
+    mtbf = options.tuning.mtbf
+    expected = Known(Failures(mtbf), Failures(mtbf))
+    if not options.adapts or not ranks.is_coordinator:
         return expected
     try:
         with side_records.opened(url) as tier:
-            return attempt_log.failures(attempt_log.read(tier), ranks.size, expected.mtbf)
+            return attempt_log.failures(attempt_log.read(tier), ranks.size, mtbf)
     except Unavailable as error:
         outcomes.put(error)
         return expected

@@ -28,7 +28,7 @@ from ..limits import (
 )
 from ..policy.arguments import is_positive, is_whole, require
 from ..policy.cadence import Every
-from ..policy.failures import Failures
+from ..policy.failures import Known
 from ..policy.interval import Rule
 from ..policy.retention import KEEP, Keep
 from ..policy.scrub import Scrub
@@ -207,7 +207,7 @@ class Options:
 
     def _check_times(self) -> None:
         limit, overhead, mtbf = self.durable_within_seconds, self.tuning.overhead, self.tuning.mtbf
-        auto = self.front_cadence() == "auto"
+        auto = self.adapts
         require(
             limit is None or is_positive(limit), f"durable_within_seconds={limit!r}", "Give seconds above 0, or None."
         )
@@ -267,17 +267,6 @@ class Options:
         )
         below = [one for one in self.tiers[1:] if paths.parsed(one.url).kind == "slots"]
         require(not below, "slots below another place", "Give slots as the first tier, or a directory.")
-        require(
-            self.cadence != "auto" or not self.tiers or self.tiers[0].cadence in (None, "auto"),
-            'cadence="auto" for a run whose first tier has its own cadence',
-            'Leave the cadence of the first tier out: "auto" then holds for it.',
-        )
-        copied = [one.url for one in self.tiers[1:] if one.cadence == "auto"]
-        require(
-            not copied,
-            f'cadence="auto" for {copied[:1]}, which is not the first tier',
-            "Give lastgood.Every(...) there: saves are made in the first tier, and copied to the others.",
-        )
 
     @property
     def keep(self) -> Keep:
@@ -298,18 +287,37 @@ class Options:
         """The cadence of the place that is written first."""
         return self.front.cadence or self.cadence
 
-    def rule(self, failures: Failures) -> Rule:
-        """From what the interval of cadence="auto" follows. `failures`: what is known of those of the job."""
-        limit = self.durable_within_seconds
-        longest = math.inf if limit is None else limit / 2  # the other half is for the save that must be durable then
-        return Rule(failures, self.tuning.overhead, longest)
+    @property
+    def adapts(self) -> bool:
+        """Whether any place is saved to at an interval that adapts."""
+        return "auto" in (self.front_cadence(), *self.cadences_below())
 
-    def cadences_below(self) -> list[Every | None]:
+    def rule(self, failures: Known) -> Rule:
+        """From what the interval of the first place follows. `failures`: what is known of those of the job."""
+        return Rule(failures.all, self.tuning.overhead, self._longest_seconds)
+
+    def rule_below(self, place: int, failures: Known) -> Rule:
+        """The same for the place of this position among the lower ones, which is read after a failure that the places
+        above it do not survive."""
+        above = self.tiers[: place + 1]
+        counted = failures.of_nodes
+        if any(one.survives_nodes for one in above):
+            counted = replace(counted, count=0)
+        durable_above = any(not one.in_memory for one in above)
+        return Rule(counted, self.tuning.overhead, math.inf if durable_above else self._longest_seconds)
+
+    @property
+    def _longest_seconds(self) -> float:
+        """Between two saves that must be durable in time: the other half of the time is for the save itself."""
+        return math.inf if self.durable_within_seconds is None else self.durable_within_seconds / 2
+
+    def cadences_below(self) -> list[Every | Literal["auto"] | None]:
         """The cadences of the places that receive copies; None: all that are saved in the first place."""
         if not self.tiers:
             return []
-        last = self.cadence if isinstance(self.cadence, Every) and self.cadence != self.front_cadence() else None
-        return [*(one.cadence for one in self.tiers[1:] if one.cadence != "auto"), last]
+        first = self.tiers[0].cadence
+        follows = first is None or (first == self.cadence and first != "auto")
+        return [*(one.cadence for one in self.tiers[1:]), None if follows else self.cadence]
 
     def places(self, path: str | os.PathLike[str]) -> list[PlaceOptions]:
         """The places of the run, the one that is written first in front. Raises Refused if one is given twice.

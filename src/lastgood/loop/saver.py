@@ -28,7 +28,7 @@ from ..errors import Damaged, InFlightFull, StepTaken
 from ..format import commit, parity_layout
 from ..policy.arguments import require
 from ..policy.cadence import Every
-from ..policy.failures import Failures
+from ..policy.failures import Known
 from ..policy.retention import wanted
 from ..policy.tune import Auto
 from ..records import Generation, GenerationId
@@ -40,6 +40,7 @@ from ..run.save_handle import Save
 from ..snapshot.unchanged import changed, is_same, require_unchanged
 from ..state.live_check import Numbers
 from .adaptive_interval import Pace
+from .copy_pace import CopyPace
 from .load import LoadRequest
 from .options import Options
 from .reports import Reports
@@ -62,7 +63,7 @@ class Saver:
         planner: SavePlanner,
         ranks: AnyRanks,
         reports: Reports,
-        failures: Failures,
+        failures: Known,
     ) -> None:
         self._request, self._options, self._pipeline, self._planner = request, options, pipeline, planner
         self._ranks, self._reports = ranks, reports
@@ -79,7 +80,7 @@ class Saver:
         self._restored: Generation | None = None
         """the restored generation, if the next process would resume at it too"""
         self._cadence: Every | Pace = _cadence(options, failures)
-        self._below = [PlaceCadence(one, ranks.size == 1) for one in options.cadences_below()]
+        self._below = [self._cadence_below(place, failures) for place in range(len(options.cadences_below()))]
         self._fence_seconds = 0.0
         """the part of `Fence.waited_seconds` that is counted in a save already"""
         self.follow(0)
@@ -106,6 +107,15 @@ class Saver:
         self.schedule.restored(n, time.monotonic())
         for one in self._below:
             one.restored(n, time.monotonic())
+
+    def _cadence_below(self, place: int, failures: Known) -> PlaceCadence | CopyPace:
+        """When copies to the place of this position among the lower ones are due."""
+        options, below = self._options, self._pipeline.places.below
+        cadence = options.cadences_below()[place]
+        if cadence != "auto":
+            return PlaceCadence(cadence, self._ranks.size == 1)
+        rule = options.rule_below(place, failures)
+        return CopyPace(Auto(rule), below[place].tier.place if below else "", self._reports)
 
     def require_idle(self) -> None:
         """Raises Refused while a save reads the state: a signal handler may have interrupted it."""
@@ -163,9 +173,9 @@ class Saver:
                 at, planned = self._planned(n, topic)
                 newest_only = self._pipeline.run.tier.newest_only  # an older one would take the place of a newer one
                 pinned = (must and not newest_only) or wanted(self._options.front.keep, n, milestone, metrics)
-                self._owe(n, must, time.monotonic())
-                self.first_step = n if self.first_step is None else self.first_step
                 save = Save(n)  # its seconds are those of the write: planning may have waited for other ranks
+                self._owe(save, must, time.monotonic())
+                self.first_step = n if self.first_step is None else self.first_step
                 self._pipeline.start(save, at, planned, topic, pinned, milestone, metrics)
                 if planned.overlapped:
                     self._planner.hold_updates(planned)
@@ -187,12 +197,13 @@ class Saver:
         below = [one.due(n, now) for one in self._below]
         return self.schedule.due(n, now) or any(below)
 
-    def _owe(self, n: int, must: bool, now: float) -> None:
-        """A save of step `n` begins: note to which places below it is copied. `must`: to all of them."""
+    def _owe(self, save: Save, must: bool, now: float) -> None:
+        """A save begins: note to which places below it is copied. `must`: to all of them."""
         for place, cadence in enumerate(self._below):
-            if must or cadence.is_due:
-                self._pipeline.places.owe(place, n)
-                cadence.begun(n, now)
+            copied = must or cadence.is_due
+            if copied:
+                self._pipeline.places.owe(place, save.step)
+            cadence.begun(save, copied, now)
 
     @contextlib.contextmanager
     def _reading_the_state(self) -> Iterator[None]:
@@ -320,7 +331,7 @@ class Saver:
             self._reports.emit("fenced", self.last.step, seconds=waited)
 
 
-def _cadence(options: Options, failures: Failures) -> Every | Pace:
+def _cadence(options: Options, failures: Known) -> Every | Pace:
     front = options.front_cadence()
     if isinstance(front, Every):
         return front

@@ -15,6 +15,7 @@ from ..policy.arguments import is_whole, require
 from ..policy.cadence import Every
 from ..policy.retention import KEEP, Keep
 from ..run import memory_place, paths
+from ..run.save_handle import Save
 
 
 @dataclass(frozen=True)
@@ -24,12 +25,12 @@ class Tier:
     `url`: a directory, `slots:///...`, `s3://`, `gs://` or `az://`; not that of another place of the run. "memory://",
     for the first tier only, is the memory of each machine (docs/agent.md): its saves outlive the training process, not
     the machine.
-    `cadence`: when `step()` saves here; default None: as the run. "auto" is for the first tier only; the places below
-    keep cadences of their own. `retention`: which generations are kept here; default Keep(last=3), in memory
-    Keep(last=1). `parity`: as that of a Checkpointer; default None: no parity. In memory, and
-    with shared=False, parity="4+2" is kept among nodes: the loss of any two of them loses nothing that is protected,
-    and it takes half as much as each node's part. With fewer than six nodes three copies are made instead, which is
-    reported.
+    `cadence`: when `step()` saves here; default None: as the run. "auto": as often as it pays, by what saves to this
+    place cost, and by the failures that the places above do not survive.
+    `retention`: which generations are kept here; default Keep(last=3), in memory Keep(last=1).
+    `parity`: as that of a Checkpointer; default None: no parity. In memory, and with shared=False, parity="4+2" is kept
+    among nodes: the loss of any two of them loses nothing that is protected, and it takes half as much as each node's
+    part. With fewer than six nodes three copies are made instead, which is reported.
     `shared`: whether all nodes see this place; False, for the first tier only: each node has a directory of its own
     under this path, for the files of its ranks; default True.
     `copies`: on how many nodes each file lies, in memory and with shared=False; default 1: on the node of its rank.
@@ -91,7 +92,7 @@ class Tier:
         require(
             self.cadence is None or isinstance(self.cadence, Every) or self.cadence == "auto",
             f"Tier(cadence={self.cadence!r})",
-            'Give lastgood.Every(...), "auto" for the first tier, or None.',
+            'Give lastgood.Every(...), "auto" or None.',
         )
         require(
             self.parity is None or isinstance(self.parity, str),
@@ -111,6 +112,12 @@ class Tier:
     def node_local(self) -> bool:
         """Whether each node has this place for itself."""
         return self.in_memory or not self.shared
+
+    @property
+    def survives_nodes(self) -> bool:
+        """Whether what was saved here survives the loss of a machine with its disks."""
+        among_nodes = self.copies > 1 or self.node_parity is not None
+        return among_nodes or "node" in paths.survived_by(str(self.url))
 
     @property
     def node_parity(self) -> str | None:
@@ -141,7 +148,7 @@ class PlaceCadence:
 
     def restored(self, n: int, now: float) -> None:
         """Note that the state is that of step `n`: intervals begin there. `now`: in seconds of a monotonic clock."""
-        self.begun(n, now)
+        self._begin_at(n, now)
         self._step = n
 
     def due(self, n: int, now: float) -> bool:
@@ -157,7 +164,11 @@ class PlaceCadence:
         self._step = max(n, self._step)
         return self._asks
 
-    def begun(self, n: int, now: float) -> None:
-        """Note that a save of step `n` has begun, which is copied to this place."""
+    def begun(self, save: Save, copied: bool, now: float) -> None:
+        """Note that a save has begun, and whether it is copied to this place."""
+        if copied:
+            self._begin_at(save.step, now)
+
+    def _begin_at(self, n: int, now: float) -> None:
         self._saved_at, self._step = now, max(n, self._step)
         self._asks, self.is_due = False, self._cadence is None

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..units import span
 from .arguments import is_number, is_positive, require
@@ -58,6 +58,17 @@ class Failures:
         expected = [] if self.mtbf is None else [f"{span(self.mtbf)} expected"]
         seen = [f"{self.count} seen in {span(self.seconds)}"] if self.seconds else []
         return f"a failure every {span(mean)} ({', '.join(expected + seen)})"
+
+
+@dataclass(frozen=True)
+class Known:
+    """The failures of a job, and those of them that a place of its run did not survive. Default: nothing is known.
+
+    `all`: however a rank ended. `of_nodes`: in which a machine was lost, with the memory and the disks that it has.
+    """
+
+    all: Failures = field(default_factory=Failures)
+    of_nodes: Failures = field(default_factory=Failures)
 
 
 @dataclass(frozen=True)

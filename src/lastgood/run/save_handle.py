@@ -82,6 +82,11 @@ class Save:
             return []
         return [place for place, copied in self._places.items() if copied is None or _succeeded(copied)]
 
+    def copying(self, place: str) -> bool:
+        """Whether the generation exists, and its copy to `place` is under way."""
+        copied = self._places.get(place) if self.is_committed() else None
+        return copied is not None and not copied.done()
+
     def dropped(self) -> bool:
         """Whether the save was given up on purpose: because a newer step was committed first (Overtaken), or because
         the live state changed while it was copied (TornSnapshot)."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ..policy.failures import Failures, Life, observed
+from ..policy.failures import Known, Life, observed
 from ..policy.health import Finding
 from ..policy.membership import Spares
 from ..ports import Tier
@@ -109,16 +109,20 @@ def read(tier: Tier) -> list[Attempt]:
     return [msgspec.structs.replace(one, number=number) for number, one in found.items()]
 
 
-def failures(attempts: Sequence[Attempt], ranks: int, mtbf: float | None) -> Failures:
+def failures(attempts: Sequence[Attempt], ranks: int, mtbf: float | None) -> Known:
     """What attempts, oldest first, tell about the failures of a job of so many ranks: `policy.failures.observed`."""
-    lives = [
-        Life(
-            seconds=one.seconds,
-            ranks=one.ranks,
-            trained=one.restored_step is not None,
-            last_step=one.last_step,
-            cause="" if one.cause is None else one.cause.key,
-        )
-        for one in attempts
-    ]
-    return observed(lives, ranks, mtbf)
+
+    def lives(*kinds: str) -> list[Life]:
+        """`kinds`: of the causes that count; none given: all of them."""
+        return [
+            Life(
+                seconds=one.seconds,
+                ranks=one.ranks,
+                trained=one.restored_step is not None,
+                last_step=one.last_step,
+                cause="" if one.cause is None or one.cause.kind not in (kinds or (one.cause.kind,)) else one.cause.key,
+            )
+            for one in attempts
+        ]
+
+    return Known(observed(lives(), ranks, mtbf), observed(lives("node"), ranks, mtbf))

@@ -1,0 +1,117 @@
+"""Copies to a lower place with cadence="auto" follow what they cost. Time is passed in; no test waits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import lastgood
+from lastgood.loop.copy_pace import CopyPace
+from lastgood.loop.options import Options
+from lastgood.policy.failures import Failures, Known
+from lastgood.policy.interval import Rule
+from lastgood.policy.tune import Auto
+
+HOME = "/home/run"
+
+
+class Saved:
+    """A save that is durable in the place above at once, and whose copy ends when a test says so."""
+
+    def __init__(self, step: int, good: bool) -> None:
+        self.step, self.good, self.ends_at, self.now = step, good, None, 0.0
+
+    def ended(self) -> bool:
+        return True
+
+    def copying(self, place: str) -> bool:
+        return place == HOME and self.ends_at is not None and self.now < self.ends_at
+
+    def where(self) -> list[str]:
+        return ["/front", HOME] if self.good and not self.copying(HOME) else ["/front"]
+
+
+class Loop:
+    """Steps of a second, each saved above. A copy takes `tw` seconds and makes each step beside it `slower`."""
+
+    def __init__(self, rule: Rule, tw: float, slower: float, good: bool = True) -> None:
+        self.tw, self.slower, self.good = tw, slower, good
+        self.events, self.copied = [], []
+        self.pace, self.now, self.saves = CopyPace(Auto(rule), HOME, self), 0.0, []
+
+    def emit(self, kind: str, step: int, detail: str) -> None:
+        self.events.append((kind, step, detail))
+
+    def run(self, steps: int) -> None:
+        for n in range(1, steps + 1):
+            copying = any(one.copying(HOME) for one in self.saves)
+            self.now += 1.0 + self.slower * copying
+            for one in self.saves:
+                one.now = self.now
+            assert not self.pace.due(n, self.now), "it asks for no save of its own"
+            save = Saved(n, self.good)
+            if self.pace.is_due:
+                save.ends_at = self.now + self.tw
+                self.copied.append(n)
+            self.saves = [one for one in [*self.saves, save] if one.ends_at]
+            self.pace.begun(save, self.pace.is_due, self.now)
+
+
+def test_copies_are_as_rare_as_their_cost_demands():
+    loop = Loop(Rule(overhead=0.01), tw=4.0, slower=0.2)
+    loop.run(2000)
+    assert 60 <= loop.pace.auto.interval_steps <= 110, "four steps a copy lose 0.8 s, 1 % of 1 s a step: 80 steps"
+    assert loop.events[-1][0] == "tuned" and loop.events[-1][2].startswith(f"{HOME}: a save every ")
+
+
+def test_copies_never_queue_up():
+    loop = Loop(Rule(Failures(mtbf=60.0)), tw=25.0, slower=0.0)
+    loop.run(500)
+    assert loop.pace.auto.interval_steps >= 25 and loop.copied[-1] - loop.copied[-2] >= 25
+
+
+def test_a_copy_that_failed_is_no_measurement():
+    loop = Loop(Rule(overhead=0.01), tw=4.0, slower=0.2, good=False)
+    loop.run(200)
+    assert not loop.events and len(loop.copied) > 10
+
+
+SEEN = Known(Failures(900.0, seconds=9000.0, count=9), Failures(900.0, seconds=9000.0, count=2))
+
+
+@pytest.mark.parametrize(
+    ("tiers", "count"),
+    [
+        ([lastgood.Tier("memory://")], 2),
+        ([lastgood.Tier("memory://", copies=2)], 0),
+        ([lastgood.Tier("s3://bucket/run")], 0),
+        ([lastgood.Tier("/nvme/run")], 2),
+    ],
+)
+def test_only_failures_count_that_the_places_above_do_not_survive(tiers, count):
+    rule = Options(cadence="auto", tiers=tiers, tuning=lastgood.Tuning(mtbf=900.0)).rule_below(0, SEEN)
+    assert (rule.failures.count, rule.failures.seconds, rule.failures.mtbf) == (count, 9000.0, 900.0)
+
+
+def test_a_time_limit_for_durable_saves_bounds_copies_below_memory():
+    def longest(url: str) -> float:
+        options = Options(cadence="auto", tiers=[lastgood.Tier(url)], durable_within_seconds=60.0)
+        return options.rule_below(0, Known()).longest_seconds
+
+    assert longest("memory://") == 30.0 and longest("/nvme/run") == float("inf")
+
+
+def test_a_home_adapts_below_a_tier_that_saves_at_every_step(tmp_path):
+    events: list[lastgood.Event] = []
+    front = lastgood.Tier(tmp_path / "front", cadence=lastgood.Every(steps=1))
+    state, home = {"w": torch.zeros(100_000)}, tmp_path / "home"
+    options = {"tiers": [front], "cadence": "auto", "retention": lastgood.Keep(last=99), "overhead": 0.05}
+    with lastgood.Checkpointer(home, state, **options, on_event=events.append, save_on_exit=False) as ckpt:
+        ckpt.restore()
+        for n in range(1, 61):
+            ckpt.step(n)
+            ckpt.wait()
+    copied = [one.step for one in lastgood.open(home).generations()]
+    assert copied[0] == 10 and len(copied) < 60
+    tuned = [one.detail for one in events if one.kind == "tuned"]
+    assert tuned and all(one.startswith(f"{home}: a save every ") for one in tuned)
