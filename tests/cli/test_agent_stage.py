@@ -13,6 +13,7 @@ import lastgood
 from harness import steps
 from lastgood.run import access, agent_link, copying, memory_place
 from lastgood.run.agent_messages import AgentSpec, CopyTo
+from lastgood.supervisor.staging import Reserve
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "ranks"
 """a run of two ranks, with the steps 2 and 4"""
@@ -64,6 +65,30 @@ def test_what_is_only_in_memory_stays(home, memory, call_json):
     shutil.rmtree(next((home / "gen").glob("000000000004-*")))
     assert call_json("agent", "stage", str(home))[0] == 0
     assert names(home).keys() == {2, 4}
+
+
+def test_a_node_in_reserve_follows_the_newest_generation(home, memory, caplog):
+    """As `lastgood run --stage RUN` does it. It begins before the run exists, as on the first start of a job."""
+    caplog.set_level("INFO")
+    later, reserve = home.with_name("later"), Reserve(str(home))
+    home.rename(later)
+    reserve.refresh()
+    reserve.refresh()
+    later.rename(home)
+    newest = next((home / "gen").glob("000000000004-*"))
+    newest.rename(home / "kept")
+    reserve.refresh()
+    assert names(home).keys() == {2}
+    (home / "kept").rename(newest)
+    reserve.refresh()
+    reserve.refresh()
+    assert names(home).keys() == {4}
+    reported = [one.getMessage().partition(" in the memory of this node")[0] for one in caplog.records]
+    assert reported == [
+        "nothing is staged",
+        "step 2 is staged",
+        "step 4 is staged",
+    ]
 
 
 @pytest.mark.parametrize("ranks", ["x", "3-1", "1-", "0,,1", "0-99999999"])

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,10 +18,12 @@ import pytest
 
 from agents import until
 from lastgood.policy.recovery import GAVE_UP, PREEMPTED
+from lastgood.run import memory_place
 from lastgood.supervisor.placement import free_port
 
 pytestmark = pytest.mark.slow
 
+GOLDEN = Path(__file__).parents[1] / "golden" / "ranks"
 COMMAND = [str(Path(sys.executable).with_name("lastgood")), "run", "--spawn"]
 NAMES = ["RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_PORT"]
 RANK = f"""
@@ -124,13 +127,18 @@ def test_a_failed_rank_restarts_all_nodes_and_a_lost_node_is_replaced(nodes: Nod
 
 
 @pytest.mark.parametrize("nodes", ["2"], indirect=True)
-def test_expected_spare_nodes_are_counted_and_one_takes_over(nodes: Nodes) -> None:
+def test_expected_spare_nodes_are_counted_and_one_takes_over(nodes: Nodes, memory: Path) -> None:
+    """The one that takes over has the newest generation in its memory before."""
+    home = shutil.copytree(GOLDEN, nodes.folder / "home")
     spares = ["--spares", "1", "--records", "logs"]
     first, second = nodes.start("a", *spares), nodes.start("b", *spares)
     missing, complete = "0 of 1 expected; start 1 more node with the same command", "1 of 1 expected"
     until(lambda: nodes.reported() == [missing])
-    third = nodes.start("c", *spares)
+    third = nodes.start("c", *spares, "--stage", "home")
     until(lambda: nodes.reported() == [missing, complete])
+    until(lambda: "step 4 is staged in the memory of this node" in nodes.log("c"))
+    there = Path(memory_place.folder_of(home, {**os.environ, "LASTGOOD_NODE": "c"}))
+    assert [one.parent.name[:12] for one in there.glob("gen/*/COMMIT.json")] == ["000000000004"]
     second.send_signal(signal.SIGTERM)
     nodes.touch("over-0")
     assert second.wait(60) == PREEMPTED

@@ -19,12 +19,14 @@ from ..policy.hang import Limits
 from ..policy.health import Unhealthy
 from ..policy.recovery import Budget
 from ..policy.slow import Pace
+from ..run import paths
 from . import devices, policy_file
 from .options import parser, split, variable
 from .outputs import PREFIX, STDERR, STDOUT, TEMPLATE, Outputs
 from .policy_file import Policy
 from .program import Program
-from .rendezvous_options import Options, Rendezvous, rendezvous
+from .rendezvous_options import Options, Rendezvous
+from .rendezvous_options import rendezvous as several_nodes
 
 ACCELERATORS = ("auto", "gpu", "xpu")
 """values of --nproc-per-node that ask for one rank a device"""
@@ -62,6 +64,8 @@ class Job:
     """those that ask for the end of the job"""
     rendezvous: Rendezvous | None = None
     """with the other nodes of the job; None: there are none"""
+    stage: str = ""
+    """the run whose newest generation is put into the memory of this node while it waits for others; empty: of none"""
     records: Path | None = None
     """where the ranks and the supervisor put their logs (run/job_logs.py); None: nowhere"""
     health_file: str | None = None
@@ -96,6 +100,7 @@ def parsed(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) ->
     ranks = _ranks(args.nproc_per_node)
     if args.virtual_local_rank:
         devices.one_visible(ranks - 1, environ)  # raises if there are not enough
+    rendezvous = _rendezvous(args)
     return Job(
         program=Program(kind=kind, name=name, arguments=rest),
         ranks=ranks,
@@ -117,7 +122,8 @@ def parsed(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) ->
         preload=args.preload,
         shutdown_seconds=args.shutdown_timeout,
         signals=args.signals_to_handle,
-        rendezvous=_rendezvous(args),
+        rendezvous=rendezvous,
+        stage=_staged(args.stage, rendezvous),
         records=Path(args.records).absolute() if args.records else None,
         health_file=os.path.abspath(args.health_file) if args.health_file else None,
         health_seconds=args.health_seconds,
@@ -171,8 +177,21 @@ def _refuse(args: argparse.Namespace) -> None:
         raise Refused(f"--log-dir {args.log_dir} is no folder", safe="Nothing was started.", todo="Give a folder.")
 
 
+def _staged(run: str, several: Rendezvous | None) -> str:
+    """The value of --stage, the last place of a run, as an absolute path or a URL. Raises Refused."""
+    if not run:
+        return ""
+    if several is None:
+        raise Refused(f"--stage {run} with one node", safe="Nothing was started.", todo="Give --nnodes too.")
+    place = paths.parsed(run)
+    if place.kind not in ("directory", "objects"):
+        todo = "Give the last place of the run, a directory or a bucket."
+        raise Refused(f"--stage {run}", safe="Nothing was started.", todo=todo)
+    return os.path.abspath(place.root) if place.kind == "directory" else place.url
+
+
 def _rendezvous(args: argparse.Namespace) -> Rendezvous | None:
-    return rendezvous(
+    return several_nodes(
         Options(
             nnodes=args.nnodes,
             backend=args.rdzv_backend,

@@ -189,6 +189,12 @@ def _add_nodes(to: _Options) -> None:
         help="Nodes beyond --nnodes that are expected in reserve; a missing one is reported. Default 0.",
     )
     to.option(
+        "--stage",
+        metavar="RUN",
+        default="",
+        help="While this node waits for others, its memory receives the newest generation of this run.",
+    )
+    to.option(
         "--quarantine-after",
         type=whole(0),
         default=3,

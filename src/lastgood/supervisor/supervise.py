@@ -28,7 +28,7 @@ from ..policy.health import described, leaves
 from ..policy.membership import Bounds, Next
 from ..policy.recovery import GAVE_UP, PREEMPTED, Answer, Outcome, answer, replayed_steps
 from ..run import advice, side_records
-from . import attempt_log, job_summary, leftovers, merged, reported, signals
+from . import attempt_log, job_summary, leftovers, merged, reported, reserve, signals
 from .arguments import Job
 from .attempt import Attempt, Lived, defaults
 from .host_signs import HostSigns, collectors
@@ -91,7 +91,8 @@ class Supervisor:
                 held.callback(zygote.close)
                 zygote.ready()
             if joins:
-                before = nodes.join(self._id)
+                with reserve.staged(self._job.stage):
+                    before = nodes.join(self._id)
                 self._id = nodes.job
                 if before is not None:
                     self._follow(msgspec.json.decode(before, type=Verdict))
