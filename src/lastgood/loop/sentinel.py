@@ -222,11 +222,13 @@ class _Seen:
         row = list[float | None]()
         for name in self._names:
             metric = metrics[name]
-            if isinstance(metric, torch.Tensor) and metric.device.type != "cpu":
+            if not isinstance(metric, torch.Tensor):
+                row.append(float(metric))
+            elif metric.is_cpu:
+                row.append(float(metric.item()))
+            else:
                 self._on_device.append(metric.detach().reshape(()).to(torch.float32, copy=True))
                 row.append(None)
-            else:
-                row.append(float(metric.detach() if isinstance(metric, torch.Tensor) else metric))
         self._rows.append((n, row))
 
     def taken(self) -> _Values:
