@@ -18,7 +18,7 @@ import pytest
 
 import lastgood
 from agents import agent, answers, ended, state, until
-from harness import flip, reported, steps
+from harness import flip, one_place, reported, steps
 from lastgood.format import layout
 from lastgood.io.files import Lock
 from lastgood.run import access, agent_link, agent_messages, lower_place, memory_place
@@ -82,7 +82,7 @@ def run(tmp_path: Path, memory: Path) -> Run:
 
 def newest(home: Path) -> int | None:
     with contextlib.suppress(lastgood.errors.LastgoodError):
-        return lastgood.open(home).verify().generation.step
+        return one_place(home).verify().generation.step
     return None
 
 
@@ -93,7 +93,7 @@ def test_the_agent_copies_what_a_killed_process_left_in_memory(run: Run) -> None
     run.killed_at(4, attached=True)
     until(lambda: steps(run.home) == [4])
     until(lambda: state(run.memory) and not state(run.memory).missing)
-    assert lastgood.open(run.home).verify(4).good
+    assert one_place(run.home).verify(4).good
     with run.opened() as ckpt:
         found = ckpt.restore()
     assert found.step == 4 and list(found.sources) == [f"memory://{run.memory}"]

@@ -12,7 +12,7 @@ import pytest
 
 import lastgood
 from agents import state, until
-from harness import flip, steps
+from harness import flip, one_place, steps
 from lastgood.agent import works
 from lastgood.errors import Cancelled
 from lastgood.format import commit
@@ -56,7 +56,7 @@ def test_the_training_process_reads_nothing_that_it_has_saved(job: Job, monkeypa
             monkeypatch.setattr(place, "read_all", unused)
         job.save(ckpt, 10)
         ckpt.wait()
-        assert steps(job.home) == [10] and lastgood.open(job.home).generations()[0].verified
+        assert steps(job.home) == [10] and one_place(job.home).generations()[0].verified
         assert lastgood.open(f"memory://{job.memory}").generations()[-1].verified
 
 
@@ -80,7 +80,7 @@ def test_without_an_agent_the_training_process_reads_and_copies(job: Job) -> Non
         until(lambda: not os.path.exists(f"/proc/{process}/exe"))
         job.save(ckpt, 10)
         ckpt.wait()
-        assert steps(job.home) == [10] and lastgood.open(job.home).generations()[0].verified
+        assert steps(job.home) == [10] and one_place(job.home).generations()[0].verified
 
 
 def test_an_agent_that_hangs_is_not_waited_for(job: Job, monkeypatch) -> None:
@@ -91,7 +91,7 @@ def test_an_agent_that_hangs_is_not_waited_for(job: Job, monkeypatch) -> None:
         try:
             job.save(ckpt, 10)
             ckpt.wait()
-            assert steps(job.home) == [10] and lastgood.open(job.home).generations()[0].verified
+            assert steps(job.home) == [10] and one_place(job.home).generations()[0].verified
         finally:
             os.kill(process, signal.SIGCONT)
 

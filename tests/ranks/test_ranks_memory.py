@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-import lastgood
 from agents import ended, until
-from harness import flip, steps
+from harness import flip, one_place, steps
 from lastgood.cli import app
 from lastgood.io.machine import NODE
 from lastgood.run import access, drill_acts, drill_peers, memory_place
@@ -69,14 +68,14 @@ def test_the_agents_of_all_nodes_complete_a_save_after_every_rank_died(tmp_path:
     home = tmp_path / "home"
     killed(nodes, memory, home, 6, with_agents=True)
     until(lambda: 6 in steps(home))
-    assert lastgood.open(home).verify(6).good
+    assert one_place(home).verify(6).good
 
 
 def test_the_agents_copy_what_killed_ranks_left_on_their_disks(tmp_path: Path, disks: Path) -> None:
     nodes, home = ["a", "b"], tmp_path / "home"
     killed(nodes, disks, home, 6, True, 2, None, True)
     until(lambda: steps(home) == [4, 6])
-    assert lastgood.open(home).verify(6).good
+    assert one_place(home).verify(6).good
     assert steps(disks / "a")[-1] == steps(disks / "b")[-1] == 6, "what is on a disk stays"
 
 

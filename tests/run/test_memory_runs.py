@@ -14,7 +14,7 @@ import pytest
 
 import lastgood
 from agents import ended, until
-from harness import reported, steps
+from harness import one_place, reported, steps
 from lastgood import errors
 from lastgood.io import memory_files
 from lastgood.run import access, memory_place, outcomes, places
@@ -139,7 +139,7 @@ def test_memory_that_is_short_sends_saves_to_the_home_disk(run: Run, monkeypatch
     assert [*spilled.rglob("*.safetensors")] and not [*run.memory.rglob("*.safetensors")]
     monkeypatch.undo()
     assert Run(run.home).train(4).step == 3
-    assert lastgood.open(run.home).verify(3).good, "the spill folder is no part of the home"
+    assert one_place(run.home).verify(3).good, "the spill folder is no part of the home"
 
 
 IN_GROUP = """
@@ -317,6 +317,9 @@ def test_what_only_memory_has_is_loaded_verified_shown_and_exported(run: Run, tm
     assert subprocess.run([sys.executable, "-c", KILLED, path, str(run.home)]).returncode == -signal.SIGKILL
     assert lastgood.load(run.home).restored.step == 7
     assert lastgood.load(run.home, step=0).restored.step == 0, "what the home has is read there"
+    opened = lastgood.open(run.home)
+    assert opened.generation().step == 7 and opened.verify().good
+    assert all(opened.bytes_of(one.name)[0] for one in opened.manifest(opened.generation()).pieces)
     for command in (["verify"], ["show"], ["export", "--to", str(tmp_path / "model.safetensors")]):
         code, out, err = call(command[0], str(run.home), *command[1:])
         assert code == 0 and f"step 7 was read from memory://{run.memory}" in " ".join(err.split()), (command, out)

@@ -15,7 +15,9 @@ from lastgood.engine.inline_executor import Inline
 from lastgood.policy.retention import Keep
 from lastgood.ports import Tier
 from lastgood.reporting import LOGGER
+from lastgood.run import access
 from lastgood.run.content import Content
+from lastgood.run.reader import RunReader
 from lastgood.run.writer import RunWriter
 from lastgood_lab.plain import State, filled, load, save
 
@@ -49,9 +51,14 @@ def digests(path: str) -> dict[str, str]:
     return {name: hashlib.sha256(content.tensor(name)[1]).hexdigest() for name in content.names()}
 
 
+def one_place(path: Path) -> RunReader:
+    """One place of a run, without what only memory has."""
+    return RunReader(access.for_reading(path))
+
+
 def steps(path: Path) -> list[int]:
-    """The steps of the generations of a run, oldest first."""
-    return [one.step for one in lastgood.open(path).generations()]
+    """The steps of the generations in one place of a run, oldest first."""
+    return [one.step for one in one_place(path).generations()]
 
 
 def flip(path: Path, offset: int = -5) -> None:

@@ -9,7 +9,10 @@ import numpy as np
 
 from ..errors import Refused
 from ..extras import needed
-from ..run import access
+from ..format.commit import Survey
+from ..ports import Tier
+from ..records import GenerationId
+from ..run import access, read_places
 from ..run.reader import RunReader
 
 if TYPE_CHECKING:
@@ -17,7 +20,16 @@ if TYPE_CHECKING:
 
 
 class Run(RunReader):
-    """A run that is open for reading only. `lastgood.open(path)` returns one."""
+    """A run that is open for reading only. `lastgood.open(path)` returns one.
+
+    What only the memory of this machine has is read from there, as `lastgood.load` does it.
+    """
+
+    def _survey(self) -> Survey:
+        return read_places.found(self.tier).survey
+
+    def _tier_of(self, at: GenerationId) -> Tier:
+        return read_places.tier_of(self.tier, at)
 
     def tensor(self, name: str, step: int | None = None) -> torch.Tensor:
         """One tensor, as a new tensor on the CPU. Reads only its bytes and checks them against its digest.

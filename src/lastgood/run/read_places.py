@@ -62,6 +62,14 @@ class ReadPlaces:
         return f"step {at.step} was read from {tier.place}; {self.place} has not received it yet"
 
 
+def tier_of(tier: Tier, at: GenerationId) -> Tier:
+    """The place from which this machine reads a generation of the run at `tier`; raises as `found`."""
+    with contextlib.suppress(LastgoodError):
+        if _memory_of(tier) is not None:
+            return found(tier).tier_of(at)
+    return tier
+
+
 def found(tier: Tier) -> ReadPlaces:
     """The place of `tier`, and the memory of this machine that a Checkpointer of this place would open.
 

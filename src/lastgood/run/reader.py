@@ -108,12 +108,12 @@ class RunReader:
 
     def generations(self) -> list[Generation]:
         """All generations with a valid commit record, in ascending order of steps, including abandoned ones."""
-        found = commit.survey(self.tier).generations
+        found = self._survey().generations
         return [found[at] for at in sorted(found)]
 
     def lineage(self) -> list[Generation]:
         """The generations that a restore would consider, newest first."""
-        survey = commit.survey(self.tier)
+        survey = self._survey()
         chain = restore.lineage(survey).chain
         return [survey.generations[at] for at in chain if at in survey.generations]
 
@@ -129,15 +129,22 @@ class RunReader:
 
     def _first(self, step: int | None) -> tuple[Survey, GenerationId]:
         """List the run. Returns the survey, and the generation that a restore would try first. Raises NoSuchStep."""
-        survey = commit.survey(self.tier)
+        survey = self._survey()
         candidates = restore.choose(survey, step).candidates
         if not candidates:
             raise restore.no_such_step(f"{self.tier.place} holds no generation that is good", survey)
         return survey, candidates[0]
 
+    def _survey(self) -> Survey:
+        return commit.survey(self.tier)
+
+    def _tier_of(self, at: GenerationId) -> Tier:
+        """The place from which a generation is read."""
+        return self.tier
+
     def manifest(self, generation: Generation, rank: int = 0) -> Manifest:
         """The pieces and values of one rank. Raises Damaged or Unavailable."""
-        return commit.read_manifest(self.tier, generation, rank)
+        return commit.read_manifest(self._tier_of(generation.id), generation, rank)
 
     def bytes_of(self, name: str, step: int | None = None) -> tuple[reshard.Tensor, bytearray]:
         """Read one tensor and verify its bytes. Raises NoSuchStep, NoSuchTensor, Damaged, Unavailable."""
@@ -145,7 +152,8 @@ class RunReader:
 
     def content(self, step: int | None = None) -> Content:
         """The content of a generation as one state of all ranks. Raises NoSuchStep, Damaged, Unavailable."""
-        return Content(self.tier, self.generation(step))
+        generation = self.generation(step)
+        return Content(self._tier_of(generation.id), generation)
 
     def verify(self, step: int | None = None, layers: Collection[str] = LAYERS) -> Verdict:
         """Read a generation past the page cache and return the findings.
@@ -165,5 +173,5 @@ class RunReader:
         else:
             with ThreadPoolExecutor(WORKERS, "lastgood-read") as workers:
                 arena = Arena(EXAMINATION_CHUNKS * CHUNK_BYTES, CHUNK_BYTES)
-                findings = read_all(self.tier, survey.generations[at], arena, workers, layers=layers)
+                findings = read_all(self._tier_of(at), survey.generations[at], arena, workers, layers=layers)
         return Verdict(at=at, layers=[one for one in LAYERS if one in layers], findings=findings)

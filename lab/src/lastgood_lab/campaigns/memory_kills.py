@@ -28,7 +28,8 @@ import torch
 
 import lastgood
 from lastgood.errors import NoSuchStep
-from lastgood.run import agent_link, agent_messages, memory_place
+from lastgood.run import access, agent_link, agent_messages, memory_place
+from lastgood.run.reader import RunReader
 from lastgood_lab.campaigns.reports import report
 from lastgood_lab.campaigns.trials import progress
 from lastgood_lab.worlds import CONTEXT
@@ -113,7 +114,7 @@ class Run:
             return
         newest = 0
         with contextlib.suppress(NoSuchStep):  # it was killed before its first save
-            newest = lastgood.open(self.home).generation().step
+            newest = RunReader(access.for_reading(self.home)).generation().step
         if newest not in (self.committed, self.committed + 1):
             self.problems.append(f"{self.home.name}: the home has step {newest} of {self.committed}")
         self.ends["copied by the agent"] += 1
