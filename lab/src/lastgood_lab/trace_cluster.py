@@ -102,7 +102,7 @@ class Nodes:
 
     def lose(self) -> None:
         name = self._training()
-        _kill_all(str(self._memory / name))
+        kill_all(str(self._memory / name))
         self._nodes.pop(name).wait()
         self._spawn()
 
@@ -114,7 +114,7 @@ class Nodes:
 
     def end(self) -> None:
         for name, process in self._nodes.items():
-            _kill_all(str(self._memory / name))
+            kill_all(str(self._memory / name))
             process.wait()
 
     def _training(self) -> str:
@@ -150,7 +150,7 @@ class Nodes:
             )
 
 
-def _kill_all(home: str) -> None:
+def kill_all(home: str) -> None:
     """Kill every process of a node: those with its memory in their environment, its agent among them."""
     mark = f"{memory_place.VARIABLE}={home}\0".encode()
     until = time.monotonic() + LOSS_SECONDS

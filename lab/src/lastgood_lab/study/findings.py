@@ -10,16 +10,20 @@ until the next one has restored and has trained its last step again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import count, pairwise
 
 import msgspec
 
 import lastgood
 from lastgood.data.trained import multiset_hash
 from lastgood.run.job_logs import SaveLine, StepLine
-from lastgood.supervisor.attempt_log import Attempt, Cause
+from lastgood.supervisor.attempt_log import Attempt
 
+from .conditions import Expected
 from .environment import Environment
 from .unit import Unit
 
@@ -38,6 +42,8 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     recorded: list[Attempt]
     """in the run"""
     order: lastgood.ResumableSampler
+    left_out: list[tuple[int, int]] = msgspec.field(default_factory=list)
+    """epoch and window of the batches that the newest generation has left out"""
     audit: str
     """what the audit in the newest generation finds; empty if every sample was trained exactly once"""
 
@@ -51,12 +57,14 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int = 0
     replayed: int = 0
     """steps that were trained again"""
+    unfinished: int = 0
+    """saves that had not ended when their attempt failed"""
     stall: float = 0.0
     """how long the loop of rank 0 has waited for saves"""
     parts: dict[str, float] = msgspec.field(default_factory=dict)
     saves: int = 0
     losses: list[float] = msgspec.field(default_factory=list)
-    """of rank 0, of each committed step"""
+    """means over the ranks, of each committed step"""
     environment: Environment | None = None
     """None: it was not recorded"""
     reached: str = ""
@@ -69,18 +77,19 @@ def found(unit: Unit, seen: Seen) -> Found:
     reached = _reached(unit, seen)
     if reached:
         return Found(unit=unit, reached=reached, wall=seen.ended - seen.begun)
-    committed = [_committed(lines, seen) for lines in seen.steps]
+    committed = _committed(seen)
     wall, parts = seen.ended - seen.begun, _parts(seen)
     return Found(
         unit=unit,
         wall=wall,
-        goodput=len(committed[0]) / wall,
+        goodput=len(committed) / wall,
         restarts=len(seen.attempts) - 1,
         replayed=sum(one.replayed_steps for one in seen.attempts),
+        unfinished=_unfinished(unit, seen),
         stall=parts["snapshot"] + parts["write"] + parts["sync"],
         parts=parts,
         saves=sum(one.kind == "durable" for one in seen.saves),
-        losses=[one.loss if one.loss is not None else float("nan") for one in committed[0]],
+        losses=[statistics.fmean(math.nan if one.loss is None else one.loss for one in lines) for lines in committed],
         checked=_checked(unit, seen, committed),
         agreed=_agreed(unit, seen),
     )
@@ -94,27 +103,52 @@ def _reached(unit: Unit, seen: Seen) -> str:
     return ""
 
 
-def _committed(lines: Sequence[StepLine], seen: Seen) -> list[StepLine]:
-    """The lines of the steps that the final state descends from: of each attempt, up to where the next one restored."""
+def _committed(seen: Seen) -> list[list[StepLine]]:
+    """The lines of the steps that the final state descends from, step by step, those of all ranks."""
     restored = [one.restored_step or 0 for one in seen.attempts]
-    until = [*restored[1:], lines[-1].global_step]
-    return [one for one in lines if one.global_step <= until[one.attempt]]
+    by_step = defaultdict[int, list[StepLine]](list)
+    for lines in seen.steps:
+        for one in lines:
+            if one.global_step <= min(restored[one.attempt + 1 :], default=one.global_step):
+                by_step[one.global_step].append(one)
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _windows(unit: Unit, order: lastgood.ResumableSampler) -> Iterator[tuple[int, int]]:
+    """Epoch and window of each step."""
+    left_out = unit.left_out(order.steps_per_epoch)
+    every = (divmod(at, order.steps_per_epoch) for at in count())
+    return (one for one in every if one not in left_out)
 
 
 def _checked(unit: Unit, seen: Seen, committed: Sequence[Sequence[StepLine]]) -> str:
     """Gate 2: each window was trained once, by all ranks together, as the order has it; and the audit agrees."""
-    for at, lines in enumerate(zip(*committed, strict=False)):
-        epoch, window = divmod(at, seen.order.steps_per_epoch)
+    for step, (lines, (epoch, window)) in enumerate(zip(committed, _windows(unit, seen.order), strict=False), 1):
         merged = sum(int(one.sample_ids_hash or "0", 16) for one in lines) % 2**64
         places = {(one.global_step, one.epoch, one.cursor_step) for one in lines}
-        count = sum(one.sample_ids_count or 0 for one in lines)
-        if places != {(at + 1, epoch, window)} or count != unit.size.global_batch:
-            return f"step {at + 1}: {sorted(places, key=str)}, {count} samples"
+        samples = sum(one.sample_ids_count or 0 for one in lines)
+        if sorted(one.rank for one in lines) != [*range(lines[0].world_size)]:
+            return f"step {step}: trained by the ranks {sorted(one.rank for one in lines)} of {lines[0].world_size}"
+        if places != {(step, epoch, window)} or samples != unit.size.global_batch:
+            return f"step {step}: {sorted(places, key=str)}, {samples} samples"
         if merged != multiset_hash(seen.order.order(epoch)[window]):
-            return f"step {at + 1}: other samples than those of window {window} of epoch {epoch}"
-    if {len(lines) for lines in committed} != {unit.target}:
-        return f"committed steps of the ranks: {[len(lines) for lines in committed]}, and not {unit.target}"
+            return f"step {step}: other samples than those of window {window} of epoch {epoch}"
+    if len(committed) != unit.target:
+        return f"{len(committed)} committed steps, and not {unit.target}"
+    if seen.left_out != unit.left_out(seen.order.steps_per_epoch):
+        return f"left out were the batches {seen.left_out}"
     return seen.audit
+
+
+def _unfinished(unit: Unit, seen: Seen) -> int:
+    """How many saves had not ended when their attempt failed."""
+    total = 0
+    for at, one in enumerate(seen.attempts):
+        if one.cause is not None:
+            ended = {line.step for line in seen.saves if line.attempt == at and line.kind not in ("restored", "closed")}
+            due = range(unit.save_every, one.last_step + 1, unit.save_every)
+            total += sum(step > (one.restored_step or 0) and step not in ended for step in due)
+    return total
 
 
 def _agreed(unit: Unit, seen: Seen) -> str:
@@ -123,28 +157,25 @@ def _agreed(unit: Unit, seen: Seen) -> str:
         (one.restored_step, one.last_step) for one in seen.recorded
     ]:
         return "supervisor.json and the attempts in the run differ"
-    causes = [one.cause for one in seen.attempts if one.cause is not None]
-    failed = [(one.kind, one.rank, one.what) for one in causes]
-    steps = [one.last_step for one in seen.attempts if one.cause is not None]
-    if steps != [*unit.failures] or not all(_is_expected(unit, one) for one in causes):
-        return f"failures after the steps {steps}: {failed}"
+    failed = [one for one in seen.attempts if one.cause is not None]
+    steps = [one.last_step for one in failed]
+    causes = [(one.cause.kind, one.cause.rank, one.cause.what) for one in failed if one.cause is not None]
+    planned = [step + unit.rules.poisons for step in unit.failures]  # NaN comes in the next step
+    if steps != planned or not all(_is_expected(unit.rules.expected(at), *one) for at, one in enumerate(causes)):
+        return f"failures after the steps {steps}: {causes}"
     for attempt, one in enumerate(seen.attempts):
         mine = [line.step for line in seen.saves if line.attempt == attempt and line.kind == "restored"]
         durable = [line.step for line in seen.saves if line.attempt < attempt and line.kind == "durable"]
         if mine != [one.restored_step]:
             return f"attempt {attempt} restored {mine}, and step {one.restored_step} for the supervisor"
-        if mine[0] < max(durable, default=0):
+        if unit.keeps_durable and mine[0] < max(durable, default=0):
             return f"attempt {attempt} restored step {mine[0]}, although step {max(durable)} was durable"
     return ""
 
 
-def _is_expected(unit: Unit, cause: Cause) -> bool:
-    """Whether the supervisor has named the cause that the condition of the unit is."""
-    if unit.condition == "hang":
-        return (cause.kind, cause.rank) == ("hang", 1)
-    if unit.condition == "kill":
-        return cause.what == "SIGKILL"
-    return (cause.rank, cause.what) == (0, "exit code 137")
+def _is_expected(expected: Expected, kind: str, rank: int, what: str) -> bool:
+    """Whether the supervisor has named the cause that was to be expected."""
+    return kind == expected.kind and expected.rank in (None, rank) and expected.what in what
 
 
 def _parts(seen: Seen) -> dict[str, float]:

