@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import torch
 
 import lastgood
 from lastgood.errors import NotARun
@@ -22,6 +23,7 @@ from lastgood.records import Generation
 from lastgood.run import access, job_logs
 from lastgood.run.content import Content
 from lastgood.run.job_logs import SaveLine, StepLine
+from lastgood.state.tensors import from_buffer
 from lastgood.supervisor import attempt_log, job_summary
 from lastgood.supervisor.attempt_log import Attempt
 
@@ -123,10 +125,14 @@ def distances(unit: Unit, reference: Unit, out: Path) -> dict[int, float]:
         total = 0.0
         for name in sorted(name for name in here.names() if name.startswith("model.") and not name.endswith(apart)):
             if here.digest(name) != there.digest(name):  # also where ranks have divided a tensor in another way
-                difference = mine.tensor(name, one.step).double() - theirs.tensor(name, one.step).double()
-                total += float(difference.square().sum())
+                total += float((_read(here, name) - _read(there, name)).square().sum())
         found[one.step] = total**0.5
     return found
+
+
+def _read(content: Content, name: str) -> torch.Tensor:
+    tensor, data = content.tensor(name)
+    return from_buffer(data, tensor.dtype, tensor.shape).double()
 
 
 def differing_buffers(unit: Unit, reference: Unit, out: Path) -> int:

@@ -131,7 +131,7 @@ def main(unit: Unit, data: Path, run: str) -> None:
     """Train a unit, on the file system that its condition has."""
     with faults.files(unit):
         dist.init_process_group("gloo")
-        train(unit, data, run)  # the model must not be the last owner of the group (docs/ranks.md)
+        train(unit, data, run)  # which lets go of the model, so that it is not the last owner of the group
         dist.destroy_process_group()
 
 
