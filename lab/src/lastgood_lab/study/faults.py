@@ -86,13 +86,16 @@ def _lose_node() -> None:
 
 
 def _exit_for_a_node() -> None:
-    """Have a node started, and exit once the supervisor has seen it: then it asks the ranks to end, by SIGTERM.
+    """Have a node started. Rank 0 exits once the supervisor has seen it, and asks the ranks to end by SIGTERM.
 
-    The other ranks do not save either: they end by the signal.
+    The other ranks lose their connection then. None saves.
     """
     if dist.get_rank() == 0:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(KILLED))
         _ask(ASKED, "")
+    else:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        dist.barrier()
     while True:
         time.sleep(0.1)  # a wait without a timeout would run no handler of a signal
 
