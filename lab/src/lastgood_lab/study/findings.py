@@ -165,7 +165,9 @@ def _agreed(unit: Unit, seen: Seen) -> str:
         return f"failures after the steps {steps}: {causes}"
     for attempt, one in enumerate(seen.attempts):
         mine = [line.step for line in seen.saves if line.attempt == attempt and line.kind == "restored"]
-        durable = [line.step for line in seen.saves if line.attempt < attempt and line.kind == "durable"]
+        before = [line.step for line in seen.saves if line.attempt < attempt and line.kind == "durable"]
+        # After a NaN the state is saved for people, and is never restored.
+        durable = [step for step in before if not unit.rules.poisons or step not in planned]
         if mine != [one.restored_step]:
             return f"attempt {attempt} restored {mine}, and step {one.restored_step} for the supervisor"
         if unit.keeps_durable and mine[0] < max(durable, default=0):
