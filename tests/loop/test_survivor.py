@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,16 +23,15 @@ import lastgood
 from lastgood.errors import NoSpace, Refused
 from lastgood.format import commit
 from lastgood.io import heartbeat, rank_notes
-from lastgood.loop import just_in_time
 from lastgood.loop.beat import Beat
-from lastgood.loop.just_in_time import JustInTime
+from lastgood.loop.just_in_time import JustInTime, Seat, _ended_processes
 from lastgood.loop.options import Options, Ranks
-from lastgood.policy import survival
-from lastgood.policy.survival import Noted
 from lastgood.records import GenerationId, Incarnation
-from lastgood.run import access, survivor_save
+from lastgood.run import access
 from lastgood.run.known import Environment
 from lastgood.run.survivor_save import Origin
+from lastgood.run.writer import RunWriter
+from lastgood.supervisor.survivors import Left, committed, left_by
 
 
 @dataclass
@@ -64,7 +64,8 @@ class Job:
         progress: Any = None
         beat = Beat(heartbeat.Heartbeat(str(page)), progress)
         options = Options(ranks=Ranks(just_in_time_seconds=20))
-        return JustInTime(self.states[rank], self.run, str(page), options, pipeline, planner, group, beat)
+        seat = Seat(str(page), 0, True)
+        return JustInTime(self.states[rank], self.run, seat, options, pipeline, planner, group, beat)
 
     @property
     def run(self) -> str:
@@ -81,10 +82,26 @@ class Job:
         for rank in ranks:
             self.ranks[rank].note(step)
 
+    def open_again(self) -> None:
+        """Another opening of the run, which saves nothing."""
+        with access.for_writing(self.run, "atomic_dirsync") as tier, ThreadPoolExecutor(1) as workers:
+            RunWriter(tier, workers)
+
+    @property
+    def left(self) -> Left:
+        """What the ranks have left, as their supervisor reads it."""
+        return left_by([cast(Any, SimpleNamespace(rank=rank, page=page)) for rank, page in enumerate(self.pages)])
+
+    def saved(self) -> bool:
+        """Rank 0 has survived the other one: whether a step is saved then."""
+        return self.ranks[0].save() and committed(self.left, 2, self.run) is not None
+
 
 @pytest.fixture
 def job(tmp_path: Path) -> Job:
-    return Job(tmp_path)
+    made = Job(tmp_path)
+    made.open_again()
+    return made
 
 
 def test_buffers_values_and_random_numbers_are_those_of_the_boundary(job: Job) -> None:
@@ -94,7 +111,7 @@ def test_buffers_values_and_random_numbers_are_those_of_the_boundary(job: Job) -
     for state in job.states:
         state["model"](torch.randn(4, 3))
         state["rank"] = "changed"
-    assert job.ranks[0].save() and heartbeat.read(str(job.pages[0])).saved_step == 7
+    assert job.saved() and heartbeat.read(str(job.pages[0])).written is not None
     for rank in range(2):
         manifest = commit.read_manifest(access.for_reading(job.run), newest(job.run), rank)
         assert manifest.values["rank"] == rank
@@ -120,17 +137,19 @@ def test_a_state_that_an_update_has_changed_is_not_saved(job: Job, how: str, cap
         parameter.data.numpy()[:] += 1
     else:
         parameter.data = parameter.data + 1
-    saved = job.ranks[0].save()
+    saved = job.saved()
     if how == "replaced":  # the memory of the boundary is still there, and is what is saved
         assert saved and not torch.equal(lastgood.load(job.run)["model"]["0.weight"], parameter)
     else:
-        assert not saved and "model.0.weight" in caplog.text and not Path(job.run).exists()
+        assert (
+            not saved and "model.0.weight" in caplog.text and not commit.survey(access.for_reading(job.run)).generations
+        )
 
 
 def test_ranks_that_hold_different_parameters_are_not_saved(job: Job, caplog: pytest.LogCaptureFixture) -> None:
     job.train([1])
     job.note(7)
-    assert not job.ranks[0].save() and "ranks 0 and 1 are no replicas" in caplog.text
+    assert not job.saved() and "ranks 0 and 1 are no replicas" in caplog.text
 
 
 def test_a_failed_write_leaves_the_generations_that_exist(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,19 +158,37 @@ def test_a_failed_write_leaves_the_generations_that_exist(job: Job, monkeypatch:
     incarnation = generation.commit.incarnation
     job.ranks[0]._pipeline.run.known.incarnation = Incarnation(format=1, order=1, id=incarnation, parent=None)
     job.note(7)
-    write = survivor_save.write_part
+    seal = commit.seal
 
-    def full(request: Any, writer: Any) -> Any:
-        if writer.rank == 1:
+    def full(tier: Any, manifest: Any) -> Any:
+        if manifest.rank == 1:
             raise NoSpace("the disk is full")
-        return write(request, writer)
+        return seal(tier, manifest)
 
-    monkeypatch.setattr(survivor_save, "write_part", full)
-    assert not job.ranks[0].save() and sorted(Path(job.run).rglob("*")) == before
+    monkeypatch.setattr(commit, "seal", full)
+    assert not job.saved() and sorted(Path(job.run).rglob("*")) == before
     monkeypatch.undo()
-    assert job.ranks[0].save() and newest(job.run).commit.continues == generation.id
+    assert job.saved() and newest(job.run).commit.continues == generation.id
     files = sorted(Path(job.run).rglob("*"))
-    assert job.ranks[0].save() and sorted(Path(job.run).rglob("*")) == files, "another survivor has saved it"
+    assert committed(job.left, 2, job.run) == 7 and sorted(Path(job.run).rglob("*")) == files
+
+
+def test_what_another_opening_has_removed_is_not_committed(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    """A supervisor was stopped meanwhile, and the job was started again."""
+    job.note(7)
+    assert job.ranks[0].save()
+    left = job.left
+    job.open_again()
+    assert committed(left, 2, job.run) is None and "was removed before it was committed" in caplog.text
+    lastgood.save(job.run, {"x": torch.ones(2)}, step=2)
+    assert committed(left, 2, job.run) is None and newest(job.run).step == 2
+
+
+def test_of_two_survivors_the_first_one_writes_what_both_hold(job: Job) -> None:
+    job.note(7)
+    assert job.ranks[1].save() and job.ranks[0].save() and len(job.left.written) == 1
+    assert committed(job.left, 2, job.run) == 7
+    assert torch.equal(lastgood.load(job.run)["model"]["0.weight"], job.states[0]["model"][0].weight)
 
 
 def test_nothing_is_saved_while_no_other_rank_has_ended(job: Job) -> None:
@@ -168,8 +205,8 @@ def test_nothing_is_saved_while_no_other_rank_has_ended(job: Job) -> None:
 def test_a_process_that_has_ended_is_seen_before_it_is_reaped() -> None:
     with subprocess.Popen(["true"]) as process:
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert just_in_time._ended_processes({3: process.pid, 4: os.getpid()}) == {3}
-    assert just_in_time._ended_processes({3: process.pid}) == {3}
+        assert _ended_processes({3: process.pid, 4: os.getpid()}) == {3}
+    assert _ended_processes({3: process.pid}) == {3}
 
 
 def test_too_much_beside_the_parameters_ends_the_notes(job: Job, caplog: pytest.LogCaptureFixture) -> None:
@@ -187,9 +224,11 @@ def test_shards_are_refused_because_no_other_rank_has_them(job: Job, caplog: pyt
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
-        job.states[0]["w"] = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+        model = torch.nn.Module()
+        model.w = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+        job.states[0] |= {"sharded": model, "its": torch.optim.SGD(model.parameters())}
         job.note(7)
-        assert "w is sharded" in caplog.text and not job.ranks[0].wanted(RuntimeError())
+        assert "sharded.w is sharded: what a dead rank held" in caplog.text and not job.ranks[0].wanted(RuntimeError())
     finally:
         torch.distributed.destroy_process_group()
 
@@ -202,21 +241,6 @@ def test_a_torn_note_is_not_read_and_the_one_before_it_is(tmp_path: Path) -> Non
     with open(tmp_path / "0.note-0", "r+b") as file:
         file.truncate(18)
     assert list(rank_notes.read(str(tmp_path / "0"))) == [b"two"]
-
-
-@pytest.mark.parametrize(
-    ("noted", "changed", "why"),
-    [
-        ({0: Noted(7, "s", "p"), 1: Noted(7, "s", "p")}, [], ""),
-        ({0: Noted(7, "s", "p"), 1: None}, [], "rank 1 has not completed step 7"),
-        ({0: Noted(7, "s", "p"), 1: Noted(7, "t", "p")}, [], "different names or shapes"),
-        ({0: Noted(7, "s", "p"), 1: Noted(7, "s", "q")}, [], "no replicas"),
-        ({0: Noted(7, "s", "p"), 1: Noted(7, "s", "p")}, ["a", "b", "c", "d"], "a, b, c and 1 more changed"),
-    ],
-)
-def test_the_reason_is_given_why_a_step_cannot_be_saved(noted: dict[int, Noted], changed: list[str], why: str) -> None:
-    found = survival.why_not(7, 0, noted, changed)
-    assert (why in found) if why else found == ""
 
 
 def generation(step: int, incarnation: str, order: int) -> Any:

@@ -30,8 +30,8 @@ class _Field(IntEnum):
     the first step. LONGEST: the longest time between two signs, in which no phase was open. PHASE: when the phase that
     is open began. EPOCH, WINDOW: position of the sampler at STEP; WINDOWS: how many windows STEP has trained.
     FAILED: an exception has ended the script. SAVED: the newest step whose save is committed. TEXT, PHASE_TEXT,
-    INCARNATION: the lengths of texts. CLOSED: the run was closed. JUST_IN_TIME: how long the rank may take to save for
-    all ranks when another one has died, in nanoseconds; 0: it does not. SAVED_FOR_ALL: when it has done so.
+    INCARNATION: the lengths of texts. CLOSED: the run was closed. JUST_IN_TIME: how long the rank may take to write
+    what it holds when another one has died, in nanoseconds; 0: it does not. WRITTEN: when it has done so.
     """
 
     BEGUN = 0
@@ -55,7 +55,7 @@ class _Field(IntEnum):
     SAVED = 18
     CLOSED = 19
     JUST_IN_TIME = 20
-    SAVED_FOR_ALL = 21
+    WRITTEN = 21
 
 
 class Position(NamedTuple):
@@ -103,9 +103,9 @@ class Progress(NamedTuple):
     position: Position
     """of the sampler at `step`; windows is 0 if it is not known"""
     just_in_time_seconds: float = 0.0
-    """how long the rank may take to save for all ranks when another one has died; 0.0: it does not"""
-    saved_for_all: float | None = None
-    """when it has done so, or has found that nothing was left to save"""
+    """how long the rank may take to write what it holds when another one has died; 0.0: it does not"""
+    written: float | None = None
+    """when it has done so, or has found that another rank does"""
 
 
 class Heartbeat:
@@ -182,13 +182,12 @@ class Heartbeat:
         numbers[_PHASE] = now if text else 0
 
     def can_save_just_in_time(self, seconds: float) -> None:
-        """If another rank dies, this one may take so long to save for all ranks; 0: it does not save."""
+        """If another rank dies, this one may take so long to write what it holds; 0: it does not."""
         self._numbers[_Field.JUST_IN_TIME] = int(1e9 * seconds)
 
-    def saved_just_in_time(self, step: int) -> None:
-        """This rank has saved `step` for all ranks, or has found that nothing is left to save."""
-        self._numbers[_SAVED] = step
-        self._numbers[_Field.SAVED_FOR_ALL] = time.monotonic_ns()
+    def wrote_just_in_time(self) -> None:
+        """This rank has written what it holds, or has found that another one does."""
+        self._numbers[_Field.WRITTEN] = time.monotonic_ns()
 
     def failed(self) -> None:
         """An exception has ended the script."""
@@ -207,7 +206,7 @@ class Heartbeat:
 # Attributes of an Enum take longer to read than the stores themselves.
 _FIRST, _STEP, _SAVED, _BEAT = int(_Field.FIRST), int(_Field.STEP), int(_Field.SAVED), int(_Field.BEAT)
 _SIGN, _LONGEST, _PHASE = int(_Field.SIGN), int(_Field.LONGEST), int(_Field.PHASE)
-_OF_ONE_RUN = _Field.SIGN, _Field.PHASE, _Field.LONGEST, _Field.CLOSED, _Field.JUST_IN_TIME, _Field.SAVED_FOR_ALL
+_OF_ONE_RUN = _Field.SIGN, _Field.PHASE, _Field.LONGEST, _Field.CLOSED, _Field.JUST_IN_TIME, _Field.WRITTEN
 """What a run that was opened before must not have left."""
 
 
@@ -272,5 +271,5 @@ def read(path: str) -> Progress:
         failed=seconds(_Field.FAILED),
         position=Position(numbers[_Field.EPOCH], numbers[_Field.WINDOW], numbers[_Field.WINDOWS]),
         just_in_time_seconds=numbers[_Field.JUST_IN_TIME] / 1e9,
-        saved_for_all=seconds(_Field.SAVED_FOR_ALL),
+        written=seconds(_Field.WRITTEN),
     )

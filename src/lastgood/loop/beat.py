@@ -70,10 +70,10 @@ class Beat:
         if self._page is not None:
             self._page.can_save_just_in_time(seconds)
 
-    def saved_just_in_time(self, step: int) -> None:
-        """This rank has saved `step` for all ranks, or has found that nothing is left to save."""
+    def wrote_just_in_time(self) -> None:
+        """This rank has written what it holds of a step, as a survivor of another one."""
         if self._page is not None:
-            self._page.saved_just_in_time(step)
+            self._page.wrote_just_in_time()
 
     def released(self) -> None:
         """The run is closed."""

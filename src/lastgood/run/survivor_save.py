@@ -1,43 +1,50 @@
-"""A generation of all ranks, written and committed by one of them after another one has died.
+"""A generation of all ranks, of which those that have survived another one have written the tensors.
+
+    each survivor              what it holds of tensors, in files that no manifest names yet       `write_held`
+    a process that outlives    what the ranks have noted, the manifests of all ranks, and COMMIT   `commit_for_all`
+    all of them
+
+Nobody waits for anybody: all survivors derive the id of the generation from the step and the opening of the run.
 
 Invariants
-  1. It is written by a new opening of the run, under the lock of the run: no other process commits meanwhile, and what
-     the dead attempt has left unfinished is settled first.
+  1. It is committed by a new opening of the run, under the lock of the run: no other process commits meanwhile, and
+     what the dead attempt has left unfinished is settled first.
   2. Nothing is committed if anything was committed since the state that is to be saved (`Origin.is_superseded`).
-  3. The commit protocol is that of every save (save.py): until COMMIT exists there is no generation, and every earlier
+  3. Of the ranks that hold the same parts of tensors, one writes them: the first one that claims them.
+  4. The commit protocol is that of every save (save.py): until COMMIT exists there is no generation, and every earlier
      one stays as it is.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
 
+import msgspec
+
+from ..engine import write_file
+from ..engine.arena import Arena
 from ..engine.write_file import Chunk
-from ..errors import CommitUnknown, NameTaken
-from ..format.layout import Image
-from ..limits import WORKERS
-from ..policy.retention import Keep
-from ..records import Generation, GenerationId, Incarnation
+from ..errors import CommitUnknown, LastgoodError, NameTaken, TierDown
+from ..format import commit, layout
+from ..format.layout import Image, Tensor
+from ..limits import CHUNK_BYTES, WORKERS
+from ..policy.survival import Holders
+from ..ports import Tier
+from ..records import Blob, Generation, GenerationId, Incarnation, Manifest, Piece
 from ..storage.directory import WriteMode
 from . import access
-from .save import ReadyChunks, SaveRequest, write_part
+from .known import Environment
+from .save import RankPart, RankWriter
+from .survivor_notes import Note, Written, stores
 from .writer import RunWriter
 
-
-@dataclass(frozen=True, kw_only=True)
-class RankContent:
-    """What the manifest of one rank holds. `chunks`: yields the bytes of `images`, in their order."""
-
-    images: Sequence[Image]
-    chunks: Iterator[Chunk]
-    chunk_bytes: int
-    aliases: Mapping[str, str]
-    values: Mapping[str, Any]
+CLAIM = "claim-{}.tmp"
+"""The name of a file that claims what some ranks hold; it is deleted before the commit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,41 +73,135 @@ class Origin:
         )
 
 
-def save_for_all(
-    path: str | os.PathLike[str],
-    origin: Origin,
-    ranks: Sequence[RankContent],
-    *,
-    mode: WriteMode,
-    algorithm: str,
-    keep: Keep,
-) -> Generation | None:
-    """Save the state of all `ranks` as one generation, durable on return. None: a generation of this step exists.
+def generation_id(opening: str, step: int) -> GenerationId:
+    """The id of the just-in-time save of a step: the same for all ranks. `opening`: as in `Note`."""
+    return GenerationId(step=step, incarnation=hashlib.sha256(f"{opening}/{step}".encode()).hexdigest()[:8])
 
-    `path`: the directory of the run. `mode`, `algorithm`, `keep`: as the attempt has saved. Raises RunLocked while
-    another process has the run open, and what a save raises: no generation exists then, except after CommitUnknown,
-    where it may.
+
+# ---- at a survivor -------------------------------------------------------------------------------------------
+
+
+class HeldWriter:
+    """Writes what one survivor holds into the folder of the generation `at`. `by`: how this rank writes."""
+
+    def __init__(self, at: GenerationId, by: RankWriter) -> None:
+        self._at, self._by = at, by
+        self._folder = layout.folder(at)
+
+    def claim(self, holders: Holders) -> bool:
+        """Whether this rank is the one that writes what these ranks hold. Raises as `Tier.put_new`."""
+        name = CLAIM.format(hashlib.sha256(repr(holders).encode()).hexdigest()[:16])
+        try:
+            self._by.tier.put_new(f"{self._folder}/{name}", f"rank {self._by.rank}".encode())
+        except NameTaken:
+            return False  # guard: shard-is-written-once
+        return True
+
+    def write(self, images: Sequence[Image], chunks: Iterator[Chunk]) -> tuple[list[Blob], list[Piece]]:
+        """Make tensor files durable. `chunks`: yields the bytes of `images`, in chunks of CHUNK_BYTES. Raises as a
+        save."""
+        return _written(self._by, self._folder, images, chunks)
+
+
+@contextlib.contextmanager
+def held_writer(
+    path: str | os.PathLike[str], at: GenerationId, rank: int, *, mode: WriteMode, algorithm: str
+) -> Iterator[HeldWriter]:
+    """Write tensor files of a generation that another process commits. Takes no lock. `path`: the directory of the run.
+    `mode`, `algorithm`: as the attempt has saved. Raises NotARun, NotWritable."""
+    with access.for_sharing(path, mode) as tier, ThreadPoolExecutor(WORKERS, "lastgood-write") as workers:
+        yield HeldWriter(at, RankWriter(tier, rank, algorithm, workers))
+
+
+# ---- at the process that commits -----------------------------------------------------------------------------
+
+
+def commit_for_all(
+    path: str | os.PathLike[str], notes: Sequence[Note], written: Sequence[Written]
+) -> Generation | None:
+    """Commit a step, durable on return. None: another opening of the run has saved this step or a later state.
+
+    `path`: the directory of the run. `notes`: of every rank, at this step. `written`: what survivors have written of
+    it. Raises RunLocked while another process has the run open, and what a save raises: no generation exists then,
+    except after CommitUnknown, where it may.
     """
+    first = written[0]
+    at = generation_id(first.opening, first.step)
+    origin = Origin(step=first.step, incarnation=first.incarnation)
+    # On a full disk the save fails: what retention may delete, only the attempt knew.
+    environment = Environment(new_id=lambda: at.incarnation, make_room=lambda _: False)
+    mode = msgspec.convert(first.mode, WriteMode)
     with access.for_writing(path, mode) as tier, ThreadPoolExecutor(WORKERS, "lastgood-write") as workers:
-        run = RunWriter(tier, workers, keep=keep, algorithm=algorithm)
+        run = RunWriter(tier, workers, algorithm=first.algorithm, environment=environment, resumes=at)
+        if at in run.survey.generations:  # the process that has decided before was lost after its commit
+            return run.survey.generations[at]
         generations = [*run.survey.generations.values()]
         if origin.is_superseded(generations):  # guard: newer-generation-not-shadowed
             return None
         run.begin(origin.parent(generations))
-        at = run.admit(origin.step)
+        at = run.admit(first.step)
         with _cleared_on_failure(run, at):
-            parts = []
-            for rank, content in enumerate(ranks):
-                request = SaveRequest(
-                    at=at,
-                    images=content.images,
-                    chunks=ReadyChunks(content.chunks),
-                    chunk_bytes=content.chunk_bytes,
-                    aliases=content.aliases,
-                    values=content.values,
-                )
-                parts.append(write_part(request, replace(run.rank_writer(workers), rank=rank)))
-            return run.publish(at, parts, pinned=False, milestone=False, metrics={})
+            _require_written(tier, at, written)
+            by = run.rank_writer(workers)
+            parts = [_part(replace(by, rank=rank), at, note, notes[0], written) for rank, note in enumerate(notes)]
+            generation = run.publish(at, parts, pinned=False, milestone=False, metrics={})
+        with contextlib.suppress(LastgoodError):  # COMMIT holds the same; the next opening writes it
+            run.record_incarnation()
+        return generation
+
+
+def _require_written(tier: Tier, at: GenerationId, written: Sequence[Written]) -> None:
+    """Delete the claims. Raises TierDown where a file of a survivor is not there any more: another process, which had
+    the run open meanwhile, has removed it."""
+    folder = layout.folder(at)
+    found: Mapping[str, int | None] = getattr(tier, "list_files", tier.list)(folder)  # remembers nothing
+    for name in found:
+        if layout.is_litter(folder, name):
+            tier.delete(f"{folder}/{name}")
+    lost = [blob.name for one in written for blob in one.blobs if found.get(blob.name) != blob.length]
+    if lost:  # guard: removed-file-not-committed
+        safe = "Every committed generation is untouched."
+        raise TierDown(f"{folder}/{lost[0]} was removed before it was committed", safe=safe)
+
+
+def _part(by: RankWriter, at: GenerationId, note: Note, first: Note, written: Sequence[Written]) -> RankPart:
+    """The sealed part of one rank: what it has written as a survivor, if it has, and what only it had."""
+    mine = [one for one in written if one.rank == by.rank]
+    finite = {name for one in written for name in one.finite}
+    own = {one.name: one for one in note.tensors if stores(one, by.rank, first)}
+    tensors = [Tensor(name, one.dtype, tuple(one.shape), name in finite, own=by.rank != 0) for name, one in own.items()]
+    blobs = [blob for one in mine for blob in one.blobs]
+    pieces = [piece for one in mine for piece in one.pieces]
+    if tensors or not blobs:
+        files = layout.images(tensors, by.rank, first=len(blobs))
+        more = _written(by, layout.folder(at), files, _chunks(files, {name: one.data for name, one in own.items()}))
+        blobs, pieces = blobs + more[0], pieces + more[1]
+    manifest = Manifest(
+        format=layout.FORMAT,
+        step=at.step,
+        incarnation=at.incarnation,
+        rank=by.rank,
+        digest=by.algorithm,
+        blobs=blobs,
+        pieces=pieces,
+        aliases=note.aliases,
+        values=msgspec.json.decode(note.values),
+    )
+    seal = commit.seal(by.tier, manifest)
+    return RankPart(seal=seal, bytes=seal.length + sum(blob.length for blob in blobs))
+
+
+def _chunks(files: Sequence[Image], data: Mapping[str, bytes]) -> Iterator[Chunk]:
+    """The bytes of tensor files, in order. `data`: name of a whole tensor -> its bytes."""
+    arena = Arena(CHUNK_BYTES * (WORKERS + 1), CHUNK_BYTES)
+    for image in files:
+        for parts in layout.segments(image, CHUNK_BYTES):
+            lease = arena.take()
+            assert lease is not None
+            for place, start, at, length in parts:
+                source = image.header if place < 0 else data[image.tensors[place][0].name]
+                lease.buffer[at : at + length] = source[start : start + length]
+            yield lease
 
 
 @contextlib.contextmanager
@@ -113,3 +214,16 @@ def _cleared_on_failure(run: RunWriter, at: GenerationId) -> Iterator[None]:
     except BaseException:
         run.clear(at)
         raise
+
+
+def _written(
+    by: RankWriter, folder: str, images: Sequence[Image], chunks: Iterator[Chunk]
+) -> tuple[list[Blob], list[Piece]]:
+    blobs, pieces = list[Blob](), list[Piece]()
+    for image in images:
+        blob, of_blob = write_file.write(
+            by.tier, folder, image, chunks, chunk_bytes=CHUNK_BYTES, algorithm=by.algorithm, writers=by.writers
+        )
+        blobs.append(blob)
+        pieces += of_blob
+    return blobs, pieces

@@ -40,6 +40,7 @@ from .placement import Kind, Nodes, Notice, Placement
 from .program import ERROR_FILE, PYTHON
 from .signals import Signals
 from .slow_watch import SlowWatch
+from .survivors import Left, is_complete, left_by
 from .watch import ProgressWatch, RankProcess, just_in_time_seconds, signs, stacks, stuck
 from .zygote import Fork, Zygote
 
@@ -93,6 +94,8 @@ class Lived:
     """signs that a host may fail"""
     out_of_memory: dict[int, str] = field(default_factory=dict)
     """rank that SIGKILL has ended -> where the kernel has killed a process for memory meanwhile"""
+    left: Left = field(default_factory=Left)
+    """what the ranks have left for a just-in-time save, if one may follow"""
 
 
 class Attempt:
@@ -120,6 +123,8 @@ class Attempt:
         self._published: Kind | None = None
         """why the attempt is over, as this node or another one has published it"""
         self._console = Console(job.outputs, folder)
+        self._written = set[int]()
+        """ranks that have written what they hold, after another one has failed"""
 
     def run(self, host: HostSigns) -> Lived:
         """Live the attempt. `host`: is asked while ranks run. Raises what `Zygote.fork` raises."""
@@ -249,8 +254,16 @@ class Attempt:
                     wait = max(_grace_seconds(one, kind), just_in_time_seconds(self._ranks))
                     self._until = min(self._until, time.monotonic() + wait)
                     self._publish(kind)
-            if one.shown.saved_for_all is not None and lived.failed is not None:
-                self._until = min(self._until, one.shown.saved_for_all + EXIT_SECONDS)
+        self._note_written(lived)
+
+    def _note_written(self, lived: Lived) -> None:
+        """End the attempt soon once survivors have written all of a step. Only the ranks of this node are known."""
+        written = {one.rank for one in self._ranks if one.shown.written is not None}
+        if lived.failed is None or written <= self._written:
+            return
+        self._written = written
+        if self._place.nodes == 1 and is_complete(left_by(self._ranks), self._place.world):
+            self._until = min(self._until, time.monotonic() + EXIT_SECONDS)
 
     def _ask_to_end(self) -> None:
         """From now on, the ranks have some time to end by themselves."""
@@ -347,6 +360,8 @@ class Attempt:
             if one.killed and not error:
                 continue
             lived.ended.append(Ended(one.rank, at or one.ended.at_seconds, one.ended.code, error))
+        if lived.failed is not None and lived.hang is None:
+            lived.left = left_by(self._ranks)
 
 
 def defaults(ranks: int) -> dict[str, str]:

@@ -15,9 +15,10 @@ from ..io.heartbeat import Progress
 from ..policy.hang import behind
 from ..policy.recovery import Act, Outcome
 from ..records import Record
+from . import survivors
 from .attempt import Hang, Lived
 
-_TIMES = ("begun", "opened", "restored", "first", "beat", "sign", "phase_began", "closed", "failed", "saved_for_all")
+_TIMES = ("begun", "opened", "restored", "first", "beat", "sign", "phase_began", "closed", "failed", "written")
 """the fields of a Progress that are times"""
 
 
@@ -96,6 +97,7 @@ def merged(reports: Mapping[int, Report], lost: tuple[int, str] | None) -> Lived
         slow=[slow for one in lives for slow in one.slow],
         findings=[finding for one in lives for finding in one.findings],
         out_of_memory={rank: where for one in lives for rank, where in one.out_of_memory.items()},
+        left=survivors.merged([one.left for one in lives]),
     )
 
 

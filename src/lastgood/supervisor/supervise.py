@@ -28,7 +28,7 @@ from ..policy.health import described, leaves
 from ..policy.membership import Bounds, Next
 from ..policy.recovery import GAVE_UP, PREEMPTED, Answer, Outcome, answer, replayed_steps
 from ..run import advice, side_records
-from . import attempt_log, job_summary, leftovers, merged, reported, reserve, signals
+from . import attempt_log, job_summary, leftovers, merged, reported, reserve, signals, survivors
 from .arguments import Job
 from .attempt import Attempt, Lived, defaults
 from .host_signs import HostSigns, collectors
@@ -177,6 +177,7 @@ class Supervisor:
         """
         lived = merged.shifted(merged.merged(reports, nodes.lost_text()), began)
         run = next((one.run for one in lived.progress if one.run), self._run)
+        _save_just_in_time(lived, nodes.world, run)
         leaving = [node for node, one in reports.items() if one.asked]
         follows_round = nodes.next_round(leaving)
         lived.asked = follows_round.act != "end" if leaving else lived.grows
@@ -270,6 +271,14 @@ class Supervisor:
     def _follow(self, verdict: Verdict) -> None:
         if len(verdict.outcomes) > len(self._outcomes):  # a node that was lost may not have published its last one
             self._outcomes, self._run = list(verdict.outcomes), verdict.run
+
+
+def _save_just_in_time(lived: Lived, ranks: int, run: str) -> None:
+    """Commit what the ranks that have survived another one have written, if that is all of a step."""
+    if run and lived.hang is None:
+        step = survivors.committed(lived.left, ranks, run, "" if lived.lost is None else lived.lost[1])
+        if step is not None:
+            lived.progress = [one._replace(saved_step=max(step, one.saved_step)) for one in lived.progress]
 
 
 def _exit_code(last: Outcome, signal_number: int | None) -> int:

@@ -81,7 +81,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *table(
         "survivors",
-        ("survivor", "just_in_time"),
+        ("survivor", "survival", "just_in_time"),
         (
             "a note that was cut off is taken for whole",
             "torn-note-not-read",
@@ -90,6 +90,10 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a state that has changed is saved as that of the step", "changed-state-not-saved", Never()),
         ("a rank that has not completed the step is left out", "every-rank-has-noted-the-step", Never()),
         ("one of several different states is saved for all", "survivor-is-a-replica", Never()),
+        ("shards that nobody has written are left out", "every-shard-was-written", Never()),
+        ("shards that a dead rank takes with it are noted at each step", "single-shard-not-noted", Never()),
+        ("each survivor writes what several hold", "shard-is-written-once", Instead("return True")),
+        ("a generation is committed without files of a survivor", "removed-file-not-committed", Never()),
         ("a step is saved although a newer opening has saved", "newer-generation-not-shadowed", Never()),
     ),
 )
