@@ -8,7 +8,7 @@ import pytest
 
 from lastgood.run import access
 from lastgood.supervisor import attempt_log
-from survivors import content, supervised
+from survivors import content, supervised, supervised_nodes
 
 pytestmark = pytest.mark.slow
 
@@ -62,3 +62,16 @@ def test_shards_that_one_rank_alone_holds_are_refused_at_the_first_step(tmp_path
     attempts = attempt_log.read(access.for_reading(run))
     assert [one.restored_step for one in attempts] == [0, 5]
     assert "is sharded: what a dead rank held of it, no other rank has" in done.stderr
+
+
+def test_the_survivors_of_several_nodes_save_what_a_node_has_lost(tmp_path: Path) -> None:
+    """Ranks 0 and 1 are on one node, and 2 and 3, their replicas, on the other one. First one rank dies, then all ranks
+    of a node, of which only the supervisor is left."""
+    run = str(tmp_path / "run")
+    troubles = ["kill:0:0:8", "kill:1:2:13", "kill:1:3:13"]
+    logs = supervised_nodes(tmp_path, "hsdp", run, 14, *troubles, nodes=2, ranks=2)
+    attempts = attempt_log.read(access.for_reading(run))
+    assert [one.restored_step for one in attempts] == [0, 7, 12], logs
+    assert [one.nodes for one in attempts] == [2, 2, 2]
+    assert content(run, 7) == content(f"{run}.usual", 7), "rank 0 was dead"
+    assert content(run, 12) == content(f"{run}.usual", 12), "ranks 2 and 3 were dead"

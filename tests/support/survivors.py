@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from lastgood.format import commit
 from lastgood.records import Generation
 from lastgood.run import access
+from lastgood.supervisor.placement import free_port
 
 COMMAND = [str(Path(sys.executable).with_name("lastgood")), "run", "--preload", "lastgood.loop.checkpointer"]
 
@@ -73,6 +75,30 @@ def supervised(folder: Path, *arguments: object, ranks: int) -> subprocess.Compl
     script.write_text(TRAINING)
     command = [*COMMAND, "--nproc-per-node", str(ranks), str(script), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def supervised_nodes(folder: Path, *arguments: object, nodes: int, ranks: int) -> list[str]:
+    """The same on several nodes, each a supervisor of this machine, which all end with 0. Returns what each has written
+    to stderr."""
+    script, port = folder / "train.py", free_port("127.0.0.1")
+    script.write_text(TRAINING)
+    started = list[subprocess.Popen[bytes]]()
+    for node in range(nodes):
+        conf = f"is_host={'false' if node else 'true'},last_call_timeout=1,keep_alive_interval=1"
+        place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", conf]
+        options = ["--nnodes", str(nodes), *place, "--local-addr", "127.0.0.1", "--nproc-per-node", str(ranks)]
+        with open(folder / f"node-{node}.log", "wb") as log:
+            environment = {**os.environ, "LASTGOOD_NODE": f"node{node}"}
+            command = [*COMMAND, *options, str(script), *map(str, arguments)]
+            started.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
+    try:
+        codes = [one.wait(300) for one in started]
+    finally:
+        for one in started:
+            one.kill()
+    logs = [(folder / f"node-{node}.log").read_text() for node in range(nodes)]
+    assert codes == [0] * nodes, logs
+    return logs
 
 
 def content(run: str, step: int) -> list[Any]:

@@ -11,6 +11,7 @@ Keys, in torch's store of the round; N is the number of the attempt, K of a node
     node/K      NodeInfo            alive/K     a counter, and what the ranks of the node show
     N/master    address and port    N/over      why the attempt is over, set once
     N/report/K  the report          N/verdict   the decision, set once          N/received/K  it was received
+    N/report/K/I        a piece of it, if it is long
     refused/K           the nodes cannot be ordered
 
 Invariants
@@ -47,6 +48,12 @@ RECEIVED_SECONDS = 5.0
 """How long a node waits at its end until all others know why: the store may end with it."""
 WAITERS_SECONDS = 1.5
 """How long it stays after that for nodes that wait in reserve: torch asks the store once a second."""
+
+
+PIECE_CHARACTERS = 1 << 20
+"""The longest value of a key. A report with what survivors have left is longer, and takes several."""
+IN_PIECES = "in pieces: "
+"""How the value of such a key begins, before the number of the others."""
 
 
 class Alive(Record, frozen=True, kw_only=True):
@@ -125,8 +132,11 @@ class SeveralNodes:
         return sum(one.ranks for one in self.infos)
 
     def touch(self) -> None:
-        """Show a sign of life. Raises TierDown."""
-        self._poll(time.monotonic(), [], [])
+        """Show a sign of life. Called often; asks the store seldom. Raises TierDown."""
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + POLL_SECONDS
+            self._poll(now, [], [])
 
     def _infos(self, nodes: int) -> list[NodeInfo] | None:
         """What all nodes of a round have published; None if one does not in time, so that a new round is needed."""
@@ -235,7 +245,7 @@ class SeveralNodes:
 
         A node that shows no sign of life is not waited for. Raises TierDown, and Cancelled if this node is to end.
         """
-        self._membership.put({f"{self._number}/report/{self.node}": mine})
+        self._put_long(f"{self._number}/report/{self.node}", mine)
         self._asked = self._signals.end is not None
         while self._decides:
             nodes = [one for one in range(len(self.infos)) if one not in self.lost]
@@ -249,7 +259,7 @@ class SeveralNodes:
                 return None
             missing = {node for node, report in zip(nodes, found, strict=True) if report is None}
             if not missing:
-                return {node: report or "" for node, report in zip(nodes, found, strict=True)}
+                return {node: self._long(key, text or "") for node, key, text in zip(nodes, keys, found, strict=True)}
             self.lost |= missing & set(self._silent(time.monotonic()))
             self._pause()
         return None
@@ -317,6 +327,25 @@ class SeveralNodes:
             self._membership.put({f"{key}/{self.node}": ""})
             while None in self._membership.read(others) and time.monotonic() < until:
                 select.select([], [], [], POLL_SECONDS)
+
+    # ---- long values ---------------------------------------------------------------------------------------
+
+    def _put_long(self, key: str, value: str) -> None:
+        """Set a key to a value of any length: torch's store ends the connection that sends it more than 8 MiB."""
+        if len(value) <= PIECE_CHARACTERS:
+            self._membership.put({key: value})
+            return
+        starts = range(0, len(value), PIECE_CHARACTERS)
+        for number, start in enumerate(starts):
+            self._membership.put({f"{key}/{number}": value[start : start + PIECE_CHARACTERS]})
+        self._membership.put({key: f"{IN_PIECES}{len(starts)}"})
+
+    def _long(self, key: str, value: str) -> str:
+        """The value that was set so. `value`: what the key has in the store."""
+        if not value.startswith(IN_PIECES):
+            return value
+        pieces = (self._membership.read([f"{key}/{one}"])[0] for one in range(int(value.removeprefix(IN_PIECES))))
+        return "".join(one or "" for one in pieces)
 
     # ---- signs of life -------------------------------------------------------------------------------------
 
