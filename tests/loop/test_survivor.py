@@ -184,6 +184,26 @@ def test_what_another_opening_has_removed_is_not_committed(job: Job, caplog: pyt
     assert committed(left, 2, job.run) is None and newest(job.run).step == 2
 
 
+def test_a_step_that_the_attempt_has_saved_itself_is_not_saved_again(job: Job) -> None:
+    """The save of the step was in flight when a rank died, and was committed after all."""
+    lastgood.save(job.run, {"x": torch.ones(2)}, step=7)
+    incarnation = newest(job.run).commit.incarnation
+    job.ranks[0]._pipeline.run.known.incarnation = Incarnation(format=1, order=1, id=incarnation, parent=None)
+    job.note(7)
+    assert job.ranks[0].save()
+    generations = commit.survey(access.for_reading(job.run)).generations
+    assert committed(job.left, 2, job.run) is None
+    assert commit.survey(access.for_reading(job.run)).generations == generations
+
+
+def test_notes_that_are_lost_with_their_node_are_the_reason(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    job.note(7)
+    assert job.ranks[0].save()
+    left = Left({0: job.left.notes[0]}, job.left.written)
+    assert committed(left, 2, job.run, "node 1 (b): no sign of life for 10 s") is None
+    assert "rank 1 did not complete step 7, or what was noted there is lost (node 1 (b)" in caplog.text
+
+
 def test_of_two_survivors_the_first_one_writes_what_both_hold(job: Job) -> None:
     job.note(7)
     assert job.ranks[1].save() and job.ranks[0].save() and len(job.left.written) == 1

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from lastgood.io import heartbeat
+from lastgood.policy.hang import Signs
 from lastgood.supervisor import arguments, signals
 from lastgood.supervisor.attempt import Attempt
 from lastgood.supervisor.host_signs import HostSigns
-from lastgood.supervisor.placement import NodeInfo, OneNode
+from lastgood.supervisor.placement import NodeInfo, Notice, OneNode, Placement
 from lastgood.supervisor.zygote import Fork
 
 
@@ -24,6 +27,44 @@ class SlowFork:
         started = subprocess.Popen([sys.executable, "-S", "-c", self._programs.pop(0)])
         started.returncode = 0  # its end is learned by the attempt
         return started.pid
+
+
+class Survivor:
+    """Forks a rank that goes on for ever, and shows that it may save just in time."""
+
+    seconds = 0.6
+
+    def fork(self, start: Fork, stdout: int, stderr: int) -> int:
+        heartbeat.Heartbeat(start.environment[heartbeat.VARIABLE]).can_save_just_in_time(self.seconds)
+        command = [sys.executable, "-S", "-c", "import signal; signal.pause()"]
+        started = subprocess.Popen(command, start_new_session=True)
+        started.returncode = 0
+        return started.pid
+
+
+class FailedElsewhere(OneNode):
+    """Two nodes, of which the other one has lost a rank."""
+
+    touched = 0
+
+    def notice(self, now: float, signs: Sequence[Signs]) -> Notice:  # type: ignore[override]
+        return Notice(kind="failure")
+
+    def touch(self) -> None:
+        self.touched += 1
+
+
+def test_a_node_whose_survivors_may_save_waits_and_shows_signs_of_life(tmp_path: Path) -> None:
+    """The other nodes took it for lost, because survivors may take longer than a node may be silent."""
+    job = arguments.parsed(["--nproc-per-node", "1", sys.executable], {})
+    with signals.handled(job.signals) as received:
+        nodes = FailedElsewhere(NodeInfo(host="", ranks=1, node_rank=None, address=""), job.master)
+        place = Placement(1, 2, 1, 2, "127.0.0.1", 1)
+        lived = Attempt(job, 0, tmp_path, received, Survivor(), place, nodes).run(  # type: ignore[arg-type]
+            HostSigns([], 0.0, "")
+        )
+    assert lived.failed is not None and lived.over - lived.failed >= Survivor.seconds
+    assert nodes.touched > 1
 
 
 def test_a_rank_that_was_just_forked_is_ended_with_the_others(tmp_path: Path) -> None:

@@ -75,6 +75,14 @@ def test_one_node_decides_and_all_have_its_verdict(nodes: list[SeveralNodes]) ->
     assert [one.verdict(None if one is not nodes[0] else "go on") for one in nodes] == ["go on"] * 3
 
 
+def test_a_report_longer_than_a_value_of_the_store_arrives_whole(nodes: list[SeveralNodes], board: Board) -> None:
+    """torch's store ends the connection that sends it 9 MiB, so a report with notes of ranks ended the job."""
+    long = "".join(map(str, range(400_000)))
+    assert nodes[2].reports(long) is None and nodes[1].reports("of 1") is None
+    assert nodes[0].reports("of 0") == {0: "of 0", 1: "of 1", 2: long}
+    assert max(map(len, board.keys.values())) <= 1 << 20 < len(long)
+
+
 def test_a_lost_node_is_not_awaited_and_the_next_one_decides_for_it(nodes: list[SeveralNodes]) -> None:
     assert nodes[2].reports("of 2") is None
     assert nodes[1].reports("of 1") is None and nodes[1].verdict(None) is None, "node 0 is silent"

@@ -293,7 +293,8 @@ class Attempt:
     def _over_elsewhere(self, lived: Lived) -> bool:
         """Follow what other nodes have published. Returns whether the attempt is over here, at once."""
         if self._published is not None:
-            self._nodes.touch()  # survivors may take longer than a node may be silent
+            # Survivors may take longer than a node may be silent.
+            self._nodes.touch()  # guard: waiting-node-shows-life
             return False
         shown = [signs(one.rank, one.shown) for one in self._live.values()]
         notice = self._nodes.notice(time.monotonic(), shown)
@@ -307,6 +308,7 @@ class Attempt:
         self._published, lived.failed = notice.kind, lived.failed or time.monotonic()
         if notice.kind == "hang" and self._live and not self._asked:
             self._note_hang(lived, None)
+        # guard: survivors-of-a-node-awaited
         wait = max(_followers_seconds(notice.kind), just_in_time_seconds(self._ranks))
         self._until = min(self._until, time.monotonic() + wait)
         return notice.kind in ("hang", "lost")

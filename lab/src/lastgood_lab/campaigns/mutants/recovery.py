@@ -81,7 +81,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *table(
         "survivors",
-        ("survivor", "survival", "just_in_time"),
+        ("survivor", "survival", "attempt", "just_in_time"),
         (
             "a note that was cut off is taken for whole",
             "torn-note-not-read",
@@ -94,6 +94,12 @@ MUTANTS: tuple[Mutant, ...] = (
         ("shards that a dead rank takes with it are noted at each step", "single-shard-not-noted", Never()),
         ("each survivor writes what several hold", "shard-is-written-once", Instead("return True")),
         ("a generation is committed without files of a survivor", "removed-file-not-committed", Never()),
+        ("a node whose survivors write is taken for lost", "waiting-node-shows-life", Remove()),
+        (
+            "survivors are ended once a rank of another node has failed",
+            "survivors-of-a-node-awaited",
+            Instead("wait = _followers_seconds(notice.kind)"),
+        ),
         ("a step is saved although a newer opening has saved", "newer-generation-not-shadowed", Never()),
     ),
 )
