@@ -55,6 +55,16 @@ def test_shards_of_which_no_replica_is_left_are_not_saved(tmp_path: Path) -> Non
     assert "no survivor has written the tensors of step 7 on ranks 1, 3" in done.stderr
 
 
+def test_shards_that_the_next_update_has_changed_are_not_saved(tmp_path: Path) -> None:
+    """The survivors fail in the collective after `optimizer.step()`."""
+    run = str(tmp_path / "run")
+    done = supervised(tmp_path, "hsdp", run, 9, "kill_late:0:3:8", ranks=4)
+    assert done.returncode == 0, done.stderr
+    attempts = attempt_log.read(access.for_reading(run))
+    assert [one.restored_step for one in attempts] == [0, 5]
+    assert "changed after step 7 was completed" in done.stderr
+
+
 def test_shards_that_one_rank_alone_holds_are_refused_at_the_first_step(tmp_path: Path) -> None:
     run = str(tmp_path / "run")
     done = supervised(tmp_path, "fsdp", run, 9, "kill:0:1:8", ranks=2)

@@ -59,6 +59,9 @@ with lastgood.Checkpointer(run, state, **options) as ckpt:
             die()
         loss.backward()
         optimizer.step()
+        if f"kill_late:{attempt}:{rank}:{n}" in troubles:
+            die()
+        dist.all_reduce(loss.detach().clone())
         state["losses"].append([n, loss.item()])
         save = ckpt.step(n)
         if save is not None:

@@ -120,7 +120,8 @@ class Ranks:
     `patience`: timeout of a rank that waits for another one, in seconds, above 0; default 120. The timeout for rank 0
     is twice as long, that for the store of the process group three times.
     `just_in_time_seconds`: when a rank dies under `lastgood run`, the others may save the newest step for all ranks, in
-    so many seconds, above 0; default None: they do not (docs/recovery.md). For replicas, in a directory without tiers.
+    so many seconds, above 0; default None: they do not (docs/recovery.md). For replicas, and for shards that several
+    ranks hold, in a directory without tiers.
     Raises Refused for other values.
 
         Checkpointer("runs/gpt", state, ranks=lastgood.Ranks(patience=600))
