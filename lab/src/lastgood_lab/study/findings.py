@@ -57,8 +57,8 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int = 0
     replayed: int = 0
     """steps that were trained again"""
-    unfinished: int = 0
-    """saves that had not ended when their attempt failed"""
+    lost: int = 0
+    """saves that had begun before a failure, and from which the next attempt could not go on"""
     stall: float = 0.0
     """how long the loop of rank 0 has waited for saves"""
     parts: dict[str, float] = msgspec.field(default_factory=dict)
@@ -85,7 +85,7 @@ def found(unit: Unit, seen: Seen) -> Found:
         goodput=len(committed) / wall,
         restarts=len(seen.attempts) - 1,
         replayed=sum(one.replayed_steps for one in seen.attempts),
-        unfinished=_unfinished(unit, seen),
+        lost=_lost(unit, seen),
         stall=parts["snapshot"] + parts["write"] + parts["sync"],
         parts=parts,
         saves=sum(one.kind == "durable" for one in seen.saves),
@@ -140,15 +140,10 @@ def _checked(unit: Unit, seen: Seen, committed: Sequence[Sequence[StepLine]]) ->
     return seen.audit
 
 
-def _unfinished(unit: Unit, seen: Seen) -> int:
-    """How many saves had not ended when their attempt failed."""
-    total = 0
-    for at, one in enumerate(seen.attempts):
-        if one.cause is not None:
-            ended = {line.step for line in seen.saves if line.attempt == at and line.kind not in ("restored", "closed")}
-            due = range(unit.save_every, one.last_step + 1, unit.save_every)
-            total += sum(step > (one.restored_step or 0) and step not in ended for step in due)
-    return total
+def _lost(unit: Unit, seen: Seen) -> int:
+    """How many saves that had begun before a failure were lost by it: they are newer than what was restored."""
+    every, restored = unit.save_every, [one.restored_step or 0 for one in seen.attempts[1:]]
+    return sum(failed // every - found // every for failed, found in zip(unit.failures, restored, strict=False))
 
 
 def _agreed(unit: Unit, seen: Seen) -> str:
