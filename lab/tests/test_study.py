@@ -147,6 +147,15 @@ def test_a_failed_unit_fails_its_gate_and_leaves_its_suite_out(tmp_path: Path) -
     assert gates["target"] == ["digits-resnet18-base ovl-seed0: exit code 9"] and len(tables.triples(made)) == 1
 
 
+def test_on_fewer_ranks_losses_alone_are_compared_within_bounds(tmp_path: Path) -> None:
+    found = Found(unit=units(SUITE, 0, TINY, "elastic")[1], losses=[1.0] * 32)
+    one = Compared(found=found, status="completed", loss_difference=0.02, distances={32: 1.0}, buffers=9)
+    assert one.differs == ""
+    assert "soon after" in replace(one, first_difference=0.001).differs
+    assert "on the mean" in replace(one, loss_difference=0.2).differs
+    assert "9 buffers" in replace(one, found=replace(found, unit=replace(found.unit, condition="node"))).differs
+
+
 def test_completed_units_are_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = Options(out=tmp_path, seeds=1, only=["digits-resnet18-base"], size=TINY)
     (tmp_path / "digits-resnet18-base").mkdir()

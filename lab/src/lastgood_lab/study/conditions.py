@@ -24,6 +24,19 @@ class Expected:
 
 
 @dataclass(frozen=True)
+class Tolerance:
+    """How far losses may be from those of the reference, where sums have another order.
+
+    `first`: the largest difference until so many `steps` after the first failure. `mean`: the mean one over all steps;
+    training makes of the smallest difference a visible one, within some twenty steps.
+    """
+
+    steps: int = 5
+    first: float = 1e-4
+    mean: float = 0.1
+
+
+@dataclass(frozen=True)
 class Condition:
     """What happens after the steps of a schedule. `about`: a sentence for people.
 
@@ -31,8 +44,8 @@ class Condition:
     `least_ranks`: fewer cannot meet it. `nodes`: of the job, as `--nnodes` has them; empty: one, or two for copies.
     `spares`: nodes in reserve. `flushes`: whether the size decides if saves have ended before a failure; else they have
     not. `on_files`: whether it needs a run whose files are written through `ports.Files`. `poisons`: whether a loss
-    becomes NaN, so that the reference leaves out the same batches. `loss_tolerance`: largest mean difference of the
-    losses from those of the reference; 0.0: losses, parameters and buffers are equal to the bit.
+    becomes NaN, so that the reference leaves out the same batches. `tolerance`: of losses, which alone are judged then;
+    None: losses, parameters and buffers are those of the reference, to the bit.
     """
 
     about: str
@@ -43,7 +56,7 @@ class Condition:
     flushes: bool = True
     on_files: bool = False
     poisons: bool = False
-    loss_tolerance: float = 0.0
+    tolerance: Tolerance | None = None
 
     @property
     def loses_nodes(self) -> bool:
@@ -86,6 +99,6 @@ CONDITIONS = {
         [NODE, EXIT],
         least_ranks=2,
         nodes="1:2",
-        loss_tolerance=1e-2,
+        tolerance=Tolerance(),
     ),
 }

@@ -118,7 +118,7 @@ def distances(unit: Unit, reference: Unit, out: Path) -> dict[int, float]:
     counts of batches in batch norms are compared too, unless the number of batches of a step changes with that of the
     ranks.
     """
-    apart = (*OF_RANK, "num_batches_tracked") if unit.rules.loss_tolerance else OF_RANK
+    apart = (*OF_RANK, "num_batches_tracked") if unit.rules.tolerance else OF_RANK
     found = {}
     for (mine, one), (theirs, other) in _pairs(unit, reference, out):
         here, there = Content(mine.tier, one), Content(theirs.tier, other)

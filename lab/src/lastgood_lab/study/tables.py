@@ -163,6 +163,7 @@ def _detailed(one: Compared) -> dict[str, Any]:
         "stall_seconds": round(found.stall, 4),
         **{f"{part}_seconds": round(found.parts.get(part, 0.0), 4) for part in PARTS},
         "mean_loss_difference": one.loss_difference,
+        "first_loss_difference": one.first_difference,
         "checkpoints_compared": len(one.distances),
         "largest_l2": max(one.distances.values(), default=0.0),
         "buffers_differing": one.buffers,
@@ -199,12 +200,13 @@ def _analysis(
     """The text of analysis.md."""
     size, seeds, rules = options.size, len({one.unit.seed for one in whole}), CONDITIONS[options.condition]
     crash = "all saves have ended before a failure" if size.flushed and rules.flushes else "failures meet saves"
-    compared = (
-        f"on the mean, losses differ by no more than {rules.loss_tolerance:g} from those of the reference: sums have "
-        "another order on another number of ranks, so parameters are not judged"
-        if rules.loss_tolerance
-        else "losses, parameters and buffers are those of the reference, to the bit"
-    )
+    compared = "losses, parameters and buffers are those of the reference, to the bit"
+    if (near := rules.tolerance) is not None:
+        compared = (
+            f"losses differ by no more than {near.first:g} from those of the reference until {near.steps} steps after "
+            f"the first failure, and by no more than {near.mean:g} on the mean of all steps: sums have another order "
+            "on another number of ranks, so parameters are not judged"
+        )
     about = (
         f"{report.today()}, commit {commits(rows)}; `{command}`. {len(rows)} units, "
         f"{len(whole)} complete suites and seeds ({seeds} seeds). All numbers of steps are divided by {size.scale}: "
