@@ -118,7 +118,9 @@ def rows(folder: Path) -> list[Compared]:
         (folder / "digits-resnet18-base").mkdir(exist_ok=True)
         for unit in units("digits-resnet18-base", seed, TINY):
             values = {"ref": (10.0, 2.0), "blk": (1.1 * wall, 2.0), "ovl": (wall, 0.5)}[unit.variant]
-            one = Compared(found=found(unit, *values), status="completed", loss_difference=0.0, distances={})
+            one = Compared(
+                found=found(unit, *values), status="completed", loss_difference=0.0, distances={unit.target: 0.0}
+            )
             made.append(one)
     return made
 
@@ -219,7 +221,10 @@ def test_several_values_of_a_size_make_a_sweep_that_resumes(tmp_path: Path, monk
     for cell in cells[1:]:
         cell.out.mkdir()
         of_cell = [replace(one.found, unit=replace(one.found.unit, size=cell.size)) for one in rows(cell.out)]
-        made = [Compared(found=one, status="completed", loss_difference=0.0, distances={}) for one in of_cell]
+        made = [
+            Compared(found=one, status="completed", loss_difference=0.0, distances={one.unit.target: 0.0})
+            for one in of_cell
+        ]
         for seed in (0, 1):
             path = cell.out / SUITE / f"compared-seed{seed}.json"
             path.write_bytes(msgspec.json.encode(made[3 * seed : 3 * seed + 3]))
@@ -232,3 +237,13 @@ def test_several_values_of_a_size_make_a_sweep_that_resumes(tmp_path: Path, monk
     assert "every=100,max_inflight=4" in text and "10.000 ± 0.000" in text and "0.500 ± 0.000" in text
     with (tmp_path / "sweep.csv").open() as file:
         assert [row["write_seconds"] for row in csv.DictReader(file)] == ["2.0", "2.0", "0.5"] * 3
+
+
+def test_a_gate_fails_where_nothing_was_compared_or_a_difference_is_nan() -> None:
+    calm, _, lost = units(SUITE, 0, TINY, "elastic")
+    exact = Compared(found=found(calm, 1.0, 0.0), status="completed", loss_difference=0.0, distances={})
+    assert exact.differs == "the checkpoint of the last step was not compared"
+    some = {8: 0.0, 16: float("nan"), calm.target: 0.0}
+    assert "parameters by nan" in replace(exact, distances=some).differs
+    elastic = replace(exact, found=found(lost, 1.0, 0.0), loss_difference=float("nan"), distances={lost.target: 9.0})
+    assert "by nan on the mean" in elastic.differs

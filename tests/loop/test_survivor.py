@@ -6,6 +6,7 @@ Two ranks are played by one process: each has a page, and notes its steps; the s
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,9 +30,11 @@ from lastgood.loop.options import Options, Ranks
 from lastgood.records import GenerationId, Incarnation
 from lastgood.run import access
 from lastgood.run.known import Environment
-from lastgood.run.survivor_save import Origin
+from lastgood.run.survivor_save import HeldWriter, Origin
 from lastgood.run.writer import RunWriter
 from lastgood.supervisor.survivors import Left, committed, left_by
+
+CLOSED = RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:4242")
 
 
 @dataclass
@@ -213,13 +216,77 @@ def test_of_two_survivors_the_first_one_writes_what_both_hold(job: Job) -> None:
 
 def test_nothing_is_saved_while_no_other_rank_has_ended(job: Job) -> None:
     job.note(7)
-    error = RuntimeError("mine")
-    assert not job.ranks[0].wanted(error)
+    assert not job.ranks[0].wanted(CLOSED)
     heartbeat.Heartbeat(str(job.pages[1])).failed()
-    assert job.ranks[0].wanted(error) and not job.ranks[0].wanted(KeyboardInterrupt())
+    assert job.ranks[0].wanted(CLOSED) and not job.ranks[0].wanted(KeyboardInterrupt())
     assert not job.ranks[0].wanted(lastgood.errors.TrainingDiverged("loss nan"))
     job.ranks[0].restart()
-    assert not job.ranks[0].wanted(error), "the state is being replaced"
+    assert not job.ranks[0].wanted(CLOSED), "the state is being replaced"
+
+
+def test_an_exception_of_the_program_itself_saves_nothing(job: Job) -> None:
+    """All ranks had raised the same one, and none was dead: a state was saved for which nobody had asked."""
+    job.note(7)
+    heartbeat.Heartbeat(str(job.pages[1])).failed()
+    assert not job.ranks[0].wanted(ValueError("the loss has exploded"))
+    wrapped = RuntimeError("step 8 has failed")
+    wrapped.__cause__ = CLOSED
+    assert job.ranks[0].wanted(wrapped)
+
+
+def test_a_changed_state_leaves_saves_in_flight_their_time(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    """They were cancelled after half a second, and nothing was saved in their place."""
+    job.note(7)
+    job.train()
+    heartbeat.Heartbeat(str(job.pages[1])).failed()
+    assert not job.ranks[0].wanted(CLOSED) and "changed after step 7" in caplog.text
+
+
+def test_another_tensor_in_the_same_memory_is_watched_anew(job: Job) -> None:
+    """It counts its versions apart: a change of a row that no sample meets was saved as the state of the step."""
+    for state in job.states:
+        state["model"] = torch.nn.Embedding(1000, 16)
+        torch.nn.init.zeros_(state["model"].weight)
+        state["optimizer"] = torch.optim.SGD(state["model"].parameters(), lr=0.1)
+    job.note(8)
+    for state in job.states:
+        state["model"].weight = torch.nn.Parameter(state["model"].weight.data)
+        state["optimizer"].param_groups[0]["params"] = [state["model"].weight]
+    job.note(9)
+    with torch.no_grad():
+        job.states[0]["model"].weight[9] += 1
+    assert not job.saved()
+
+
+def test_a_change_during_the_copy_saves_nothing(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.note(7)
+    write = HeldWriter.write
+
+    def changing(self: HeldWriter, *arguments: Any) -> Any:
+        job.train([0])
+        return write(self, *arguments)
+
+    monkeypatch.setattr(HeldWriter, "write", changing)
+    assert not job.saved()
+
+
+def test_what_an_earlier_opening_or_another_version_has_left_is_ignored(job: Job) -> None:
+    job.note(7)
+    assert job.ranks[0].save()
+    for rank, page in enumerate(job.pages):
+        job.ranks[rank] = job._rank(rank, page)
+    assert not job.left.notes and not job.left.written
+    job.note(8)
+    rank_notes.RankNotes(str(job.pages[1])).write(b"of another version")
+    heartbeat.Heartbeat(str(job.pages[1])).failed()
+    assert job.ranks[0].wanted(CLOSED) and not job.saved()
+
+
+def test_a_directory_that_is_not_seen_is_not_made_anew(job: Job) -> None:
+    job.note(7)
+    assert job.ranks[0].save()
+    shutil.rmtree(job.run)
+    assert committed(job.left, 2, job.run) is None and not Path(job.run).exists()
 
 
 def test_a_process_that_has_ended_is_seen_before_it_is_reaped() -> None:
@@ -237,7 +304,13 @@ def test_too_much_beside_the_parameters_ends_the_notes(job: Job, caplog: pytest.
     shown = caplog.text
     assert "rank 0 makes no just-in-time saves" in shown and "big first" in shown
     assert heartbeat.read(str(job.pages[0])).just_in_time_seconds == 0
-    assert not job.ranks[0].wanted(RuntimeError())
+    assert not job.ranks[0].wanted(CLOSED) and not job.left.notes.get(0), "what it has noted does not take memory"
+
+
+def test_long_lists_of_numbers_end_the_notes_too(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    job.states[0]["losses"] = [0.1234567] * (2 << 20)
+    job.note(7, [0])
+    assert "numbers and texts first" in caplog.text
 
 
 def test_shards_are_refused_because_no_other_rank_has_them(job: Job, caplog: pytest.LogCaptureFixture) -> None:
@@ -248,7 +321,7 @@ def test_shards_are_refused_because_no_other_rank_has_them(job: Job, caplog: pyt
         model.w = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
         job.states[0] |= {"sharded": model, "its": torch.optim.SGD(model.parameters())}
         job.note(7)
-        assert "sharded.w is sharded: what a dead rank held" in caplog.text and not job.ranks[0].wanted(RuntimeError())
+        assert "sharded.w is sharded: what a dead rank held" in caplog.text and not job.ranks[0].wanted(CLOSED)
     finally:
         torch.distributed.destroy_process_group()
 
@@ -293,5 +366,7 @@ def test_the_save_continues_what_its_attempt_has_saved(
 def test_it_is_refused_where_a_survivor_could_not_save(path: str) -> None:
     with pytest.raises(Refused, match="not in one directory"):
         lastgood.Checkpointer(path, {"x": torch.ones(1)}, just_in_time_seconds=20)
+    with pytest.raises(Refused, match="torn_check"):
+        lastgood.Checkpointer("/nowhere/run", {}, just_in_time_seconds=20, torn_check="full")
     with pytest.raises(Refused, match="just_in_time_seconds=0"):
         lastgood.Ranks(just_in_time_seconds=0)

@@ -22,6 +22,7 @@ from lastgood.run import access, lower_place
 from lastgood.run.claims import common_order
 from lastgood.run.known import KnownRun
 from lastgood.storage import object_store
+from lastgood.testing.faulty_files import Fault
 from lastgood_lab import corrupt
 from lastgood_lab.object_faults import FaultyProxy, Request
 from lastgood_lab.object_server import ObjectServer
@@ -542,6 +543,26 @@ def test_tiers_that_contradict_each_other_are_refused(options, text, tmp_path, m
     with pytest.raises(errors.Refused, match=text):
         lastgood.Checkpointer("x/run", Training().state, **options)
     assert not any(tmp_path.iterdir())
+
+
+def test_a_copy_that_was_due_before_a_rewind_is_not_awaited_after_it(tmp_path, faulty_files):
+    """A save failed that was to be copied. After a rewind nothing came to the home until its step was reached again."""
+    front = lastgood.Tier(tmp_path / "front", cadence=lastgood.Every(steps=1), retention=lastgood.Keep(last=50))
+    options = {"tiers": [front], "cadence": lastgood.Every(steps=4), "save_on_exit": False, "on_error": "warn"}
+    home = tmp_path / "home"
+    with lastgood.Checkpointer(home, {"w": torch.zeros(9)}, **options, retention=lastgood.Keep(last=99)) as ckpt:
+        ckpt.restore()
+        for n in range(1, 13):
+            if n == 12:
+                faulty_files.inject(Fault("write", "*.safetensors", nth=1))
+            ckpt.step(n)
+            ckpt.wait()
+        assert steps(home) == [4, 8]
+        ckpt.restore(step=4)
+        for n in range(5, 11):
+            ckpt.step(n)
+            ckpt.wait()
+    assert steps(home) == [4, 8, 8]
 
 
 # ---- commands ------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ is written over the older one, and a digest in front of it shows a reader whethe
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 
@@ -28,6 +29,12 @@ class RankNotes:
         """Note `data` in place of the older of the last two notes. Raises OSError."""
         _put(_path(self._page, self._written % _FILES), data)
         self._written += 1
+
+    def remove(self) -> None:
+        """Remove what was noted: it is not the state of the run any more."""
+        for path in (*(_path(self._page, number) for number in range(_FILES)), _result_path(self._page)):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
 
     def write_result(self, data: bytes) -> None:
         """Note what this rank has written. Raises OSError."""

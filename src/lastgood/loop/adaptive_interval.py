@@ -61,8 +61,8 @@ class Pace:
         """Record that step `n` is completed. Returns why the interval changed; empty if it did not."""
         ended = [one for one in self._flying if one[0].ended()]
         self._flying = [one for one in self._flying if one not in ended]
-        if self._before is not None and self._before[0] == n - 1:
-            self._free.append(now - self._before[1])
+        if self._before is not None and self._before[0] < n:  # step numbers may have gaps
+            self._free.append((now - self._before[1]) / (n - self._before[0]))
         self._before = None if self._flying else (n, now)
         before = self.auto
         for save, waited_seconds in ended:

@@ -96,7 +96,7 @@ class Notes:
 
         Raises CannotNote where another rank could not save it.
         """
-        same = before is not None and _memory(captured) == _memory(before.captured)
+        same = before is not None and _is_same_memory(before.captured, captured)
         held = before.held if before is not None and same else self._held(captured)
         return Boundary(n, captured, held, [one.observe() for one in held])
 
@@ -108,9 +108,10 @@ class Notes:
         held = {part.stored.name for one in boundary.held for part in one.parts}
         beside = {name: one for name, one in captured.tensors.items() if name not in held}
         beside = {name: one for name, one in beside.items() if not _is_nowhere(captured.sharded.get(name))}
-        size = sum(one.nbytes for one in beside.values())
-        if size > NOTE_LIMIT_BYTES:
-            largest = max(beside, key=lambda name: beside[name].nbytes)
+        values = msgspec.json.encode(captured.values)
+        sizes = {"numbers and texts": len(values), **{name: one.nbytes for name, one in beside.items()}}
+        if sum(sizes.values()) > NOTE_LIMIT_BYTES:
+            largest, size = max(sizes, key=lambda name: sizes[name]), sum(sizes.values())
             what = f"{size >> 20} MiB beside parameters and optimizer states, {largest} first"
             raise CannotNote(f"{what}: at most {NOTE_LIMIT_BYTES >> 20} MiB can be copied at each step")
         observed = zip(boundary.held, boundary.observed, strict=True)
@@ -121,7 +122,7 @@ class Notes:
             structure=self._structure_digest(captured),
             samples=[([*one.holders], one.samples(seen)) for one, seen in observed],
             aliases=captured.aliases,
-            values=msgspec.json.encode(captured.values),
+            values=values,
             tensors=[_noted(name, one) for name, one in beside.items()],
         )
 
@@ -168,7 +169,14 @@ def _is_nowhere(sharded: Sharded | None) -> bool:
     return sharded is not None and not sharded.box.elements and 0 not in sharded.shape
 
 
-def _memory(captured: Captured) -> tuple[int, list[int]]:
-    """Which memory the tensors have that only training changes. Others, as random numbers, are new in each capture."""
-    places = zip(captured.addresses, captured.origins.values(), strict=True)
-    return captured.key, [address for address, origin in places if origin is not Changes.OTHER]
+def _is_same_memory(before: Captured, now: Captured) -> bool:
+    """Whether the tensors that only training changes are the same ones, in the same memory. Another tensor may lie in
+    the same memory, and counts its versions apart. Others, as random numbers, are new in each capture."""
+    if before.key != now.key:
+        return False
+    old = zip(before.addresses, before.tensors.values(), strict=True)
+    new = zip(now.addresses, now.tensors.values(), strict=True)
+    every = zip(old, new, now.origins.values(), strict=True)
+    watched = ((then, one) for then, one, origin in every if origin is not Changes.OTHER)
+    # guard: replaced-tensor-watched-anew
+    return all(then[0] == one[0] and then[1] is one[1] for then, one in watched)

@@ -8,23 +8,27 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean
 
 from ..policy.tune import Auto, adapt
 from ..run.save_handle import Save
 from .reports import Reports
 
 REMEMBERED_STEPS = 50
-"""durations of steps that are kept for each kind of step"""
+"""durations of undisturbed steps that are kept"""
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Copy:
-    """A copy that was asked for. `began`: when its save began. `steps`: those beside which it was under way."""
+    """A copy that was asked for. `began`: when its save began, after this `step`."""
 
     save: Save
+    step: int
     began: float
-    steps: int = 0
+
+    def under_way(self, place: str) -> bool:
+        """Whether its save, or the copy to `place`, has not ended."""
+        return not self.save.ended() or self.save.copying(place)
 
 
 class CopyPace:
@@ -40,29 +44,24 @@ class CopyPace:
         self.is_due = False
         """whether the next save is to be copied to this place"""
         self._copied_step = 0
-        self._saves: list[Save] = []
-        """the saves in flight in the place above"""
         self._copies: list[_Copy] = []
-        self._before: tuple[int, float, bool, bool] | None = None
-        """the last completed step, its time, and whether a save and a copy were in flight then"""
-        self._seconds: dict[tuple[bool, bool], deque[float]] = {}
-        """whether a save and a copy were in flight -> durations of the newest such steps"""
+        self._before: tuple[int, float] | None = None
+        """the last completed step, and its time"""
+        self._free = deque[float](maxlen=REMEMBERED_STEPS)
+        """durations, in seconds, of steps beside which no copy was under way for a moment; saves above may have been"""
 
     def restored(self, n: int, now: float) -> None:
         """Note that the state is that of step `n`: intervals begin there."""
         self._copied_step, self.is_due = n, False
-        self._before, self._saves, self._copies = None, [], []
+        self._before, self._copies = None, []
 
     def due(self, n: int, now: float) -> bool:
         """Note that step `n` is completed, at `now`. False: an interval that adapts asks for no save; the next one that
-        is made is copied here."""
-        self._saves = [one for one in self._saves if not one.ended()]
-        under_way = [one for one in self._copies if one.save.copying(self._place)]
-        self._measure(n, now, bool(self._saves), bool(under_way))
-        for one in under_way:
-            one.steps += 1
-        # A save that is not committed yet, or whose copy is noted in this instant, is looked at again.
-        ended = [one for one in self._copies if one not in under_way and one.save.ended()]
+        is made is copied here. Step numbers may have gaps."""
+        if self._before is not None and self._before[0] < n and not self._copies:
+            self._free.append((now - self._before[1]) / (n - self._before[0]))
+        self._before = n, now
+        ended = [one for one in self._copies if not one.under_way(self._place)]
         self._copies = [one for one in self._copies if one not in ended]
         for one in ended:
             if self._place in one.save.where():
@@ -72,33 +71,17 @@ class CopyPace:
 
     def begun(self, save: Save, copied: bool, now: float) -> None:
         """Note that a save has begun, and whether it is copied to this place."""
-        self._saves.append(save)
         if copied:
-            self._copies.append(_Copy(save, now))
+            self._copies = [one for one in self._copies if one.under_way(self._place)]  # of a loop without `due`
+            self._copies.append(_Copy(save, save.step, now))
             self._copied_step, self.is_due = save.step, False
 
-    def _measure(self, n: int, now: float, saving: bool, copying: bool) -> None:
-        before, self._before = self._before, (n, now, saving, copying)
-        if before is not None and (before[0], *before[2:]) == (n - 1, saving, copying):
-            self._seconds.setdefault((saving, copying), deque(maxlen=REMEMBERED_STEPS)).append(now - before[1])
-
     def _adapt(self, n: int, now: float, copy: _Copy) -> None:
-        """Take a copy that has ended by step `n` as a measurement."""
-        before = self.auto
-        self.auto = adapt(before, self._median(copying=False), now - copy.began, self._lost_seconds(copy), step=n)
+        """Take a copy that has ended by step `n` as a measurement: of how long it took, and of how much longer its
+        steps took than as many undisturbed ones."""
+        before, seconds = self.auto, now - copy.began
+        free = fmean(self._free) if self._free else None
+        lost = None if free is None else max(0.0, seconds - (n - copy.step) * free)
+        self.auto = adapt(before, free, seconds, lost, step=n)
         if self.auto.interval_steps != before.interval_steps:
             self._reports.emit("tuned", n, f"{self._place}: {self.auto.reason}")
-
-    def _median(self, copying: bool) -> float | None:
-        """The usual duration of a step, rather of those without a save in flight; None: none is known."""
-        known = [self._seconds.get((saving, copying)) for saving in (False, True)]
-        return next((median(one) for one in known if one), None)
-
-    def _lost_seconds(self, copy: _Copy) -> float | None:
-        """By how many seconds a copy has slowed its steps: compared are steps that differ in nothing else; None if
-        there were none."""
-        for saving in (False, True):
-            beside, without = self._seconds.get((saving, True)), self._seconds.get((saving, False))
-            if beside and without:
-                return max(0.0, median(beside) - median(without)) * copy.steps
-        return None

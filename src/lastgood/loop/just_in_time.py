@@ -35,9 +35,9 @@ from ..errors import LastgoodError, TrainingDiverged
 from ..format.layout import images
 from ..io import heartbeat, rank_notes
 from ..limits import CHUNK_BYTES, WORKERS
-from ..policy import survival
+from ..policy import blame, survival
 from ..run.pipeline import Pipeline
-from ..run.survivor_notes import Note, Written
+from ..run.survivor_notes import Note, Written, decoded
 from ..run.survivor_save import HeldWriter, generation_id, held_writer
 from ..snapshot import staging
 from ..state.capture import Capture
@@ -87,6 +87,7 @@ class JustInTime:
         self._pipeline, self._planner, self._ranks, self._beat = pipeline, planner, ranks, beat
         self._pages, self._capture = rank_notes.RankNotes(seat.page), Capture(options.include, options.exclude)
         self._notes = Notes(ranks.size)
+        self._pages.remove()  # of an earlier opening in this process
         self._boundary: Boundary | None = None
         self._off = False
 
@@ -114,13 +115,17 @@ class JustInTime:
         self._beat.can_save_just_in_time(0.0)
 
     def wanted(self, error: BaseException | None) -> bool:
-        """Whether to save after this exception: another rank has ended, or is about to, and this one has noted a step.
+        """Whether to save after this exception: it is one of ranks that have lost another one, such as a connection
+        that was closed, and the state is still that of a noted step. Reports why not, if only that prevents it.
 
-        Not after one that ends the loop on purpose, and not where training has diverged. The end of a rank of another
-        node cannot be seen here; there every other exception counts.
+        Not after an exception of the program itself: all ranks may raise it, and then none is dead. The end of a rank
+        of another node cannot be seen here; on one node it is looked for.
         """
-        own = not isinstance(error, Exception) or isinstance(error, TrainingDiverged)
-        return not own and self._boundary is not None and (not self._seat.alone or bool(self._ended()))
+        if self._boundary is None or not isinstance(error, Exception) or isinstance(error, TrainingDiverged):
+            return False
+        if not _is_follower(error) or (self._seat.alone and not self._ended()):  # guard: own-exception-saves-nothing
+            return False
+        return self._is_unchanged(self._boundary)  # guard: changed-state-closes-as-usual
 
     def save(self) -> bool:
         """Write what this rank holds of the noted step, if it can be proven, and report why not. Returns whether all
@@ -130,10 +135,7 @@ class JustInTime:
         assert boundary is not None
         if self._pipeline.releasing is not None:
             self._pipeline.releasing.result()
-        changed = boundary.changed()
-        if changed:  # guard: changed-state-not-saved
-            why = survival.changed_text(boundary.step, changed)
-            reporting.warning(f"{self._url}: no just-in-time save of step {boundary.step}: {why}")
+        if not self._is_unchanged(boundary):  # guard: changed-state-not-saved
             return False
         tuning, at = self._options.tuning, generation_id(self._ranks.name, boundary.step)
         try:
@@ -141,8 +143,11 @@ class JustInTime:
                 self._url, at, self._ranks.rank, mode=tuning.write_mode, algorithm=tuning.digest
             ) as writer:
                 held = [one for one in boundary.held if writer.claim(one.holders)]
-                if held:
-                    self._pages.write_result(msgspec.msgpack.encode(self._written(boundary, held, writer)))
+                written = self._written(boundary, held, writer) if held else None
+                if not self._is_unchanged(boundary):  # guard: change-during-the-copy-not-saved
+                    return False
+                if written is not None:
+                    self._pages.write_result(msgspec.msgpack.encode(written))
         except (LastgoodError, OSError) as error:
             reporting.threat(f"{self._url}: the just-in-time save of step {boundary.step} failed: {error}")
             return False
@@ -151,8 +156,17 @@ class JustInTime:
 
     # ---- steps ---------------------------------------------------------------------------------------------
 
+    def _is_unchanged(self, boundary: Boundary) -> bool:
+        """Whether the state is still that of the boundary, as far as it shows. Reports what has changed."""
+        changed = boundary.changed()
+        if changed:
+            why = survival.changed_text(boundary.step, changed)
+            reporting.warning(f"{self._url}: no just-in-time save of step {boundary.step}: {why}")
+        return not changed
+
     def _turn_off(self, why: str) -> None:
         self._off, self._boundary = True, None
+        self._pages.remove()
         self._beat.can_save_just_in_time(0.0)
         reporting.warning(f"{self._url}: rank {self._ranks.rank} makes no just-in-time saves: {why}")
 
@@ -178,18 +192,29 @@ class JustInTime:
         )
 
     def _ended(self) -> set[int]:
-        """The other ranks that have ended, or whose script has failed or has closed the run. All are on this node.
-        Waits a moment if none has."""
+        """The other ranks that have ended, or whose script has failed. All are on this node. Waits a moment if none
+        has."""
         others = [rank for rank in range(self._ranks.size) if rank != self._ranks.rank]
         processes = dict[int, int]()
         for rank in others:
             for one in rank_notes.read(self._seat.page_of(rank)):
-                note = msgspec.msgpack.decode(one, type=Note)
-                if note.opening == self._ranks.name:
+                note = decoded(one, Note)
+                if note is not None and note.opening == self._ranks.name:
                     processes[rank] = note.process
         found = _ended_processes(processes)
         shown = {rank: heartbeat.read(self._seat.page_of(rank)) for rank in others}
-        return found | {rank for rank, one in shown.items() if one.failed is not None or one.closed is not None}
+        return found | {rank for rank, one in shown.items() if one.failed is not None}
+
+
+def _is_follower(error: BaseException | None) -> bool:
+    """Whether this exception, or one from which it comes, is one of ranks that have lost another one."""
+    seen = list[BaseException]()
+    while error is not None and error not in seen:
+        if blame.is_follower(f"{type(error).__name__}: {error}"):
+            return True
+        seen.append(error)
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _ended_processes(processes: Mapping[int, int]) -> set[int]:
@@ -225,8 +250,9 @@ def opened(
     """
     if options.ranks.just_in_time_seconds is None or not isinstance(ranks, RankGroup):
         return None
-    page, local = environ.get(heartbeat.VARIABLE, ""), environ.get("LOCAL_RANK", "")
-    if not beat.is_shown or not local.isdigit() or os.path.basename(page) != local:
+    page = environ.get(heartbeat.VARIABLE, "")
+    local = os.path.basename(page)  # LOCAL_RANK is 0 on each rank that sees its own device alone
+    if not beat.is_shown or not local.isdigit():
         if ranks.is_coordinator:
             reporting.warning(f"{url}: just_in_time_seconds has no effect without `lastgood run`")
         return None

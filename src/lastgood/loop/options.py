@@ -329,6 +329,11 @@ class Options:
             paths.parsed(path).kind != "memory", f"path={path!r} as the home of a run", "Give a directory or a bucket."
         )
         require(
+            self.ranks.just_in_time_seconds is None or self.tuning.torn_check != "full",
+            f'torn_check="full" with just_in_time_seconds={self.ranks.just_in_time_seconds}',
+            "Leave one of them out: a just-in-time save compares versions and samples.",
+        )
+        require(
             self.ranks.just_in_time_seconds is None or (paths.parsed(path).kind == "directory" and not self.tiers),
             f"just_in_time_seconds={self.ranks.just_in_time_seconds} for a run that is not in one directory",
             "Leave it out: only a run in a directory, without tiers, is saved just in time.",

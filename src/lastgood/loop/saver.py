@@ -105,6 +105,7 @@ class Saver:
         else:
             self.schedule = Schedule(self._cadence, self._reports)
         self.schedule.restored(n, time.monotonic())
+        self._pipeline.places.forget_owed()
         for one in self._below:
             one.restored(n, time.monotonic())
 
@@ -174,9 +175,11 @@ class Saver:
                 newest_only = self._pipeline.run.tier.newest_only  # an older one would take the place of a newer one
                 pinned = (must and not newest_only) or wanted(self._options.front.keep, n, milestone, metrics)
                 save = Save(n)  # its seconds are those of the write: planning may have waited for other ranks
-                self._owe(save, must, time.monotonic())
+                copied = self._owe(n, must)
                 self.first_step = n if self.first_step is None else self.first_step
                 self._pipeline.start(save, at, planned, topic, pinned, milestone, metrics)
+                for cadence, is_copied in zip(self._below, copied, strict=True):
+                    cadence.begun(save, is_copied, time.monotonic())
                 if planned.overlapped:
                     self._planner.hold_updates(planned)
         except BaseException as error:  # also Ctrl-C, between any two of these lines
@@ -197,13 +200,13 @@ class Saver:
         below = [one.due(n, now) for one in self._below]
         return self.schedule.due(n, now) or any(below)
 
-    def _owe(self, save: Save, must: bool, now: float) -> None:
-        """A save begins: note to which places below it is copied. `must`: to all of them."""
-        for place, cadence in enumerate(self._below):
-            copied = must or cadence.is_due
-            if copied:
-                self._pipeline.places.owe(place, save.step)
-            cadence.begun(save, copied, now)
+    def _owe(self, n: int, must: bool) -> list[bool]:
+        """A save of step `n` begins: note to which places below it is copied, and return that. `must`: to all."""
+        copied = [must or one.is_due for one in self._below]
+        for place, is_copied in enumerate(copied):
+            if is_copied:
+                self._pipeline.places.owe(place, n)
+        return copied
 
     @contextlib.contextmanager
     def _reading_the_state(self) -> Iterator[None]:

@@ -57,7 +57,12 @@ def first_cause(ended: Sequence[Ended]) -> Ended | None:
 
 def follows(one: Ended) -> bool:
     """Whether a rank looks as if it had failed only because another one did."""
-    return bool(FOLLOWERS.search(one.error)) or (one.code == ABORTED and not one.error)
+    return is_follower(one.error) or (one.code == ABORTED and not one.error)
+
+
+def is_follower(error: str) -> bool:
+    """Whether an error, as type and message, is one of ranks that fail because another one did."""
+    return bool(FOLLOWERS.search(error))
 
 
 def timed_out(one: Ended) -> bool:

@@ -100,6 +100,11 @@ class LowerPlace:
         with self._changed:
             self._owed = step if self._owed is None else max(step, self._owed)
 
+    def forget_owed(self) -> None:
+        """No copy is due until `owe` is called again."""
+        with self._changed:
+            self._owed = None  # guard: rewind-owes-nothing
+
     def offer(self, generation: Generation, pinned: bool) -> Future[None] | None:
         """Called when a generation was committed. Copies it if a copy is due; returns as `add`, None if none is due."""
         keep, one = self.writer.keep, generation.commit

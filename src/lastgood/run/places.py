@@ -182,6 +182,11 @@ class Places:
         if self.below:
             self.below[place].owe(step)
 
+    def forget_owed(self) -> None:
+        """The state was restored: a copy that a failed save has left due is not owed any more, of whatever step."""
+        for one in self.below:
+            one.forget_owed()
+
     def offer(self, generation: Generation, pinned: bool) -> dict[str, Future[None]]:
         """Copy a generation that was committed to the places that are due. Returns place -> the end of the copy."""
         offered = {one.tier.place: one.offer(generation, pinned) for one in self.below}

@@ -5,6 +5,10 @@ A note is made at each step by every rank; `Written` once, by a rank that has su
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+import msgspec
+
 from ..io.checksum import digest
 from ..policy.survival import Noted
 from ..records import Blob, Incarnation, Piece, Record
@@ -57,6 +61,17 @@ class Written(Record, frozen=True, kw_only=True):
     incarnation: Incarnation | None
     mode: str
     algorithm: str
+
+
+R = TypeVar("R", Note, Written)
+
+
+def decoded(data: bytes, kind: type[R]) -> R | None:
+    """What a rank has left; None for what another version has left."""
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except msgspec.MsgspecError:
+        return None
 
 
 def stores(tensor: NotedTensor, rank: int, first: Note) -> bool:

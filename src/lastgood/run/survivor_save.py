@@ -131,6 +131,8 @@ def commit_for_all(
     # On a full disk the save fails: what retention may delete, only the attempt knew.
     environment = Environment(new_id=lambda: at.incarnation, make_room=lambda _: False)
     mode = msgspec.convert(first.mode, WriteMode)
+    # Raises NotARun where this process does not see the directory of the ranks.
+    access.for_reading(path)  # guard: no-run-made-for-survivors
     with access.for_writing(path, mode) as tier, ThreadPoolExecutor(WORKERS, "lastgood-write") as workers:
         run = RunWriter(tier, workers, algorithm=first.algorithm, environment=environment, resumes=at)
         if at in run.survey.generations:  # the process that has decided before was lost after its commit

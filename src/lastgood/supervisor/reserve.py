@@ -13,11 +13,14 @@ import sys
 import time
 from collections.abc import Iterator
 
+from .. import reporting
 from . import program
 
 MODULE = "lastgood.supervisor.reserve"
 BEGIN_SECONDS = 3.0
 """before it begins: most waits are shorter, and ranks that are started again need the processor"""
+END_SECONDS = 2.0
+"""how long its end may hold up the node"""
 POLL_SECONDS = 10.0
 """how often the run is read for a newer generation"""
 
@@ -28,11 +31,18 @@ def staged(run: str) -> Iterator[None]:
     if not run:
         yield
         return
-    with subprocess.Popen([*program.PYTHON, MODULE, run, str(os.getpid())], start_new_session=True) as process:
-        try:
-            yield
-        finally:
-            process.kill()
+    try:
+        process = subprocess.Popen([*program.PYTHON, MODULE, run, str(os.getpid())], start_new_session=True)
+    except OSError as error:
+        reporting.warning(f"nothing is staged in the memory of this node: {error}")
+        yield
+        return
+    try:
+        yield
+    finally:
+        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it waits for a disk that does not answer
+            process.wait(END_SECONDS)
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ class Reserve:
         try:
             self._copy()
             self._problem = ""
-        except LastgoodError as error:
+        except (LastgoodError, OSError) as error:
             if str(error) != self._problem:
                 self._problem = str(error)
                 reporting.warning(f"nothing is staged in the memory of this node now: {error}")
@@ -43,6 +43,6 @@ class Reserve:
         keep = agent_messages.CopyTo(url=paths.parsed(self._run).url, keep=Keep())
         with ThreadPoolExecutor(WORKERS, "lastgood-stage") as workers:
             how = Copying(Arena(WORKERS * CHUNK_BYTES, CHUNK_BYTES), workers)
-            node_staging.stage(tier, survey, self._run, survey.generations[at], None, keep, how)
+            folder = node_staging.stage(tier, survey, self._run, survey.generations[at], None, keep, how)
         self._staged = at
-        reporting.info(f"step {at.step} is staged in the memory of this node")
+        reporting.info(f"step {at.step} is staged in the memory of this node: {folder}")

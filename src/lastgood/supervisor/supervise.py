@@ -14,6 +14,7 @@ import select
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 
@@ -177,7 +178,11 @@ class Supervisor:
         """
         lived = merged.shifted(merged.merged(reports, nodes.lost_text()), began)
         run = next((one.run for one in lived.progress if one.run), self._run)
-        _save_just_in_time(lived, nodes.world, run)
+        with ThreadPoolExecutor(1, "lastgood-commit") as committing:
+            saved = committing.submit(_save_just_in_time, lived, nodes.world, run)
+            while not wait([saved], PAUSE_SECONDS).done:
+                nodes.touch()  # the others would take this node for lost
+            saved.result()
         leaving = [node for node, one in reports.items() if one.asked]
         follows_round = nodes.next_round(leaving)
         lived.asked = follows_round.act != "end" if leaving else lived.grows

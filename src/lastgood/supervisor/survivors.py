@@ -13,13 +13,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
 from .. import reporting
 from ..errors import LastgoodError
 from ..io import rank_notes
 from ..policy import survival
-from ..run.survivor_notes import Note, Written
+from ..run.survivor_notes import Note, Written, decoded
 from ..run.survivor_save import commit_for_all
 from .watch import RankProcess
 
@@ -101,8 +99,11 @@ class _Decoded:
 
 
 def _decoded(left: Left) -> _Decoded:
-    results = [msgspec.msgpack.decode(one, type=Written) for one in left.written]
-    notes = {rank: [msgspec.msgpack.decode(one, type=Note) for one in several] for rank, several in left.notes.items()}
+    results = [one for data in left.written if (one := decoded(data, Written)) is not None]
+    notes = {
+        rank: [note for data in several if (note := decoded(data, Note)) is not None]
+        for rank, several in left.notes.items()
+    }
     newest = max(results, key=lambda one: one.step, default=None)
     opening = None if newest is None else newest.opening
     return _Decoded(

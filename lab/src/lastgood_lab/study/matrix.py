@@ -61,15 +61,17 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
         tolerance, first, mean = self.found.unit.rules.tolerance, self.first_difference, self.loss_difference
         if mean is None:
             return ""
+        if self.found.unit.target not in self.distances:
+            return "the checkpoint of the last step was not compared"
         if tolerance:
-            wide = first > tolerance.first or mean > tolerance.mean
+            near = first <= tolerance.first and mean <= tolerance.mean  # false for NaN
             return (
-                f"losses differ by {first:.2g} soon after the first failure, by {mean:.2g} on the mean" if wide else ""
+                "" if near else f"losses differ by {first:.2g} soon after the first failure, by {mean:.2g} on the mean"
             )
-        largest = max(self.distances.values(), default=0.0)
+        largest = next((one for one in self.distances.values() if one), 0.0)  # also NaN
         if mean == largest == self.buffers == 0:
             return ""
-        return f"losses differ by {mean:.2g}, parameters by {largest:.2g}, {self.buffers} buffers"
+        return f"losses differ by {mean:.2g}, parameters by {largest:.2g} at first, {self.buffers} buffers"
 
 
 def run(options: Options, progress: Progress) -> list[Compared]:
