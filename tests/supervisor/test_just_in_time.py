@@ -46,32 +46,32 @@ def test_the_shards_of_a_dead_rank_are_saved_by_its_replica(tmp_path: Path) -> N
     assert content(run, 12) == content(f"{run}.usual", 12), "rank 0 was dead"
 
 
-def test_shards_of_which_no_replica_is_left_are_not_saved(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "ranks", "troubles", "reason"),
+    [
+        pytest.param(
+            *("hsdp", 4, ["kill:0:1:8", "kill:0:3:8"]),
+            "no survivor has written the tensors of step 7 on ranks 1, 3",
+            id="no replica is left",
+        ),
+        # The survivors fail in the collective after `optimizer.step()`.
+        pytest.param("hsdp", 4, ["kill_late:0:3:8"], "changed after step 7 was completed", id="changed by an update"),
+        pytest.param(
+            *("fsdp", 2, ["kill:0:1:8"]),
+            "is sharded: what a dead rank held of it, no other rank has",
+            id="one rank alone holds them",
+        ),
+    ],
+)
+def test_shards_that_no_survivor_can_save_are_not_saved(
+    tmp_path: Path, kind: str, ranks: int, troubles: list[str], reason: str
+) -> None:
     run = str(tmp_path / "run")
-    done = supervised(tmp_path, "hsdp", run, 9, "kill:0:1:8", "kill:0:3:8", ranks=4)
+    done = supervised(tmp_path, kind, run, 9, *troubles, ranks=ranks)
     assert done.returncode == 0, done.stderr
     attempts = attempt_log.read(access.for_reading(run))
     assert [one.restored_step for one in attempts] == [0, 5]
-    assert "no survivor has written the tensors of step 7 on ranks 1, 3" in done.stderr
-
-
-def test_shards_that_the_next_update_has_changed_are_not_saved(tmp_path: Path) -> None:
-    """The survivors fail in the collective after `optimizer.step()`."""
-    run = str(tmp_path / "run")
-    done = supervised(tmp_path, "hsdp", run, 9, "kill_late:0:3:8", ranks=4)
-    assert done.returncode == 0, done.stderr
-    attempts = attempt_log.read(access.for_reading(run))
-    assert [one.restored_step for one in attempts] == [0, 5]
-    assert "changed after step 7 was completed" in done.stderr
-
-
-def test_shards_that_one_rank_alone_holds_are_refused_at_the_first_step(tmp_path: Path) -> None:
-    run = str(tmp_path / "run")
-    done = supervised(tmp_path, "fsdp", run, 9, "kill:0:1:8", ranks=2)
-    assert done.returncode == 0, done.stderr
-    attempts = attempt_log.read(access.for_reading(run))
-    assert [one.restored_step for one in attempts] == [0, 5]
-    assert "is sharded: what a dead rank held of it, no other rank has" in done.stderr
+    assert reason in done.stderr
 
 
 def test_the_survivors_of_several_nodes_save_what_a_node_has_lost(tmp_path: Path) -> None:

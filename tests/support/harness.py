@@ -12,6 +12,7 @@ from pathlib import Path
 
 import lastgood
 from lastgood.engine.inline_executor import Inline
+from lastgood.engine.write_file import filled
 from lastgood.policy.retention import Keep
 from lastgood.ports import Tier
 from lastgood.reporting import LOGGER
@@ -19,7 +20,7 @@ from lastgood.run import access
 from lastgood.run.content import Content
 from lastgood.run.reader import RunReader
 from lastgood.run.writer import RunWriter
-from lastgood_lab.plain import State, filled, load, save
+from lastgood_lab.plain import State, load, save
 
 __all__ = [
     "State",

@@ -9,6 +9,7 @@ from typing import Any
 from lastgood.coordination.single_rank import AnyTopic, SingleTopic
 from lastgood.engine.arena import Arena, Lease
 from lastgood.engine.inline_executor import Inline
+from lastgood.engine.write_file import filled
 from lastgood.errors import Damaged, NotFinite
 from lastgood.format import layout
 from lastgood.format.commit import read_manifests, survey
@@ -25,17 +26,6 @@ from lastgood.run.writer import RunWriter
 
 State = dict[str, bytes]
 ALGORITHM = "xxh3_128"
-
-
-def filled(image: layout.Image, state: Mapping[str, Buffer], arena: Arena) -> Iterator[Lease]:
-    """Yield the filled chunks of a file in order. The consumer owns each lease and must release it."""
-    for parts in layout.segments(image, arena.chunk_bytes):
-        lease = arena.take()
-        assert lease is not None
-        for place, start, at, length in parts:
-            data = image.header if place < 0 else state[image.tensors[place][0].name]
-            lease.buffer[at : at + length] = data[start : start + length]
-        yield lease
 
 
 def save(

@@ -7,15 +7,17 @@ from memory once, and from the caches afterwards, which costs the least where wr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, Future
 from typing import Protocol
 
+from ..format import layout
 from ..format.layout import Image
-from ..io.checksum import ALGORITHMS
+from ..io.checksum import ALGORITHMS, Buffer
 from ..io.files import round_up
 from ..ports import Tier, Upload
 from ..records import Blob, Piece
+from .arena import Arena, Lease
 from .content_digest import Contents
 from .inline_executor import Inline
 
@@ -107,3 +109,15 @@ def _put(
         return hasher.hexdigest()
     finally:
         chunk.release()  # guard: written-chunk-released
+
+
+def filled(image: Image, data: Mapping[str, Buffer], arena: Arena) -> Iterator[Lease]:
+    """Yield the filled chunks of a file in order, from tensors that are whole in memory. The consumer owns each lease,
+    and must release it. `data`: name of a tensor -> its bytes."""
+    for parts in layout.segments(image, arena.chunk_bytes):
+        lease = arena.take()
+        assert lease is not None
+        for place, start, at, length in parts:
+            source = image.header if place < 0 else data[image.tensors[place][0].name]
+            lease.buffer[at : at + length] = source[start : start + length]
+        yield lease

@@ -212,17 +212,28 @@ def write_part(
         )
         blobs.append(blob)
         pieces += blob_pieces
-    at = request.at
+    return sealed_part(writer, request.at, blobs, pieces, request.aliases, request.values)
+
+
+def sealed_part(
+    writer: RankWriter,
+    at: GenerationId,
+    blobs: Sequence[Blob],
+    pieces: Sequence[Piece],
+    aliases: Mapping[str, str],
+    values: Mapping[str, Any],
+) -> RankPart:
+    """Write the manifest of one rank, whose files are durable, and seal it. Raises as a save."""
     manifest = Manifest(
         format=layout.FORMAT,
         step=at.step,
         incarnation=at.incarnation,
         rank=writer.rank,
         digest=writer.algorithm,
-        blobs=blobs,
-        pieces=pieces,
-        aliases=dict(request.aliases),
-        values=dict(request.values),
+        blobs=[*blobs],
+        pieces=[*pieces],
+        aliases=dict(aliases),
+        values=dict(values),
     )
     seal = commit.seal(writer.tier, manifest)
     return RankPart(seal=seal, bytes=seal.length + sum(blob.length for blob in blobs))

@@ -30,16 +30,16 @@ from ..engine import write_file
 from ..engine.arena import Arena
 from ..engine.write_file import Chunk
 from ..errors import CommitUnknown, LastgoodError, NameTaken, TierDown
-from ..format import commit, layout
+from ..format import layout
 from ..format.layout import Image, Tensor
 from ..limits import CHUNK_BYTES, WORKERS
 from ..policy.survival import Holders
 from ..ports import Tier
-from ..records import Blob, Generation, GenerationId, Incarnation, Manifest, Piece
+from ..records import Blob, Generation, GenerationId, Incarnation, Piece
 from ..storage.directory import WriteMode
 from . import access
 from .known import Environment
-from .save import RankPart, RankWriter
+from .save import RankPart, RankWriter, sealed_part
 from .survivor_notes import Note, Written, stores
 from .writer import RunWriter
 
@@ -178,32 +178,14 @@ def _part(by: RankWriter, at: GenerationId, note: Note, first: Note, written: Se
         files = layout.images(tensors, by.rank, first=len(blobs))
         more = _written(by, layout.folder(at), files, _chunks(files, {name: one.data for name, one in own.items()}))
         blobs, pieces = blobs + more[0], pieces + more[1]
-    manifest = Manifest(
-        format=layout.FORMAT,
-        step=at.step,
-        incarnation=at.incarnation,
-        rank=by.rank,
-        digest=by.algorithm,
-        blobs=blobs,
-        pieces=pieces,
-        aliases=note.aliases,
-        values=msgspec.json.decode(note.values),
-    )
-    seal = commit.seal(by.tier, manifest)
-    return RankPart(seal=seal, bytes=seal.length + sum(blob.length for blob in blobs))
+    return sealed_part(by, at, blobs, pieces, note.aliases, msgspec.json.decode(note.values))
 
 
 def _chunks(files: Sequence[Image], data: Mapping[str, bytes]) -> Iterator[Chunk]:
     """The bytes of tensor files, in order. `data`: name of a whole tensor -> its bytes."""
     arena = Arena(CHUNK_BYTES * (WORKERS + 1), CHUNK_BYTES)
     for image in files:
-        for parts in layout.segments(image, CHUNK_BYTES):
-            lease = arena.take()
-            assert lease is not None
-            for place, start, at, length in parts:
-                source = image.header if place < 0 else data[image.tensors[place][0].name]
-                lease.buffer[at : at + length] = source[start : start + length]
-            yield lease
+        yield from write_file.filled(image, data, arena)
 
 
 @contextlib.contextmanager
