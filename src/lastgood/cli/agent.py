@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
 
 import typer
@@ -12,13 +11,9 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ..agent.server import serve
-from ..engine.arena import Arena
 from ..errors import NotARun, Refused, TierDown
 from ..format import commit
-from ..limits import CHUNK_BYTES, WORKERS
-from ..policy.retention import Keep
 from ..run import access, agent_link, agent_messages, copying, memory_place, node_staging, paths
-from ..run.file_copies import Copying
 from ..units import size
 from .answer import Answer
 from .arguments import AnyStep, Json, Run, ranks_of
@@ -94,13 +89,8 @@ def stage(
         _require_one_run(run, from_place, survey)
     generation = pick(survey, step)
     of = ranks_of(ranks) if ranks else None
-    keep = agent_messages.CopyTo(url=paths.parsed(run).url, keep=Keep())
-    with (
-        ThreadPoolExecutor(WORKERS, "lastgood-stage") as workers,
-        progress("staging", generation.bytes) as count_bytes,
-    ):
-        how = Copying(Arena(WORKERS * CHUNK_BYTES, CHUNK_BYTES), workers, count_bytes)
-        folder = node_staging.stage(tier, survey, run, generation, of, keep, how)
+    with progress("staging", generation.bytes) as count_bytes:
+        folder = node_staging.stage(tier, survey, run, generation, of, count_bytes)
     data = {"folder": folder, **named(generation.id), "bytes": _bytes_of(folder)}
     return Answer(data, Text(f"{folder} has step {generation.id.step}, {size(data['bytes'])} in memory"))
 

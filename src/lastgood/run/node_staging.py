@@ -8,18 +8,22 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
 import msgspec
 
+from ..engine.arena import Arena
 from ..errors import Damaged, Refused
 from ..format import commit, layout
+from ..limits import CHUNK_BYTES, WORKERS
+from ..policy.retention import Keep
 from ..ports import Mendable, Tier
 from ..records import Generation, GenerationId, intact
 from . import access, agent_link, copying, memory_place, paths, reader
 from .agent_messages import AgentSpec, CopyTo
 from .file_copies import Copying
+from .watched import CountBytes
 
 
 def stage(
@@ -27,25 +31,29 @@ def stage(
     survey: commit.Survey,
     run: str,
     generation: Generation,
-    of: Collection[int] | None,
-    keep: CopyTo,
-    copying_by: Copying,
+    of: Collection[int] | None = None,
+    count_bytes: CountBytes = lambda count: None,
 ) -> str:
     """Copy a generation into this node's memory of a run. Returns the folder.
 
     `source`: where it is read. `survey`: of that place. `run`: the last place of the run, which names its memory. `of`:
-    the ranks whose files are copied; None: all. `keep`: the last place, to which an agent would copy what is only in
-    memory. A training process that opens the memory meanwhile goes first. Raises Refused if an agent has the memory
+    the ranks whose files are copied; default None: all. `count_bytes`: called with the bytes of each chunk that is
+    done. A training process that opens the memory meanwhile goes first. Raises Refused if an agent has the memory
     already, and Cancelled if a training process has come; RunLocked, NoSpace, NotWritable, Damaged, TierDown.
     """
+    keep = CopyTo(url=paths.parsed(run).url, keep=Keep())  # an agent would copy there what is only in memory
     url = memory_place.url_of(run)
     folder = paths.parsed(url).root
     _require_ranks(generation, of)
     _require_no_agent(folder, run)
     memory_place.make(folder)
     # As an agent does, so that a start asks this process to give way.
-    with access.for_writing(url, "atomic_dirsync", agent_order=survey.order) as opened:
-        target, how = cast(Mendable, opened), replace(copying_by, stop=access.Wanted(folder))
+    with (
+        ThreadPoolExecutor(WORKERS, "lastgood-stage") as workers,
+        access.for_writing(url, "atomic_dirsync", agent_order=survey.order) as opened,
+    ):
+        target, arena = cast(Mendable, opened), Arena(WORKERS * CHUNK_BYTES, CHUNK_BYTES)
+        how = Copying(arena, workers, count_bytes, stop=access.Wanted(folder))
         copying.adopt_run(source, target, survey)
         copying.copy_incarnations(source, target)
         if agent_link.read_spec(folder) is None:  # guard: staging-keeps-what-agents-know

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 from .. import reporting
-from ..engine.arena import Arena
 from ..errors import LastgoodError
 from ..format import commit
-from ..limits import CHUNK_BYTES, WORKERS
 from ..policy import restore
-from ..policy.retention import Keep
 from ..records import GenerationId
-from ..run import access, agent_messages, node_staging, paths
-from ..run.file_copies import Copying
+from ..run import access, node_staging
 
 
 class Reserve:
@@ -40,9 +34,6 @@ class Reserve:
         at = next(iter(restore.choose(survey, None).candidates), None)
         if at is None or at == self._staged:
             return
-        keep = agent_messages.CopyTo(url=paths.parsed(self._run).url, keep=Keep())
-        with ThreadPoolExecutor(WORKERS, "lastgood-stage") as workers:
-            how = Copying(Arena(WORKERS * CHUNK_BYTES, CHUNK_BYTES), workers)
-            folder = node_staging.stage(tier, survey, self._run, survey.generations[at], None, keep, how)
+        folder = node_staging.stage(tier, survey, self._run, survey.generations[at])
         self._staged = at
         reporting.info(f"step {at.step} is staged in the memory of this node: {folder}")
