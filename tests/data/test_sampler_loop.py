@@ -196,5 +196,5 @@ def test_ranks_that_receive_batches_from_another_rank_count_them(caplog) -> None
     """With tensor and pipeline parallelism, one rank reads the batches and distributes them."""
     sampler = make()
     for n in (1, 2, 3):
-        count_step({"sampler": sampler}, n, n - 1, rank=1, ranks=2, first=n == 1)
+        count_step([sampler], n, n - 1, rank=1, ranks=2, first=n == 1)
     assert place(sampler) == (0, 3) and not caplog.text

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
+import pytest
 import torch
 
+from lastgood.ranks.replica_check import Replicas
 from lastgood_lab.campaigns.rank_jobs import made, outcome_of
-from ranked import opened
+from ranked import LIMIT_SECONDS, opened
 
 
 def saved_again(rank: int, size: int, kind: str, root: Path, changed_ranks: tuple[int, ...]) -> tuple[bool, str, str]:
@@ -29,3 +32,27 @@ def saved_again(rank: int, size: int, kind: str, root: Path, changed_ranks: tupl
             one.data.copy_(original)
         fourth = outcome_of(lambda: ckpt.save(2).result())
     return first.id == second.id, third, fourth
+
+
+def learning_late(rank: int, size: int, root: Path) -> list[str]:
+    """Two saves under way, of a state that differs between the ranks. When rank 1 plans the second one it does not know
+    yet what the first one has found, and rank 0 knows it. Returns the outcomes of these and of ten more saves."""
+    state = {"weights": torch.arange(4000.0), "seen": torch.full((3,), float(rank))}
+    learned, planned, note = threading.Event(), threading.Event(), Replicas.note_own
+
+    def noted(*given: object) -> None:
+        if rank == 1:
+            assert planned.wait(LIMIT_SECONDS)
+        note(*given)  # type: ignore[arg-type]
+        learned.set()
+
+    with pytest.MonkeyPatch.context() as patched, opened(root, state) as ckpt:
+        patched.setattr(Replicas, "note_own", staticmethod(noted))
+        ckpt.restore()
+        first = ckpt.save(1)
+        if rank == 0:
+            assert learned.wait(LIMIT_SECONDS)
+        second = ckpt.save(2)
+        planned.set()
+        outcomes = [outcome_of(lambda one=one: one.result(LIMIT_SECONDS)) for one in (first, second)]
+        return outcomes + [outcome_of(lambda n=n: ckpt.save(n).result(LIMIT_SECONDS)) for n in range(3, 13)]

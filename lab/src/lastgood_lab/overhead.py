@@ -33,6 +33,8 @@ WORLDS = (1, 2)
 WIDTH, LAYERS, BATCH = 512, 4, 32
 SEGMENTS, BLOCKS = 4, 4
 """segments of each variant in a process; blocks of a segment, after one that is not counted"""
+SHARE = 0.001
+"""of a step's processor time: what each may take"""
 LIMIT_SECONDS = 900.0
 """of a process"""
 Row = Mapping[str, Any]
@@ -134,7 +136,14 @@ def report(rows: Sequence[Row], options: Options) -> Report:
             f"processor time {texts[3]}"
         )
     notes.append(f"load average (1 minute) before the processes: {spread([row['load'] for row in rows], '.1f')}")
-    head = ["", "processor time of step(), us", "of a step's, %", "time of step(), us", "whole steps, %"]
+    head = [
+        "",
+        "processor time of step(), us",
+        "of a step's, %",
+        "0.1 % of steps of, ms",
+        "time of step(), us",
+        "whole steps, %",
+    ]
     return Report(
         name="overhead",
         title="Heartbeat and Sentinel, beside a step without them",
@@ -157,6 +166,7 @@ def _line(rows: Sequence[Row], ranks: int, name: str) -> list[str]:
     calls = [1e6 * (one.call - bare.call) for one, bare in pairs]
     steps = [100 * (one.step / bare.step - 1) for one, bare in pairs]
     cells += [spread([1e6 * seconds for seconds in cpu], ".1f"), spread(shares)]
+    cells.append(f"{1e3 * statistics.median(cpu) / SHARE:.1f}")
     return [*cells, spread(calls, ".0f"), spread(steps, ".1f")]
 
 

@@ -24,6 +24,8 @@ from .restart_notes import FAULT, FAULT_RANK, FAULT_STEP, GROUP_SECONDS, LAST_ST
 MEMORY, DIRECTORY, PLAIN = "memory", "directory", "torch.save"
 CRASH, HANG = "crash", "hang"
 WIDTH, LAYERS, BATCH = 512, 4, 16
+LONG_GROUP_SECONDS = 1800.0
+"""torch's default for gloo"""
 
 
 class Saves(Protocol):
@@ -92,7 +94,10 @@ class Plain:
 
 def train(folder: Path, contender: str, fault: str) -> None:
     """Train from the newest saved step to the last one. The first attempt does not come so far."""
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=GROUP_SECONDS))
+    # Under `lastgood run` --hang-timeout notices a hang. With the same timeout of the group the ranks that wait would
+    # fail at the same moment, and the supervisor would wait for a first cause.
+    seconds = GROUP_SECONDS if contender == PLAIN else LONG_GROUP_SECONDS
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=seconds))
     rank = dist.get_rank()
     torch.manual_seed(0)
     network = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(LAYERS)))

@@ -201,14 +201,14 @@ class Topic:
     """
 
     def __init__(self, ranks: RankGroup, name: str, steps_key: str = "", steps: Sequence[int] = ()) -> None:
-        self._ranks, self._name, self._steps_key, self._steps = ranks, name, steps_key, steps
+        self._ranks, self._name, self._steps_key, self.steps = ranks, name, steps_key, steps
         self._round = 0
         self._ended = False
 
     @property
     def is_retry(self) -> bool:
         """Whether this rank has begun a topic of the same step before."""
-        return self._steps.count(self._steps[-1]) > 1 if self._steps else False
+        return self.steps.count(self.steps[-1]) > 1 if self.steps else False
 
     def agree(self, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
         """Post this rank's answer and return the verdict, which is `decide(answers)` with the answers in rank order.
@@ -302,8 +302,8 @@ class Topic:
     def _run_round(self, post: dict[str, Any], decide: Callable[[list[Any]], Any]) -> Any:
         ranks, key = self._ranks, f"{self._name}/{self._round}"
         try:
-            if self._steps and not self._round:
-                ranks.post(f"{self._steps_key}/{ranks.rank}", self._steps)
+            if self.steps and not self._round:
+                ranks.post(f"{self._steps_key}/{ranks.rank}", self.steps)
             self._round += 1
             verdict = (
                 self._publish_verdict(key, post, decide) if ranks.is_coordinator else self._await_verdict(key, post)
@@ -411,10 +411,10 @@ class Topic:
         """How `rank` has skipped the step of this topic, for an error; "" while it may still begin that step."""
         steps = None
         with suppress(TierDown):  # the rank is waited for until the timeout
-            steps = self._ranks.quick.read(f"{self._steps_key}/{rank}") if self._steps else None
-        if steps is None or self._steps[-1] in steps or max(steps) < self._steps[-1]:  # guard: slow-rank-still-awaited
+            steps = self._ranks.quick.read(f"{self._steps_key}/{rank}") if self.steps else None
+        if steps is None or self.steps[-1] in steps or max(steps) < self.steps[-1]:  # guard: slow-rank-still-awaited
             return ""
-        return f"has begun step {max(steps)} and skipped step {self._steps[-1]}"
+        return f"has begun step {max(steps)} and skipped step {self.steps[-1]}"
 
 
 def encode_error(error: BaseException) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from .. import reporting
@@ -20,7 +20,7 @@ def instances_in(container: object, kind: type[T]) -> Iterator[T]:
     """Every object of a class in nested dicts, lists and tuples."""
     if isinstance(container, kind):
         yield container
-    elif isinstance(container, Mapping):
+    elif isinstance(container, (dict, Mapping)):  # a dict is recognized without the registry of abstract classes
         for one in container.values():
             yield from instances_in(one, kind)
     elif isinstance(container, (list, tuple)):
@@ -28,15 +28,24 @@ def instances_in(container: object, kind: type[T]) -> Iterator[T]:
             yield from instances_in(one, kind)
 
 
-def samplers_in(container: object) -> Iterator[ResumableSampler]:
-    """Every sampler in nested dicts, lists and tuples."""
-    return instances_in(container, ResumableSampler)
+def samplers_in(container: object) -> list[ResumableSampler]:
+    """The samplers in nested dicts, lists and tuples, each of them once."""
+    return list({id(one): one for one in instances_in(container, ResumableSampler)}.values())
 
 
-def count_step(state: object, step: int, previous: int, *, rank: int = 0, ranks: int = 1, first: bool = False) -> None:
-    """Count the optimizer steps from number `previous` to `step` on the samplers in `state` that are in use.
+def count_step(
+    samplers: Sequence[ResumableSampler],
+    step: int,
+    previous: int,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    first: bool = False,
+) -> None:
+    """Count the optimizer steps from number `previous` to `step` on those of the `samplers` that are in use.
 
-    `rank`, `ranks`: of this process and of the job. `first`: whether this is the first step since the run was opened.
+    `samplers`: those of the state. `rank`, `ranks`: of this process and of the job. `first`: whether this is the first
+    step since the run was opened.
 
     While batches are read from one sampler, a sampler from which this process has read nothing does not move: it
     belongs to an evaluation, or to a later phase of the training. One that is made for fewer ranks than the job has
@@ -46,7 +55,6 @@ def count_step(state: object, step: int, previous: int, *, rank: int = 0, ranks:
 
     A sampler on which this step is counted already, by another Checkpointer, is taken for one that is read.
     """
-    samplers = {id(one): one for one in samplers_in(state)}.values()
     read = [one for one in samplers if not one.is_unread_at(step)]
     if samplers and not read and first and rank == 0:  # guard: unread-sampler-reported
         reporting.threat(f"step {step}: {_UNREAD}")

@@ -35,6 +35,8 @@ class Progress:
         self.restored_generation = False
         """whether the state was restored from a generation"""
         self._version = version(self._state)
+        self._samplers = samplers_in(self._state)
+        """those of the state, as of the last step: it may get more"""
         self.trained: Position | None = None
         """the windows that the last step has trained, from the position before it on; None if that is not known"""
 
@@ -55,8 +57,9 @@ class Progress:
         """Record that step `n` is completed, and count it on the samplers of the state. A second call does nothing."""
         if n > self.step:
             rank, ranks, first = self._ranks.rank, self._ranks.size, self.step == self.resumed_step
+            self._samplers = samplers_in(self._state)
             before = self._position()
-            count_step(self._state, n, self.step, rank=rank, ranks=ranks, first=first)
+            count_step(self._samplers, n, self.step, rank=rank, ranks=ranks, first=first)
             self.step = self._outcomes.completed = n
             self._note_trained(before)
 
@@ -73,7 +76,7 @@ class Progress:
         found = self._position()
         if found is None:
             return None
-        sampler = next(samplers_in(self._state))
+        (sampler,) = self._samplers
         if sampler.batches_per_step is not None or self.trained is None:
             return Position(*found[:2], sampler.batches_per_step or 1)
         epoch, first, count = self.trained
@@ -82,15 +85,18 @@ class Progress:
 
     def _position(self) -> tuple[int, int, int] | None:
         """Epoch and window of the first batch that is not counted, and the windows of an epoch."""
-        samplers = list({id(one): one for one in samplers_in(self._state)}.values())
-        return (*samplers[0].counted, samplers[0].steps_per_epoch) if len(samplers) == 1 else None
+        if len(self._samplers) != 1:
+            return None
+        (one,) = self._samplers
+        return (*one.counted, one.steps_per_epoch)
 
     def restored(self, step: int, generation: Generation | None) -> None:
         """Record that the state is that of `step`, restored from `generation`, or (None) that the loop starts over."""
         self.step = self.resumed_step = step
         self.restored_generation, self._version = generation is not None, version(self._state)
         self._outcomes.restored(step if generation else None)
-        for one in samplers_in(self._state):
+        self._samplers = samplers_in(self._state)
+        for one in self._samplers:
             one.restart_after(step)  # guard: sampler-restarts-after-restore
         self.trained = None
 

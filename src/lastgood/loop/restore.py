@@ -299,11 +299,11 @@ class Restorer:
 
     def _leave_out(self, found: list[Advice]) -> None:
         """Leave out the batches that are to be skipped, if it is known to which sampler they belong."""
-        samplers = {id(one): one for one in samplers_in(self._request.state)}
+        samplers = samplers_in(self._request.state)
         for one in found:
             if one.skip is None or len(samplers) != 1:
                 continue
-            ids = next(iter(samplers.values())).skip(one.skip.epoch, one.skip.first, one.skip.count)
+            ids = samplers[0].skip(one.skip.epoch, one.skip.first, one.skip.count)
             if ids and self._ranks.is_coordinator:
                 reporting.warning(f"{len(ids)} samples are left out, from epoch {one.skip.epoch}: {one.why}")
 

@@ -26,10 +26,9 @@ from msgspec.structs import replace
 
 from .. import reporting
 from ..coordination.single_rank import AnyRanks
-from ..errors import LastgoodError, TrainingDiverged
+from ..errors import LastgoodError, Refused, TrainingDiverged
 from ..format import layout
 from ..limits import STEP_LIMIT
-from ..policy.arguments import require
 from ..records import GenerationId
 from ..run import advice, side_records
 from ..run.advice import Advice, Skip
@@ -82,14 +81,14 @@ class DivergenceCheck:
         """
         if self._options is None:
             return
-        missing = [one for one in self._options.names if one not in (metrics or {})]
-        require(
-            not missing,
-            f"step({n}) without metrics[{missing[:1]}], which the sentinel looks at",
-            "Give it in each step: step(n, metrics={'loss': loss}), or name other metrics in Sentinel(...).",
-        )
-        assert metrics is not None
-        self._seen.add(n, metrics)
+        try:
+            self._seen.add(n, metrics or {})
+        except KeyError as missing:
+            raise Refused(
+                f"step({n}) without metrics[{missing}], which the sentinel looks at",
+                safe="Nothing was touched.",
+                todo="Give it in each step: step(n, metrics={'loss': loss}), or name other metrics in Sentinel(...).",
+            ) from None
         if (trained := self._progress.trained) is not None:
             self._trained[n] = Skip(epoch=trained.epoch, first=trained.window, count=trained.windows)
         before, self._last = self._last, n
@@ -191,18 +190,18 @@ _SAFE = "Generations from before are untouched."
 class _Values(NamedTuple):
     """Metrics of some steps. `rows`: step -> its metrics: numbers, or None for one that is in `host`, in this order.
 
-    `copied`: reached once `host` is filled; None: nothing was on a device.
+    `host`: what was on a device; None: nothing was. `copied`: reached once it is filled; None: it is.
     """
 
     rows: list[tuple[int, list[float | None]]]
-    host: torch.Tensor
-    copied: torch.cuda.Event | None
+    host: torch.Tensor | None = None
+    copied: torch.cuda.Event | None = None
 
     def numbers(self) -> Iterator[tuple[int, list[float]]]:
         """Step -> its metrics. Waits for the device."""
         if self.copied is not None:
             self.copied.synchronize()
-        found = iter(self.host.tolist())
+        found = iter(() if self.host is None else self.host.tolist())
         for n, row in self.rows:
             yield n, [next(found) if one is None else one for one in row]
 
@@ -236,11 +235,11 @@ class _Seen:
         rows, self._rows = self._rows, []
         kept, self._on_device = self._on_device, []
         if not kept:
-            return _Values(rows, torch.empty(0), None)
+            return _Values(rows)
         device = kept[0].device
         gathered = torch.stack([one.to(device, non_blocking=True) for one in kept])
         if device.type != "cuda":
-            return _Values(rows, gathered.cpu(), None)
+            return _Values(rows, gathered.cpu())
         host = torch.empty(len(kept), pin_memory=True)
         host.copy_(gathered, non_blocking=True)
         return _Values(rows, host, torch.cuda.current_stream(device).record_event())

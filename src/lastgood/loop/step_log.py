@@ -110,7 +110,7 @@ class StepLog:
         trained, state = self._progress.trained, self._state
         if trained is None:
             return dict.fromkeys(("epoch", "cursor_step", "sample_ids_hash", "sample_ids_count"))
-        ids = trained_ids(state, next(samplers_in(state)), *trained)
+        ids = trained_ids(state, samplers_in(state)[0], *trained)
         return {
             "epoch": trained.epoch,
             "cursor_step": trained.window,

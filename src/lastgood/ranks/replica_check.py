@@ -17,6 +17,8 @@ Invariants
      structures again behind the training loop, and the saves that are planned after that use the result.
   2. Where the replicas of a tensor differ, none of them is taken for all: each rank writes its own, in this save and
      in all later ones. If an optimizer trains the tensor, the save fails with ReplicaDiffers on all ranks instead.
+     Saves that are planned soon after find the difference again. From a step on that no rank has reached, all ranks
+     plan with it: saves are planned while others are under way, and the ranks learn of a difference one after another.
   3. The training thread waits for other ranks in restore(), and in the first save after a fresh start, until all ranks
      have made their first step; in no other save, unless the last exchange failed: then
      the next save repeats it.
@@ -29,7 +31,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -61,10 +63,14 @@ class _Exchanged:
     each tensor that is not sharded"""
     structures: Sequence[str] = ()
     """at the coordinator: the structure of each rank at that time; empty where all ranks have the same structure"""
-    own: frozenset[str] = frozenset()
-    """names of tensors that were found to differ"""
     digest: str = ""
     """a digest of `holders`"""
+    own: dict[str, int] = field(default_factory=dict)
+    """name of a tensor that was found to differ -> the step from which on saves are planned with that"""
+
+    def own_at(self, step: int) -> frozenset[str]:
+        """The tensors that each rank writes itself in a save of `step`, as it was planned."""
+        return frozenset(name for name, first in list(self.own.items()) if first <= step)
 
 
 class Replicas:
@@ -75,7 +81,9 @@ class Replicas:
         self._exchanged: _Exchanged | None = None
         self._exchanging: Future[_Exchanged] | None = None
         self._partition: Partition | None = None
-        self._partition_key: tuple[int, Collection[str], _Exchanged] | None = None
+        self._partition_key: tuple[int, Collection[str], _Exchanged, frozenset[str]] | None = None
+        self._planned_steps: list[int] = []
+        """of the last two saves"""
         self._structure_of = -1, ""
         """key of a captured state, and the digest of its structure"""
 
@@ -114,15 +122,16 @@ class Replicas:
                 self._exchanged = exchanging.result()
             else:
                 self._exchanged = self._exchange(topic, structure, structure_list(captured))
-        exchanged = self._exchanged
-        key = captured.key, finite, exchanged
+        exchanged, step = self._exchanged, topic.steps[-1]
+        self._planned_steps = [*self._planned_steps[-1:], step]
+        key = captured.key, finite, exchanged, exchanged.own_at(step)
         if self._partition is None or key != self._partition_key:
             this_rank: list[tuple[int, ...]] = [(self.rank,)]
             every_rank: list[tuple[int, ...]] = [(rank,) for rank in range(self._ranks.size)]
             meshes = {name: [sharded.mesh] for name, sharded in captured.sharded.items()}
             unknown = this_rank if exchanged.holders else every_rank
             holders = {name: exchanged.holders.get(name) or meshes.get(name, unknown) for name in captured.tensors}
-            self._partition = partition(captured, finite, self.rank, holders, exchanged.own)
+            self._partition = partition(captured, finite, self.rank, holders, key[3])
             self._partition_key = key
         return self._partition
 
@@ -176,9 +185,16 @@ class Replicas:
         """Exchange structures now, in a save that fails: the next save uses the result."""
         self._exchanged = self._exchange(topic, structure, structure_list(captured))
 
-    def note_own(self, exchanged: _Exchanged, names: Collection[str]) -> None:
-        """From now on each rank writes these tensors itself."""
-        self._exchanged = replace(self._exchanged or exchanged, own=exchanged.own | frozenset(names))
+    @property
+    def planned_steps(self) -> list[int]:
+        """The steps of the last two saves that this rank has planned."""
+        return self._planned_steps
+
+    @staticmethod
+    def note_own(exchanged: _Exchanged, names: Collection[str], step: int) -> None:
+        """From `step` on each rank writes these tensors itself; from an earlier one, where that was noted before."""
+        for name in names:
+            exchanged.own[name] = min(step, exchanged.own.get(name, step))
 
 
 @dataclass(frozen=True)
@@ -215,12 +231,13 @@ class ReplicaCheck:
         if verdict == SAME:
             return ()
         held = {key: digests[key] for keys in self.partition.shared.values() for key in keys}
-        differing = dict(self.topic.agree(held, _differing))
+        found, own_from = self.topic.agree({"held": held, "planned": self.replicas.planned_steps}, _differing)
+        differing = dict(found)
         self._require_untrained(differing)
         items = {item.tensor.key: item for group in self.partition.witnessed.values() for item in group}
         own = {items[key].name for key in differing if key in items}
         own |= {item.name for item in self.partition.mine if item.tensor.key in differing}
-        self.replicas.note_own(self.exchanged, own)  # guard: differing-state-own-from-then-on
+        self.replicas.note_own(self.exchanged, own, own_from)  # guard: differing-state-own-from-then-on
         # guard: differing-state-own-at-once
         return list(self._own_files([items[key] for key in sorted(differing) if key in items], pieces))
 
@@ -272,6 +289,8 @@ def _sums(keys: Sequence[str], digests: Mapping[str, str]) -> tuple[str, str]:
 # ---- decisions of the coordinator ----------------------------------------------------------------------------
 
 SAME, DIFFERING, AGAIN = "same", "differing", "again"
+OWN_AFTER_SAVES = 4
+"""so many saves after the newest one that was planned, the ranks plan with a difference between them"""
 
 
 def _in_all(unmatched: Sequence[Sequence[Sequence[str]]]) -> list[tuple[str, str]]:
@@ -336,13 +355,20 @@ def compare(exchanged: Sequence[str], posts: list[dict[str, Any]]) -> str:
     return SAME if all(len(found) == 1 for found in contents.values()) else DIFFERING  # guard: replicas-compared
 
 
-def _differing(posts: list[dict[str, str]]) -> list[list[Any]]:
-    """The keys whose digests differ between ranks, each with a text that says which ranks differ."""
+def _differing(posts: list[dict[str, Any]]) -> tuple[list[list[Any]], int]:
+    """The keys whose digests differ between ranks, each with a text that says which ranks differ; and the step from
+    which on saves are planned with that.
+
+    The step is some saves after the newest one that a rank has planned: a rank may plan one more before it reads this.
+    """
     found: dict[str, dict[str, list[int]]] = {}
-    for rank, digests in enumerate(posts):
-        for key, one in digests.items():
-            found.setdefault(key, {}).setdefault(one, []).append(rank)
-    return [[key, _sides(list(by.values()))] for key, by in found.items() if len(by) > 1]
+    for rank, one in enumerate(posts):
+        for key, digest in one["held"].items():
+            found.setdefault(key, {}).setdefault(digest, []).append(rank)
+    planned = [one["planned"] for one in posts]
+    between = max(max(1, steps[-1] - steps[0]) for steps in planned)
+    own_from = max(steps[-1] for steps in planned) + OWN_AFTER_SAVES * between  # guard: differing-state-own-later
+    return [[key, _sides(list(by.values()))] for key, by in found.items() if len(by) > 1], own_from
 
 
 def _sides(ranks: list[list[int]]) -> str:

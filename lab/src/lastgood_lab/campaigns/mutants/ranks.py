@@ -37,7 +37,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "a slow rank counts as one in another step",
             "slow-rank-still-awaited",
-            Swap(" or max(steps) < self._steps[-1]", ""),
+            Swap(" or max(steps) < self.steps[-1]", ""),
         ),
         ("the error of one rank is not raised on all ranks", "one-failure-fails-all", Never()),
         ("an error does not name the rank that failed", "failed-rank-named", Instead("return post")),
@@ -135,6 +135,11 @@ MUTANTS: tuple[Mutant, ...] = (
             "later saves still treat state that differs between ranks as replicated",
             "differing-state-own-from-then-on",
             Remove(),
+        ),
+        (
+            "a rank plans with a difference as soon as it knows of it",
+            "differing-state-own-later",
+            Swap("max(steps[-1] for steps in planned) + OWN_AFTER_SAVES * between", "0"),
         ),
         (
             "state that differs between ranks is not written in the save that detects it",
