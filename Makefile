@@ -9,7 +9,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: check demo demo-bucket demo-nodes demo-recovery test coverage prove bench gpu clean
+.PHONY: check demo demo-bucket demo-nodes demo-recovery test types suite coverage prove bench gpu clean
 
 # Three workers on two cores: a third of the time a test waits for a timeout, a lock or a process that starts.
 # Without the restart of a worker that died: after it pytest-xdist may wait for ever. The order is that of conftest.py.
@@ -39,12 +39,18 @@ demo-recovery: .venv/.ready
 	$(BIN)/python demo/recovery.py
 
 # compileall: where the environment forbids bytecode, each of the many processes that tests start would make its own.
+# mypy has one process and takes a minute: it runs beside the tests.
 test: .venv/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m compileall -q src lab tests
+	@$(MAKE) --no-print-directory --jobs=2 types suite
+
+types:
+	$(BIN)/mypy
+
+suite:
 	$(BIN)/python -m pytest $(WORKERS)
 
 prove: .venv/.ready

@@ -307,7 +307,7 @@ def test_a_listing_of_a_run_names_what_is_newer_in_memory(run: Run, call) -> Non
     path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
     assert subprocess.run([sys.executable, "-c", KILLED, path, str(run.home)]).returncode == -signal.SIGKILL
     code, out, _ = call("ls", str(run.home))
-    assert code == 0 and "holds step 7 of this run, which is newer" in " ".join(out.split())
+    assert code == 0 and "holds step 7, which is newer: a start with this tier restores it" in " ".join(out.split())
 
 
 def test_what_only_memory_has_is_loaded_verified_shown_and_exported(run: Run, tmp_path: Path, call, call_json) -> None:

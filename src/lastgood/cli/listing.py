@@ -81,7 +81,7 @@ def bytes_on_disk(tier: Tier, at: GenerationId) -> int:
 
 def listing_view(data: Mapping[str, Any]) -> RenderableType:
     rows = data["generations"]
-    newer = [Text(clean(Left(**one).described()), style="yellow") for one in data["newer_in_memory"]]
+    newer = [Text(clean(Left(**one).listed()), style="yellow") for one in data["newer_in_memory"]]
     if not rows:
         return Group(Text(NOTHING_YET), *newer)
     remarks: list[Text] = newer

@@ -24,8 +24,15 @@ class Left(NamedTuple):
     place: str
     step: int
 
+    def listed(self) -> str:
+        """What a listing of the run says of it. A run that is in training is usually ahead in memory."""
+        return (
+            f"{self.place} holds step {self.step}, which is newer: a start with this tier restores it, and the agent "
+            f"copies it here. `lastgood ls {self.place}` lists what is there."
+        )
+
     def described(self) -> str:
-        """What to do about it."""
+        """What to do about it, where a run was opened without it."""
         folder = self.place.removeprefix(paths.MEMORY)
         return (
             f"{self.place} holds step {self.step} of this run, which is newer and is not looked at here. To go on from "
