@@ -207,13 +207,14 @@ def _analysis(
             f"the first failure, and by no more than {near.mean:g} on the mean of all steps: sums have another order "
             "on another number of ranks, so parameters are not judged"
         )
+    device = f" Each step waits {size.device_ms} ms as for a device." if size.device_ms else ""
     about = (
         f"{report.today()}, commit {commits(rows)}; `{command}`. {len(rows)} units, "
         f"{len(whole)} complete suites and seeds ({seeds} seeds). All numbers of steps are divided by {size.scale}: "
         f"{1600 // size.scale} steps with a save every {size.every // size.scale}; {crash}: "
         f"{rules.about}. Saved to {STORAGES[options.storage]}. Networks of width "
         f"{size.width} (full: 64), images of {size.side} x {size.side}, global batch {size.global_batch}, "
-        f"{size.ranks} gloo ranks, max_inflight {size.max_inflight}. "
+        f"{size.ranks} gloo ranks, max_inflight {size.max_inflight}.{device} "
         "± is the half of a 95 % interval (Student's t) over seeds. ECRL's figures are of its own hardware, one seed."
     )
     names = {"differences": f"differences ({compared})"}

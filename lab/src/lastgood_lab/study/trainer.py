@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -60,6 +61,7 @@ def train(unit: Unit, data: Path, run: str) -> None:
                 loss += part.detach()
                 if not loader.completes_step:
                     continue
+                time.sleep(unit.size.device_ms / 1000)
                 optimizer.step()
                 optimizer.zero_grad()
                 step += 1

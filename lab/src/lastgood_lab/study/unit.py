@@ -47,6 +47,8 @@ class Size(msgspec.Struct, frozen=True, kw_only=True):
     """steps between two saves, before they are divided by the scale"""
     flushed: bool = True
     """whether all saves have ended before a failure, as in ECRL's study; else failures meet them"""
+    device_ms: int = 0
+    """milliseconds that each step waits as for a device, while the processor is free; 0: all is computed on it"""
 
 
 def sized(text: str, cifar: bool) -> Size:
@@ -60,8 +62,9 @@ def sized(text: str, cifar: bool) -> Size:
             near = difflib.get_close_matches(name, fields, 1)
             todo = f"Did you mean {near[0]}?" if near else f"Give some of {', '.join(fields)}."
             raise Refused(f"--size {one}: there is no such field", safe="Nothing was run.", todo=todo)
-        if not number.isdecimal() or (int(number) < 1 and name != "flushed"):
-            raise Refused(f"--size {one}", safe="Nothing was run.", todo="Give a number of at least 1; flushed=0 or 1.")
+        if not number.isdecimal() or (int(number) < 1 and name not in ("flushed", "device_ms")):
+            todo = "Give a number of at least 1; flushed=0 or 1; device_ms=0 or more."
+            raise Refused(f"--size {one}", safe="Nothing was run.", todo=todo)
         given[name] = int(number)
     return msgspec.convert({**given, "flushed": bool(given.get("flushed", 1))}, Size)
 
