@@ -13,10 +13,12 @@ import pytest
 from test_peers import JOB, KEY, call
 
 import lastgood
+from boards import Board
 from harness import flip
 from lastgood import errors
 from lastgood.agent import parity_files
 from lastgood.agent.peer_files import PeerFiles
+from lastgood.coordination.rounds import RankGroup
 from lastgood.format import commit, layout, stripe_layout
 from lastgood.io.checksum import digest
 from lastgood.io.memory_files import MemoryFiles
@@ -36,7 +38,12 @@ from lastgood.records import (
     StripeFile,
     World,
 )
-from lastgood.run.peers import FileCall, PeerNode, Peers, StripeMember, StripeOrder
+from lastgood.run import paths
+from lastgood.run.agent_link import AgentLink, NodeLinks
+from lastgood.run.node_copies import CopyMaker
+from lastgood.run.node_disks import NodeDisks, NodeFiles, Nodes
+from lastgood.run.node_parity import ParityMaker, rebuilder
+from lastgood.run.peers import FileCall, PeerNode, Peers, PeerTable, StripeMember, StripeOrder
 from lastgood.run.planned_save import RunOptions
 from lastgood.storage.directory import Disk
 from lastgood.wire import nixl as nixl_wire
@@ -292,6 +299,50 @@ def test_a_record_of_parity_that_cannot_be_true_is_refused(change) -> None:
     stripe_layout.validate(good, name)
     with pytest.raises(errors.ManifestInvalid):
         stripe_layout.validate(msgspec.structs.replace(good, **change), name)
+
+
+class Asked:
+    """Requests to the disks of other nodes (`NodeDisks`), answered at once."""
+
+    def __init__(self, disks: list[Disk]) -> None:
+        self._disks, self._answers = disks, list[object]()
+
+    def ask(self, request: msgspec.Struct) -> None:
+        self._answers = [NodeFiles(one).served(msgspec.to_builtins(request), lambda: False) for one in self._disks]
+
+    def answers(self) -> list[object]:
+        return self._answers
+
+
+def test_a_node_whose_agent_does_not_listen_has_no_part_in_parity(cluster: Cluster) -> None:
+    """Nor does any save count as surviving the loss of a node: nobody else has what that one writes."""
+    others = [cluster.disk(rank) for rank in range(1, NODES)]
+    link = NodeLinks(AgentLink(f"memory://{cluster.root}/0"))
+    disks = NodeDisks(cluster.disk(0), Nodes(tuple(range(NODES))), Asked(others), link)  # type: ignore[arg-type]
+    whole, without = (PeerTable(job=JOB, key=KEY, nodes=cluster.nodes[first:]) for first in (0, 1))
+    group = RankGroup(0, NODES, Board(), "run")
+    every, some = (ParityMaker(disks, table, (2, 1), group) for table in (whole, without))
+    assert [every.place, some.place] == ["peers://node", "peers://process"]
+    assert paths.survived_by(every.place) == {"process", "node"} and paths.survived_by(some.place) == {"process"}
+    copies = [CopyMaker(disks, table, 2, group) for table in (whole, without)]
+    assert [one.place for one in copies] == [every.place, some.place]
+    asked = some._missing(cluster.generation)
+    assert {leader for members in asked.sets.values() for leader in (one.leader for one in members)} == {1, 2, 3}
+    assert asked.files.keys() == {"1", "2", "3"} and "0" in every._missing(cluster.generation).files
+    assert not any(one.outlives(cluster.generation) for one in (every, some, *copies)), "node 0 alone has its files"
+    cluster.protect()
+    assert some.outlives(cluster.generation), "node 0 listened when it wrote parity"
+    assert not copies[1].outlives(cluster.generation)
+    for name, data in cluster.files(0).items():
+        cluster.disk(2).put_new(f"{layout.folder(AT)}/{name}", data)
+    assert some.outlives(cluster.generation) and copies[1].outlives(cluster.generation)
+    assert not every.outlives(cluster.generation) and not copies[0].outlives(cluster.generation)
+
+
+def test_what_no_node_has_is_rebuilt_where_an_agent_listens() -> None:
+    nodes = [PeerNode(leader=one, name=str(one), domain="", host="127.0.0.1", port=1) for one in (2, 4)]
+    table, leaders = PeerTable(job=JOB, key=KEY, nodes=nodes), [0, 0, 2, 2, 4, 4]
+    assert [rebuilder(rank, leaders, table) for rank in range(8)] == [2, 4, 2, 2, 4, 4, 2, 4]
 
 
 def test_too_few_nodes_for_parity_make_copies_that_survive_the_same() -> None:

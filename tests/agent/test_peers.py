@@ -43,6 +43,8 @@ from training import Training
 from wired import authority
 
 JOB, KEY = "0" * 16, "ab" * 32
+NOT_HERE = "192.0.2.1"
+"""an address for documentation, which no machine has"""
 BY_KEY = SharedKey(bytes.fromhex(KEY))
 
 
@@ -116,6 +118,10 @@ def test_a_rank_reads_from_a_node_that_answers_or_from_a_place_below(tmp_path: P
             reads.note({name: [2]}, [below])
             reads.read_into(Extent(blob=name, offset=7, length=3), buffer)
             assert bytes(buffer[:3]) == data[7:10] and sources.found()[below.place].bytes == 3
+            reads.note({name: [0, 1]}, [below])
+            reads.read_into(Extent(blob=name, offset=9, length=2), buffer)
+            assert bytes(buffer[:2]) == data[9:11], "node 0, whose agent does not listen, is not asked"
+            assert sources.found()[below.place].bytes == 3
             reads.note({name: [2]}, [])
             with pytest.raises(errors.TierDown, match="the memory of node c: "):
                 reads.read_into(Extent(blob=name, offset=0, length=1), buffer)
@@ -211,6 +217,15 @@ def test_a_wire_that_does_not_exist_is_refused(tmp_path: Path) -> None:
         "sockets",
         "nixl",
     ]
+
+
+def test_an_agent_that_cannot_listen_still_reaches_others(tmp_path: Path, generation: Generation) -> None:
+    """What is damaged in its memory is rebuilt from what they have."""
+    commit_on(tmp_path / "b", generation)
+    with served(tmp_path / "b") as node, nodes.Nodes(lambda: disk(tmp_path / "a"), lambda: None) as deaf:
+        why = deaf.serve(Serve(job=JOB, key=KEY, node="a", host=NOT_HERE, port=0))
+        assert f"{NOT_HERE}:0 cannot be listened at" in why and deaf.port == 0 and deaf.known() is None
+        assert deaf.peers is not None and "COMMIT.json" in deaf.peers.list(node, layout.folder(generation.id))
 
 
 def test_a_copy_that_was_interrupted_is_begun_anew(tmp_path: Path, generation: Generation) -> None:
@@ -334,10 +349,15 @@ class Gate:
 
     def __init__(self) -> None:
         self.reached = threading.Event()
+        self.whole = set[int]()
+        """the steps of generations that outlive later ones"""
 
     def make(self, generation: Generation, stop: object) -> None:
         if not self.reached.is_set():
             raise errors.PeerDown("no other node can be reached")
+
+    def outlives(self, generation: Generation) -> bool:
+        return generation.step in self.whole
 
     def end(self) -> None:
         """No other rank waits."""
@@ -368,6 +388,29 @@ def test_a_copied_generation_is_held_until_a_newer_one_is_copied(tmp_path: Path,
         copies_.close()
 
 
+def test_whole_copies_stay_while_a_node_is_left_out_of_newer_ones(tmp_path: Path, generation: Generation) -> None:
+    """The files of a node that is left out have no copies: if it is lost, the newest save that has all is needed."""
+    known, below = (KnownRun(disk(tmp_path / name), Environment()) for name in ("a", "below"))
+    gate = Gate()
+    known.below, gate.whole = [below], {generation.step}
+    gate.reached.set()
+    later = [structs.replace(generation, commit=structs.replace(generation.commit, step=step)) for step in (2, 3, 4)]
+    copies_ = NodeCopies(known, lambda _: gate, Outcomes(str(tmp_path)))
+    try:
+        for one in later[:2]:
+            known.record(one)
+            assert copies_.offer(one).result(20) is None
+        held = [one.step for one in (generation, *later) if one.id in known.held]
+        assert held == [1, 3], "a newer one with copies of some nodes takes the place of one of its kind only"
+        below.record(structs.replace(later[0], verified=True))
+        known.record(later[2])
+        copies_.offer(later[2]).result(20)
+        assert [one.step for one in (generation, *later) if one.id in known.held] == [4], "below it is newer"
+    finally:
+        copies_.close()
+    assert later[2].id not in known.held
+
+
 def test_a_node_without_the_key_of_the_job_is_refused(tmp_path: Path) -> None:
     with served(tmp_path / "b") as node, pytest.raises(errors.PeerRefused):
         call(node, FileCall(call="list", name="gen/000000000001-0a0b0c0d"), key="cd" * 32)
@@ -391,6 +434,11 @@ def test_each_part_goes_to_as_many_nodes_as_lack_it() -> None:
     assert missing_copies(copied, placement, 2) == []
     replaced = {**copied, "2": set()}
     assert missing_copies(replaced, placement, 2) == [("0", "2", 0), ("0", "2", 2)], "a replaced node gets both again"
+    assert missing_copies({**everywhere, "4": {4}, "5": {0}}, placement, 2) == [
+        ("1", "3", 1),
+        ("2", "0", 2),
+        ("3", "1", 3),
+    ], "nodes that are not placed neither send nor receive, and what they have counts"
     assert missing_copies({"0": {0, 1}, "2": {0}, "1": set(), "3": set()}, placement, 3) == [
         ("0", "1", 0),
         ("0", "2", 1),
@@ -413,8 +461,8 @@ class Listens:
     def __init__(self, port: int) -> None:
         self._port = port
 
-    def serve(self, serve: Serve) -> int:
-        return self._port
+    def serve(self, serve: Serve) -> tuple[int, str]:
+        return self._port, "" if self._port else "the port is taken"
 
 
 class Alone:
@@ -428,23 +476,29 @@ class Alone:
 
 
 OTHER = {"leader": 1, "name": "b", "domain": "", "host": "10.0.0.2", "port": 7}
+DEAF = "the agent of node d does not listen at 10.0.0.4: it was killed"
 
 
 @pytest.mark.parametrize(
     ("port", "others", "options", "message"),
     [
-        (0, [OTHER], {"copies": 2}, "nothing is kept on other nodes: the agent of node .* does not listen"),
-        (7, ["the agent of node b does not listen at 10.0.0.2"], {"copies": 2}, "agent of node b does not listen"),
+        (0, [OTHER], {"copies": 2}, "nothing is kept on other nodes: the agent of node .*: the port is taken[.] The"),
+        (7, [DEAF], {"copies": 2}, "nothing is kept on other nodes: the agent of node d does not listen at 10.0.0.4"),
         (7, [], {"copies": 2}, "nothing is kept on other nodes: there is one node only"),
-        (7, [OTHER], {"copies": 3}, "copies=3, and there are 2 nodes: each of them has every file"),
-        (7, [OTHER], {"node_parity": "2+1"}, "parity='2[+]1' needs 3 nodes, and there are 2: 2 copies of each file"),
+        (7, [OTHER], {"copies": 3}, "copies=3, and there are 2 nodes: each of them has the files of all"),
+        (7, [OTHER], {"node_parity": "2+1"}, "parity='2[+]1' needs 3 nodes, and there are 2 nodes: 2 copies"),
+        (7, [OTHER, DEAF], {"copies": 2}, "node d does not listen .* that node only: .* other 2 nodes keep each"),
+        (7, [OTHER, DEAF], {"copies": 3}, "copies=3, and 2 nodes listen: each of them"),
+        (7, [OTHER, DEAF], {"node_parity": "2+1"}, "needs 3 nodes, and 2 nodes listen: 2 copies"),
     ],
 )
 def test_a_job_reports_what_its_nodes_cannot_keep(
     caplog: pytest.LogCaptureFixture, port: int, others: list[object], options: dict[str, object], message: str
 ) -> None:
-    agreed(Listens(port), 0, RunOptions(**options), Alone(*others))  # type: ignore[arg-type]
+    table = agreed(Listens(port), 0, RunOptions(**options), Alone(*others))  # type: ignore[arg-type]
     assert re.search(message, caplog.text), caplog.text
+    listening = [0] * (port > 0) + [1] * (OTHER in others)
+    assert [one.leader for one in table.nodes] == listening if table is not None else len(listening) < 2
 
 
 def test_a_node_without_the_label_of_its_failure_domain_is_refused() -> None:

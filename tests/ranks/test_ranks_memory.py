@@ -6,6 +6,7 @@ import functools
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from lastgood.io.machine import NODE
 from lastgood.run import access, drill_acts, drill_peers, memory_place
 from lastgood_lab.campaigns.rank_jobs import PATIENCE
 from lastgood_lab.worlds import world
-from ranked_memory import folder, trained, uninterrupted
+from ranked_memory import died_beside_deaf, folder, found_beside_deaf, trained, uninterrupted
 
 pytestmark = pytest.mark.slow
 
@@ -122,6 +123,48 @@ def test_a_lost_node_loses_nothing_that_was_copied(tmp_path: Path, memory: Path,
     assert "other nodes" in found[1]["sources"] and "other nodes" not in found[0]["sources"]
     assert found[0]["survives"][2], "rank 0 knows that the last save survives the loss of a node"
     assert all(one["closing_seconds"] < PATIENCE for one in found), "no rank waits for what nobody asks"
+
+
+def test_a_node_whose_agent_does_not_listen_is_left_out_alone(tmp_path: Path, memory: Path) -> None:
+    """Nobody made any copies then. The last save that has all its copies stays, for that node may be lost."""
+    nodes, home, kept = ["a", "b", "c"], tmp_path / "home", tmp_path / "kept"
+
+    def life(nodes: list[str], upto: int, deaf: str = "") -> list[dict[str, Any]]:
+        world(3, died_beside_deaf, nodes, memory, home, upto, deaf, dies=(0, 1, 2))
+        return found_beside_deaf(home, 3)
+
+    def holders(step: int) -> list[str]:
+        """For each rank, the nodes that have its files."""
+        name = f"gen/{step:012d}-*/r0000{{}}.manifest.json"
+        return [
+            "".join(one for one in nodes if [*folder(home, one, memory).glob(name.format(rank))]) for rank in range(3)
+        ]
+
+    whole = life(nodes, 5)
+    assert whole[0]["survives"] == ["process", "node"] and all(len(one) == 2 for one in holders(5))
+    before = life(nodes, 7, "a")
+    assert before[0]["step"] == 5 and before[0]["survives"] == ["process"], "the files of a lie on a only"
+    assert holders(7) == ["a", "bc", "bc"]
+    (text,) = (one for one in before[0]["texts"] if "keep each other's files" in one)
+    assert text.startswith("the agent of node a does not listen at 192.0.2.1: ") and "cannot be listened at" in text
+    for source in (memory, home):
+        shutil.copytree(source, kept / source.name, symlinks=True, ignore=shutil.ignore_patterns("agent.*"))
+
+    shutil.rmtree(folder(home, "b", memory))
+    after = life(["b", "c", "a"], 8, "a")  # other ranks than before, on every node
+    assert [one["step"] for one in after] == [7] * 3 and after[0]["survives"] == ["process"]
+    assert all("other nodes" in one["sources"] for one in after), "the deaf node gives and takes what others want"
+
+    for source in (memory, home):
+        shutil.rmtree(source)
+        shutil.copytree(kept / source.name, source, symlinks=True)
+    shutil.rmtree(folder(home, "a", memory))
+    again = life(nodes, 8)
+    assert [one["step"] for one in again] == [5] * 3 and again[0]["survives"] == ["process", "node"]
+    assert [one["losses"] for one in again] == [
+        one["losses"] + other["losses"] for one, other in zip(before, after, strict=True)
+    ]
+    assert all(len(one) == 2 for one in holders(8)), "the next opening asks that agent again"
 
 
 @pytest.mark.parametrize("which", [0, -1], ids=["first", "last"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -12,7 +14,8 @@ import torch.distributed as dist
 
 import lastgood
 from agents import ended, state, until
-from lastgood.run import memory_place
+from harness import reports
+from lastgood.run import lower_place, memory_place, peer_opening
 from lastgood_lab.campaigns.rank_jobs import PATIENCE, Loop
 
 
@@ -101,3 +104,41 @@ def trained(
         begun = time.monotonic()
     closing = {"closing_seconds": time.monotonic() - begun}
     return {"step": found.step, "sources": [*found.sources], "losses": losses, "survives": survives, **closing}
+
+
+NOT_HERE = "192.0.2.1"
+"""an address for documentation, which no machine has"""
+
+
+def died_beside_deaf(
+    rank: int, size: int, nodes: Sequence[str], memory: Path, home: Path, upto: int, deaf: Sequence[str] = ()
+) -> None:
+    """Restore and train with two copies, and die with the agent of the node. `deaf`: nodes whose agents cannot listen.
+
+    Writes what it has found into a file beside `home`, which `found_beside_deaf` reads. The opening copies nothing at
+    home that an earlier one has left.
+    """
+    lower_place.LowerPlace.catch_up = lambda self: None
+    if nodes[rank] in deaf:
+        os.environ[peer_opening.ADDRESS] = NOT_HERE
+    loop, losses = Loop("fsdp", size), []
+    with reports(logging.WARNING) as texts:
+        ckpt = opened(loop, nodes[rank], memory, home, copies=2)
+        found = ckpt.restore()
+        for n in range(found.step + 1, upto + 1):
+            losses.append(loop.step(n))
+            save = ckpt.step(n)
+            assert save is not None
+            save.committed()
+            ckpt.wait()  # each save has its copies
+    survives = [one for one in ("process", "node", "domain") if save.durable(one)]
+    result = {"step": found.step, "losses": losses, "sources": [*found.sources], "survives": survives, "texts": texts}
+    (home.parent / f"{rank}.json").write_text(json.dumps(result))
+    dist.barrier()  # none is killed while another one still waits for what it serves
+    ended(str(folder(home, nodes[rank], memory)))
+    os._exit(9)
+
+
+def found_beside_deaf(home: Path, size: int) -> list[dict[str, Any]]:
+    """What each rank of `died_beside_deaf` has found."""
+    return [json.loads((home.parent / f"{rank}.json").read_text()) for rank in range(size)]

@@ -49,19 +49,21 @@ class Nodes:
         self._senders.shutdown()
 
     def serve(self, serve: Serve) -> str:
-        """Listen as `serve` says, instead of as before. Returns why that failed, or ""."""
+        """Listen as `serve` says, instead of as before. Returns why that failed, or "".
+
+        An agent that cannot listen still reads from the other nodes, to rebuild what is damaged here.
+        """
         self._stop()
         files = PeerFiles(self._memory)
         self._serving.callback(files.close)
         me, at = Peer(serve.job, serve.node), (serve.host, serve.port)
         try:
             windows, secured = nixl.chosen(serve.wire), security(serve.key, serve.certificates)
+            self.peers = Peers(serve.job, secured, serve.node, windows)
             server = self._serving.enter_context(Server(at, me, secured, files, windows=windows))
         except LastgoodError as error:
             return str(error)
-        self._served, self.peers = serve, Peers(serve.job, secured, serve.node, windows)
-        self._serving.callback(self.peers.close)
-        self.port = server.address[1]
+        self._served, self.port = serve, server.address[1]
         return ""
 
     def send(self, send: Send) -> Future[str]:
@@ -93,6 +95,8 @@ class Nodes:
         return ""
 
     def _stop(self) -> None:
+        if self.peers is not None:
+            self.peers.close()
         self._serving.close()
         self.peers, self._served, self.port = None, None, 0
         self._receivers.clear()

@@ -149,16 +149,20 @@ def group_survives(parity: ParityGroups, failed: Collection[str]) -> bool:
 def missing_copies(held: Mapping[str, Collection[int]], placement: Placement, k: int) -> list[tuple[str, str, int]]:
     """What is to be sent so that each part lies on k nodes: (the node that sends, the node that receives, the part).
 
-    `held`: node -> the parts that it has now. `placement`: of the same nodes. A part that lies on fewer than k nodes
-    goes to the nodes that hold copies of its first holder, and if these have it already, to others. A part that no node
-    has cannot be sent. Sorted. Example: `missing_copies({"a": {0}, "b": {1}}, copies(nodes, 2), 2)`.
+    `held`: node -> the parts that it has now. `placement`: of these nodes, or of those among them that can send and
+    receive. A part that lies on fewer than k nodes goes to the nodes that hold copies of its first holder, and if these
+    have it already, to others. A part that no node of the placement has cannot be sent. Sorted.
+    Example: `missing_copies({"a": {0}, "b": {1}}, copies(nodes, 2), 2)`.
     """
     orders = list[tuple[str, str, int]]()
     for part in sorted({part for parts in held.values() for part in parts}):
         have = sorted(name for name, parts in held.items() if part in parts)
-        others = [*placement.holders[have[0]], *sorted(placement.holders)]
+        sender = next((name for name in have if name in placement.holders), None)
+        if sender is None:  # guard: only-placed-nodes-send
+            continue
+        others = [*placement.holders[sender], *sorted(placement.holders)]
         wanted = [name for name in dict.fromkeys(others) if name not in have]
-        orders += [(have[0], name, part) for name in wanted[: max(k - len(have), 0)]]
+        orders += [(sender, name, part) for name in wanted[: max(k - len(have), 0)]]
     return orders
 
 

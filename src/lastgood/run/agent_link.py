@@ -86,6 +86,8 @@ class AgentLink:
         self._started = self._refused = 0
         self._foreign = False
         """whether the agent belongs to another user"""
+        self._deaf_because = ""
+        """why the agent does not serve other nodes, if it was asked to"""
         self._attached_at = 0.0
         os.register_at_fork(after_in_child=self.close)  # guard: link-not-inherited-by-fork
 
@@ -108,7 +110,7 @@ class AgentLink:
             error = f"{type(failure).__name__}: {failure}"
         if not error:
             if self._serve is not None and (problem := self._served(connection, self._serve)):
-                self._serve = None
+                self._serve, self._deaf_because = None, problem
                 reporting.warning(f"the agent of {self._folder} does not serve other nodes: {problem}")
             connection.setblocking(False)  # with a timeout Python would wait for it in each call
             self._connection, self._attached_at = connection, time.monotonic()
@@ -149,16 +151,19 @@ class AgentLink:
             f"opening of the run copies what only this node has. {LOG} in that folder may say more."
         )
 
-    def serve(self, serve: Serve) -> int:
-        """Let the agent, which is started if there is none, serve other nodes. Returns its port; 0: there is no agent.
+    def serve(self, serve: Serve) -> tuple[int, str]:
+        """Let the agent, which is started if there is none, serve other nodes.
 
-        An agent that is started later in place of this one listens at the same port.
+        Returns its port and "", or 0 and why it does not listen. An agent that is started later in place of this one
+        listens at the same port.
         """
-        self._serve = serve
+        self._serve, self._deaf_because = serve, f"no agent of {self._folder} answers"
         self.close()
         self.check()
         served = self._serve
-        return served.port if served is not None and self._connection is not None else 0
+        if served is None or self._connection is None:
+            return 0, self._deaf_because
+        return served.port, ""
 
     def send(self, send: Send, stop: Callable[[], bool]) -> None:
         """Let the agent send files to other nodes, and wait for that. May be called from another thread.

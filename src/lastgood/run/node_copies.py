@@ -14,6 +14,9 @@ Invariants
   4. A node that cannot be reached delays nothing but the copies: they are tried again, with pauses.
   5. The newest generation that has its copies is not deleted before a newer one has them: a node that is lost meanwhile
      takes the newer one with it.
+  6. A node whose agent does not listen (peer_opening.py) is left out: it sends and receives nothing, and the copies of
+     the others make no save survive the loss of a node. A generation from before that does not need that node stays
+     until a place below has a newer one.
 """
 
 from __future__ import annotations
@@ -79,25 +82,29 @@ class Maker(Protocol):
     """What makes the redundancy of a generation in the memory of other nodes."""
 
     place: str
-    """its name among the places of a save: paths.PEERS and "node", or "domain" if it survives the loss of one"""
+    """its name among the places of a save: as `place_of`"""
 
     def make(self, generation: Generation, stop: Stop) -> None:
         """Make what is missing of it. Raises Cancelled once `stop()` is true."""
+
+    def outlives(self, generation: Generation) -> bool:
+        """Whether nodes are left out whose loss this generation survives, as one for which `make` is called now does
+        not: it has copies or parity from before."""
 
     def end(self) -> None:
         """Tell the other ranks that nothing more is asked."""
 
 
 class CopyMaker:
-    """Copies of each file on `count` nodes in all. `disks`: of all nodes. `table`: the nodes."""
+    """Copies of each file on `count` nodes in all. `disks`: of all nodes. `table`: those whose agents listen."""
 
     def __init__(self, disks: NodeDisks, table: PeerTable, count: int, ranks: RankGroup, stop: Stop = never) -> None:
         assert disks.links.agent is not None, "a front whose nodes copy to each other has agents"
-        self._disks, self._count = disks, min(count, len(table.nodes))
+        self._disks, self._table, self._count = disks, table, min(count, len(table.nodes))
         self._own = CopySender(disks.links.agent, table, ranks.rank)
         self._requests = Requests(ranks, SUBJECT, disks.nodes.others, stop)
         self._placement = copies(placed(table.nodes), self._count)
-        self.place = place_of(table.nodes, self._placement.domains_survived)
+        self.place = place_of(disks, table, self._placement.domains_survived)
 
     def make(self, generation: Generation, stop: Stop) -> None:
         held = {str(leader): parts for leader, parts in self._disks.held(generation).items()}
@@ -108,6 +115,9 @@ class CopyMaker:
         if orders:
             request = CopyRequest(at=generation.id, orders=orders)
             ask_all(self._requests, request, lambda: self._own.served(msgspec.to_builtins(request), stop))
+
+    def outlives(self, generation: Generation) -> bool:
+        return bool(left_out(self._disks, self._table)) and lies_on(self._disks, self._table, generation)
 
     def end(self) -> None:
         self._requests.end()
@@ -128,7 +138,8 @@ class NodeCopies:
         self._waiting: tuple[Generation, Future[None]] | None = None
         # Which of these have their copies is not known. One of them may be all that survives a lost node.
         self._copied = {at for at, one in source.survey.generations.items() if one.restorable}
-        """the newest generation that has its copies; before the first copy, those that were found"""
+        """the newest generation that has its copies, and those that outlive it; before the first copy, those that were
+        found"""
         for at in self._copied:
             source.held.add(at, self._maker)
         self._closing = False
@@ -171,15 +182,26 @@ class NodeCopies:
         self._maker.end()
         with self._changed:
             self._give_up(Cancelled("the run was closed"))
-            self._keep(None)
+            self._hold(set())
 
-    def _keep(self, at: GenerationId | None) -> None:
-        """Hold the newest generation that has its copies, in place of the one before."""
-        before, self._copied = self._copied, set() if at is None else {at}
-        if at is not None:
-            self._source.held.add(at, self._maker)  # guard: copied-generation-held
-        for one in before - self._copied:
+    def _keep(self, at: GenerationId) -> None:
+        """Hold the newest generation that has its copies, in place of those before that do not outlive it."""
+        others = {one for one in self._copied if self._outlives(one)}  # guard: whole-copies-outlive-partial
+        self._source.held.add(at, self._maker)  # guard: copied-generation-held
+        self._hold({at, *others})
+
+    def _hold(self, generations: set[GenerationId]) -> None:
+        before, self._copied = self._copied, generations
+        for one in before - generations:
             self._source.held.discard(one, self._maker)
+
+    def _outlives(self, at: GenerationId) -> bool:
+        """Whether a lost node that is left out now would take the run back to this generation, if it is kept."""
+        one = self._source.survey.generations.get(at)
+        below = [dict(place.survey.generations) for place in self._source.below]
+        if one is None or any(found >= at and other.restorable for of in below for found, other in of.items()):
+            return False
+        return self._maker.outlives(one)
 
     def _give_up(self, error: LastgoodError) -> None:
         """End the waiting for the generation that waits, if there is one. The lock is held."""
@@ -257,7 +279,24 @@ def placed(nodes: Sequence[PeerNode]) -> list[Node]:
     return [Node(str(one.leader), one.domain) for one in nodes]
 
 
-def place_of(nodes: Sequence[PeerNode], domains_survived: int) -> str:
-    """The name of the redundancy among the places of a save."""
-    labelled = all(one.domain for one in nodes)  # a node without a label may share its rack with another one
+def left_out(disks: NodeDisks, table: PeerTable) -> set[int]:
+    """The leaders of the nodes of the job whose agents do not listen."""
+    return {*disks.nodes.leaders} - {one.leader for one in table.nodes}
+
+
+def lies_on(disks: NodeDisks, table: PeerTable, generation: Generation) -> bool:
+    """Whether the nodes whose agents listen have the files of all ranks."""
+    held = disks.held(generation)
+    here = set[int]().union(*(held[one.leader] for one in table.nodes))
+    return all(one.rank in here for one in generation.commit.seals)
+
+
+def place_of(disks: NodeDisks, table: PeerTable, domains_survived: int) -> str:
+    """The name of the redundancy among the places of a save: paths.PEERS and what it survives, "node" or "domain".
+
+    "process" where a node is left out: no other node has what that one writes.
+    """
+    if left_out(disks, table):  # guard: left-out-node-survives-nothing
+        return f"{paths.PEERS}process"
+    labelled = all(one.domain for one in table.nodes)  # a node without a label may share its rack with another one
     return paths.PEERS + ("domain" if labelled and domains_survived else "node")

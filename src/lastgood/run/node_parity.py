@@ -12,6 +12,8 @@
 Invariants
   1. A file of parity names the chunks and not the nodes, so that any later job can use it, whatever its nodes are.
   2. A generation is protected when every node has the files of parity that the placement of the present nodes gives it.
+  3. Nodes whose agents do not listen have no part in it: their chunks get no parity, and what no node has any more is
+     rebuilt on another node.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from ..policy.stripes import StripeSet, neighbours, stripe_sets
 from ..records import Generation, GenerationId, Record
 from .agent_link import AgentLink
 from .agent_messages import Work
-from .node_copies import ask_all, place_of, placed
+from .node_copies import ask_all, left_out, lies_on, place_of, placed
 from .node_disks import NodeDisks
 from .peers import PeerTable, StripeMember, StripeOrder
 from .rank_requests import Requests
@@ -129,7 +131,7 @@ class ParityBuilder:
 class ParityMaker:
     """At the coordinator, a `node_copies.Maker`. `code`: data and parity cells of a stripe.
 
-    `disks`: of all nodes. `table`: the nodes, at least as many as a stripe has cells.
+    `disks`: of all nodes. `table`: those whose agents listen, at least as many as a stripe has cells.
     """
 
     def __init__(
@@ -137,17 +139,24 @@ class ParityMaker:
     ) -> None:
         assert disks.links.agent is not None, "a front whose nodes share parity has agents"
         Code(*code)  # raises Refused where no library for it is installed
-        self._disks, self._parity = disks, code[1]
+        self._disks, self._table, self._parity = disks, table, code[1]
         divided_nodes = groups(placed(table.nodes), *code)
         self._sets = stripe_sets(divided_nodes)
         self._own = ParityBuilder(disks.links.agent, table, ranks.rank, self._sets)
         self._requests = Requests(ranks, SUBJECT, disks.nodes.others, stop)
-        self.place = place_of(table.nodes, divided_nodes.domains_survived)
+        self.place = place_of(disks, table, divided_nodes.domains_survived)
 
     def make(self, generation: Generation, stop: Stop) -> None:
         request = self._missing(generation)
         if request.files:
             ask_all(self._requests, request, lambda: self._own.served(msgspec.to_builtins(request), stop))
+
+    def outlives(self, generation: Generation) -> bool:
+        without = left_out(self._disks, self._table)
+        listings = self._disks.listings(layout.folder(generation.id)) if without else {}
+        # A node that has parity of it took part when that was written.
+        shared = any(stripe_layout.is_record(name) for leader in without for name in listings[leader])
+        return bool(without) and (shared or lies_on(self._disks, self._table, generation))
 
     def end(self) -> None:
         self._requests.end()
@@ -187,20 +196,21 @@ class ParityMaker:
 class NodeRebuild:
     """At the coordinator: makes files of ranks whole that lie on no node any more, or are damaged.
 
-    `disks`: of all nodes. `table`: the nodes.
+    `disks`: of all nodes. `table`: those whose agents listen.
     """
 
     def __init__(self, disks: NodeDisks, table: PeerTable, ranks: RankGroup) -> None:
         assert disks.links.agent is not None, "a front whose nodes serve each other has agents"
-        self._disks = disks
+        self._disks, self._table = disks, table
         self._own = ParityBuilder(disks.links.agent, table, ranks.rank)
         self._requests = Requests(ranks, REBUILD_SUBJECT, disks.nodes.others)
 
     def rebuild(self, generation: Generation, stop: Stop) -> list[str]:
         """Rebuild what is missing or damaged of a generation. Returns the names of the files of these ranks.
 
-        A missing file is rebuilt on the node of the rank of the same number, a damaged one wherever it lies: from a
-        copy on another node, or from parity. Raises BeyondRepair if there is neither, and the errors of the agents.
+        A missing file is rebuilt on the node of the rank of the same number, or on another one whose agent listens, a
+        damaged one wherever it lies: from a copy on another node, or from parity. Raises BeyondRepair if there is
+        neither, and the errors of the agents.
         """
         listings = self._disks.listings(layout.folder(generation.id))
         possible = any(stripe_layout.is_record(name) for listing in listings.values() for name in listing)
@@ -210,7 +220,7 @@ class NodeRebuild:
         for seal in generation.commit.seals:
             holders = sorted(leader for leader, parts in held.items() if seal.rank in parts)
             if not holders:
-                holders = [leaders[seal.rank % len(leaders)]]
+                holders = [rebuilder(seal.rank, leaders, self._table)]
             elif seal.manifest.partition(".")[0] not in damaged:
                 continue
             possible |= len(holders) > 1
@@ -228,3 +238,15 @@ class NodeRebuild:
     def end(self) -> None:
         """Tell the other leaders that nothing more is asked."""
         self._requests.end()
+
+
+def rebuilder(rank: int, leaders: Sequence[int], table: PeerTable) -> int:
+    """The leader of the node on which files are rebuilt that no node has. Pure.
+
+    `rank`: the one that wrote them. `leaders`: that of the node of each present rank. `table`: the nodes whose agents
+    listen: another agent cannot be asked for it.
+    """
+    own = leaders[rank % len(leaders)]
+    if not table.among([own]):  # guard: rebuilt-where-agents-listen
+        return table.nodes[rank % len(table.nodes)].leader
+    return own

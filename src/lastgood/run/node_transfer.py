@@ -6,14 +6,15 @@
                   the node that has it:
     sender        .../TRANSFER/FILE/OFFSET             a part of a chunk, at most PART_BYTES
     receiver      .../TRANSFER/FILE/OFFSET/RANK        acknowledges the part; the sender then deletes both
-                  Where the nodes have agents that serve each other, the receiver reads from that of the sender instead;
-                  what one rank alone of its node wants, that rank reads itself (peer_reads.py).
+                  Where a node that has it has an agent that listens, the receiver reads from that agent instead; what
+                  one rank alone of its node wants, that rank reads itself (peer_reads.py).
 
 Invariants
   1. What was fetched is verified like any other chunk, when a rank reads it.
   2. At most WINDOW parts are in the store of the job at the same time.
   3. All leaders go through the chunks of a transfer in the same order, so no two of them wait for each other. A leader
-     that fails sends empty parts, or acknowledges what it does not use, so that the others do not wait for it.
+     that fails sends empty parts, or acknowledges what it does not use, so that the others do not wait for it. What
+     agents give comes last: no leader waits for one that reads from a slow agent.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from ..records import Blob, Extent, Generation, GenerationId, Manifest, Record
 from ..storage.slot_file import aligned
 from .node_disks import FETCHED, NodeDisks, NodeTier
 from .peer_reads import OTHER_NODES
-from .peers import RANK_FILE, Peers, PeerTable
+from .peers import RANK_FILE, PeerNode
 from .rank_requests import Requests
 from .verify import Stop, never
 
@@ -93,22 +94,26 @@ class Carrier:
         assert generation is not None and generation.id == one.at, "the manifests were not shown before"
         manifests = manifests_of(self._tier, generation)
         mine = list(_in_order(one.wanted.get(str(rank), {}), manifests))
+        offsets, size = dict[tuple[str, int], int](), 0
+        for chunk in mine:
+            offsets[chunk.blob.name, chunk.number] = size
+            size += round_up(chunk.extent.length)
         buffer = aligned(bytes(max((chunk.extent.length for chunk in mine), default=0)))
-        received, failed, at, upload = Counter[str](), None, 0, None
+        received, failed, upload = Counter[str](), None, None
         try:
             if mine:
                 self._tier.own.delete(FETCHED)
-                upload = self._tier.own.create(FETCHED, sum(round_up(chunk.extent.length) for chunk in mine))
+                upload = self._tier.own.create(FETCHED, size)
         except LastgoodError as error:
             failed = error
-        for chunk in _in_order(_union(one.wanted.values()), manifests):
-            wants = chunk.number in one.wanted.get(str(rank), {}).get(chunk.blob.name, ())
+        chunks, givers = _in_order(_union(one.wanted.values()), manifests), self._givers(one)
+        for chunk in sorted(chunks, key=lambda chunk: bool(givers[chunk.blob.name])):
+            at, length = offsets.get((chunk.blob.name, chunk.number)), chunk.extent.length
             try:
                 if stop():
                     raise Cancelled("the restore was interrupted")
-                self._move(one, chunk, buffer if wants else None)
-                length = chunk.extent.length
-                if wants and failed is None and upload is not None:
+                self._move(one, chunk, givers[chunk.blob.name], None if at is None else buffer)
+                if at is not None and failed is None and upload is not None:
                     upload.write_at(buffer[: round_up(length)], at)
                     received[OTHER_NODES if one.place is None else self._below[one.place].place] += length
             except (TimedOut, Cancelled) as error:  # another leader has failed: each chunk would take a timeout
@@ -116,7 +121,6 @@ class Carrier:
                 break
             except LastgoodError as error:
                 failed = failed or error  # the chunks that follow are sent and acknowledged all the same
-            at += round_up(chunk.extent.length) if wants else 0
         if failed is not None:
             if upload is not None:
                 upload.abort()
@@ -125,32 +129,36 @@ class Carrier:
             upload.finish()
         return dict(received)
 
-    def _move(self, one: Transfer, chunk: _Chunk, into: memoryview | None) -> None:
+    def _givers(self, one: Transfer) -> dict[str, list[PeerNode]]:
+        """File -> the nodes that have it and whose agents give it. Without one it goes through the store of the job."""
+        table = self._tier.links.table
+        return {name: [] if table is None else table.among(leaders) for name, leaders in one.holders.items()}
+
+    def _move(self, one: Transfer, chunk: _Chunk, givers: Sequence[PeerNode], into: memoryview | None) -> None:
         """Fill `into` with a chunk, from wherever it comes. None: this node does not want it. The sender sends it."""
         extent = Extent(
             blob=f"{layout.folder(one.at)}/{chunk.blob.name}", offset=chunk.extent.offset, length=chunk.extent.length
         )
-        table, peers = self._tier.links.table, self._tier.links.peers
         if one.place is not None:
             if into is not None:
                 self._below[one.place].read_into(extent, into)
-        elif table is not None and peers is not None:  # all leaders have a table, or none has
+        elif givers:  # all leaders have the same table, so none of them sends or awaits this chunk
             if into is not None:
-                self._read_from_peers(one, extent, into, table, peers)
+                self._read_from_peers(one, extent, into, givers)
         elif one.holders[chunk.blob.name][0] == self._ranks.rank:
             receivers = [leader for leader, of in one.wanted.items() if chunk.number in of.get(chunk.blob.name, ())]
             self._send(one, extent, receivers)
         elif into is not None:
             self._receive(one, extent, into)
 
-    def _read_from_peers(self, one: Transfer, extent: Extent, into: memoryview, table: PeerTable, peers: Peers) -> None:
-        """A chunk from the agent of a node that has it. Each transfer begins with another one of them."""
-        holders = one.holders[extent.blob.rpartition("/")[2]]
-        first = one.number % len(holders)
+    def _read_from_peers(self, one: Transfer, extent: Extent, into: memoryview, givers: Sequence[PeerNode]) -> None:
+        """A chunk from the agent of one of these nodes. Each transfer begins with another one of them."""
+        first, peers = one.number % len(givers), self._tier.links.peers
+        assert peers is not None, "each leader has connections where there is a table"
         problem: LastgoodError | None = None
-        for leader in [*holders[first:], *holders[:first]]:
+        for node in [*givers[first:], *givers[:first]]:
             try:
-                peers.read(table.node_of(leader), extent, into)
+                peers.read(node, extent, into)
             except LastgoodError as error:
                 problem = error
             else:
@@ -214,7 +222,7 @@ class Carried(Record, frozen=True, kw_only=True):
     copied: dict[str, dict[str, int]] = msgspec.field(default_factory=dict)
     """leader -> place -> the bytes that were fetched from there"""
     direct: dict[str, list[int]] = msgspec.field(default_factory=dict)
-    """file -> the leaders of the nodes from whose agents ranks read it"""
+    """file that ranks read from the agents of other nodes -> the leaders of the nodes that have it"""
 
 
 class NodeTransfers:
@@ -232,7 +240,7 @@ class NodeTransfers:
 
         `wants`: the chunks that each rank wants. `place`: the position, among the lower ones, of a place that has the
         generation whole; None: there is none. `read`: whether ranks read files from the agents of other nodes: those
-        that one rank alone of a node wants are not copied then.
+        that one rank alone of a node wants are not copied then, if a node that has them has an agent that listens.
         """
         held = self._disks.held(generation)
         owners = {blob.name: one.rank for one in manifests_of(self._disks, generation) for blob in one.blobs}
@@ -244,10 +252,14 @@ class NodeTransfers:
         absent = [name for _, name in lacks if not holders[name]]
         if place is None and absent:
             raise TierDown(f"{absent[0]} of {generation.id} lies on no node", safe="Nothing was loaded.")
-        direct = {name: holders[name] for _, name in lacks} if read else {}
+        table, direct = self._disks.links.table, dict[str, list[int]]()
+        if read and table is not None:
+            wanted_files = dict.fromkeys(name for _, name in lacks)
+            # guard: unread-file-goes-through-store
+            direct = {name: holders[name] for name in wanted_files if table.among(holders[name])}
         wanted = dict[str, dict[str, list[int]]]()
         for (leader, name), of in lacks.items():
-            if len(of) > 1 or not read:
+            if len(of) > 1 or name not in direct:
                 wanted.setdefault(str(leader), {})[name] = sorted(set().union(*of))
         if not wanted:
             return Carried(direct=direct)

@@ -168,12 +168,13 @@ def _up_to(text: str, position: int) -> str:
 
 
 PEERS = "peers://"
-"""The place of copies in the memory of other nodes; before "node" or "domain", what they survive."""
+"""The place of copies in the memory of other nodes; before what they survive: "node", "domain", or "process" alone
+where a node is left out of them."""
 
 
 def survived_by(place: str) -> frozenset[str]:
     """Which failures a generation survives in a place: "process", "power", "node", "domain" (`Save.durable`)."""
-    if in_memory(place):
+    if in_memory(place) or place == f"{PEERS}process":
         return frozenset({"process"})
     if place.startswith(PEERS):
         return frozenset({"process", "node", place.removeprefix(PEERS)})

@@ -2,10 +2,16 @@
 
     coordinator   a random id of the job and a key -> all ranks
     each leader   its agent listens with that key; its name, failure domain and address -> the coordinator -> all ranks
+                  if it does not listen: why
 
 Every process that can read the store of the job can read the key. An address is that of the interface that leads to
 MASTER_ADDR; LASTGOOD_ADDRESS names another one. LASTGOOD_WIRE=nixl chooses NIXL for the bytes; peer_security.py has the
-variables of certificates. If an agent of any node does not listen, no copies are made, and that is reported.
+variables of certificates.
+
+A node whose agent does not listen is left out: the others make copies, or parity, among themselves. What it writes lies
+on that node only, so these copies make no save survive the loss of a node (node_copies.place_of). The coordinator
+reports each node that is left out, with the reason. With fewer than two nodes that listen there are no copies. The next
+opening of the run asks every agent again.
 """
 
 from __future__ import annotations
@@ -36,12 +42,12 @@ LOOPBACK = "127.0.0.1"
 
 
 def agreed(agent: AgentLink | None, leader: int, options: RunOptions, topic: AnyTopic) -> PeerTable | None:
-    """The nodes of the job with their agents; None if there is one node only, or if an agent does not listen.
+    """The nodes of the job whose agents listen; None if there are fewer than two.
 
-    All ranks call it. `agent`: at a leader, that of its node. `leader`: the leader of this node. With fewer nodes than
-    copies, each node has one. Raises Refused where the failure domain of a node has no label.
+    All ranks call it, and return the same. `agent`: at a leader, that of its node. `leader`: the leader of this node.
+    With fewer nodes than copies, each node has one. Raises Refused where the failure domain of a node has no label.
     """
-    copies, spread = options.copies_among_nodes, options.spread
+    spread = options.spread
     job, key = topic.agree(None, lambda _: [secrets.token_hex(8), secrets.token_hex(32)])
     mine: PeerNode | str | None = None
     if agent is not None:
@@ -54,34 +60,47 @@ def agreed(agent: AgentLink | None, leader: int, options: RunOptions, topic: Any
             )
         certificates = own_certificates()
         serve = Serve(job=job, key=key, node=node, host=host, port=0, wire=own_wire(), certificates=certificates)
-        port = agent.serve(serve)
+        port, problem = agent.serve(serve)
         if port:
             mine = PeerNode(leader=leader, name=node, domain=label(spread), host=host, port=port)
         else:
-            mine = f"the agent of node {node} does not listen at {host}"
+            mine = f"the agent of node {node} does not listen at {host}: {problem.rstrip('.')}"
     posted = topic.agree(msgspec.to_builtins(mine), _decided)
-    nodes, problem = msgspec.convert(posted, tuple[list[PeerNode], str])
+    nodes, left_out = msgspec.convert(posted, tuple[list[PeerNode], list[str]])
     if agent is not None and leader == 0:
-        if problem:
-            reporting.warning(f"nothing is kept on other nodes: {problem}. The run goes on.")
-        elif options.node_parity is not None and options.code_among(len(nodes)) is None:
-            count, least = min(copies, len(nodes)), sum(parity_layout.parsed(options.node_parity))
-            reporting.warning(
-                f"parity={options.node_parity!r} needs {least} nodes, and there are {len(nodes)}: {count} copies of "
-                f"each file are made instead, which take {count} times the space."
-            )
-        elif len(nodes) < copies:
-            reporting.warning(f"copies={copies}, and there are {len(nodes)} nodes: each of them has every file.")
-    return None if problem else PeerTable(job=job, key=key, nodes=nodes)
+        for text in _reports(len(nodes), left_out, options):
+            reporting.warning(text)
+    return PeerTable(job=job, key=key, nodes=nodes) if len(nodes) > 1 else None
 
 
-def _decided(posts: Sequence[object]) -> tuple[list[object], str]:
-    """The nodes that listen, and why no copies are made, or ""."""
-    problems = [str(one) for one in posts if isinstance(one, str)]
+def _decided(posts: Sequence[object]) -> tuple[list[object], list[str]]:
+    """The nodes that listen, and for each other one why it does not."""
     nodes = [one for one in posts if one is not None and not isinstance(one, str)]
-    if not problems and len(nodes) < 2:
-        problems = ["there is one node only"]
-    return nodes, "; ".join(problems)
+    return nodes, [one for one in posts if isinstance(one, str)]
+
+
+def _reports(count: int, left_out: Sequence[str], options: RunOptions) -> list[str]:
+    """What the nodes of the job cannot keep. `count`: of the nodes that listen. `left_out`: why the others do not."""
+    why, copies = "; ".join(left_out), options.copies_among_nodes
+    if count < 2:
+        return [f"nothing is kept on other nodes: {why or 'there is one node only'}. The run goes on."]
+    found = list[str]()
+    if left_out:
+        found.append(
+            f"{why}. What is saved on a node that does not listen lies on that node only: until a place below has it, "
+            f"no save survives the loss of that node. The other {count} nodes keep each other's files. The run goes "
+            "on, and its next opening asks every node again."
+        )
+    there = f"{count} nodes listen" if left_out else f"there are {count} nodes"
+    if options.node_parity is not None and options.code_among(count) is None:
+        made, least = min(copies, count), sum(parity_layout.parsed(options.node_parity))
+        found.append(
+            f"parity={options.node_parity!r} needs {least} nodes, and {there}: {made} copies of each file are made "
+            f"instead, which take {made} times the space."
+        )
+    elif count < copies:
+        found.append(f"copies={copies}, and {there}: each of them has the files of all of these.")
+    return found
 
 
 def own_wire(environ: Mapping[str, str] = os.environ) -> str:

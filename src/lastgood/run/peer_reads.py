@@ -29,7 +29,8 @@ OTHER_NODES = "other nodes"
 
 
 class PeerReads(Watched):
-    """`tier`, of which some files are read elsewhere (`note`). `sources`: counts that. `table`: the nodes."""
+    """`tier`, of which some files are read elsewhere (`note`). `sources`: counts that. `table`: the nodes whose
+    agents listen."""
 
     def __init__(self, tier: Tier, sources: Sources, table: PeerTable) -> None:
         super().__init__(tier, lambda size: None)
@@ -43,23 +44,23 @@ class PeerReads(Watched):
     def note(self, files: Mapping[str, Sequence[int]], below: Sequence[Tier]) -> None:
         """Read these files elsewhere from now on. Raises as `nixl.chosen` and `security`.
 
-        `files`: each file -> the leaders of the nodes that have it, in the order in which they are asked. `below`: the
-        places that are read if none of them answers.
+        `files`: each file -> the leaders of the nodes that have it, in the order in which they are asked; those whose
+        agents do not listen are not. `below`: the places that are read if none of them answers.
         """
         if files and self._peers is None:
             windows = nixl.chosen(peer_opening.own_wire())
             secured = security(self._table.key, own_certificates())
             self._peers = Peers(self._table.job, secured, machine(), windows)
-        self._files = {name: [*map(self._node, leaders), *below] for name, leaders in files.items()}
+        self._files = {name: [*self._nodes(leaders), *below] for name, leaders in files.items()}
 
     def close(self) -> None:
         """Close the connections to other nodes."""
         if self._peers is not None:
             self._peers.close()
 
-    def _node(self, leader: int) -> Tier:
+    def _nodes(self, leaders: Sequence[int]) -> list[Tier]:
         assert self._peers is not None
-        return cast(Tier, PeerDisk(self._peers, self._table.node_of(leader)))
+        return [cast(Tier, PeerDisk(self._peers, one)) for one in self._table.among(leaders)]
 
     def read_into(self, extent: Extent, mv: memoryview, *, fresh: bool = False) -> None:
         tiers = self._files.get(extent.blob)

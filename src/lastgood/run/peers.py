@@ -67,14 +67,23 @@ class PeerNode(Record, frozen=True, kw_only=True):
 
 
 class PeerTable(Record, frozen=True, kw_only=True):
-    """The nodes of a job. `job`: a random id of this opening. `key`: that all of them have, in hexadecimal."""
+    """The nodes of a job whose agents listen; it may have further nodes. All ranks have the same table.
+
+    `job`: a random id of this opening. `key`: that all nodes of the job have, in hexadecimal.
+    """
 
     job: str
     key: str
     nodes: list[PeerNode]
 
     def node_of(self, leader: int) -> PeerNode:
+        """The node of this leader, whose agent listens."""
         return next(one for one in self.nodes if one.leader == leader)
+
+    def among(self, leaders: Iterable[int]) -> list[PeerNode]:
+        """Those nodes of these leaders whose agents listen, in this order."""
+        nodes = {one.leader: one for one in self.nodes}
+        return [nodes[leader] for leader in leaders if leader in nodes]  # guard: only-listening-nodes-asked
 
 
 class PeerOrder(Record, frozen=True, kw_only=True):

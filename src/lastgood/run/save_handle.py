@@ -65,8 +65,9 @@ class Save:
 
         `survives`: "process", which every place survives; "power" (default), which every place survives but memory;
         "node", the loss of a machine with its disks, or "domain", that of a rack or a zone, which object stores
-        survive, and copies in the memory of other nodes. Of several ranks, only rank 0 knows of copies to further
-        places; what is in memory first is durable there alone. Raises Refused for another text.
+        survive, and copies in the memory of other nodes, if no node of the job was left out of them. Of several ranks,
+        only rank 0 knows of copies to further places; what is in memory first is durable there alone. Raises Refused
+        for another text.
         """
         kinds = get_args(Survives)
         require(survives in kinds, f"survives={survives!r}", f"Give one of {', '.join(kinds)}.")

@@ -105,6 +105,22 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         ("what was found is not mended on every node that has a copy", "damage-noted-before-mending", Remove()),
         ("marks of another node are shown, and cannot be read", "only-readable-files-shown", Remove()),
+        (
+            "an agent that does not listen is asked for its files",
+            "only-listening-nodes-asked",
+            Swap(" if leader in nodes", ""),
+        ),
+        ("a node that is left out is to send its files", "only-placed-nodes-send", Never()),
+        (
+            "a save with all its copies gives way to one that lacks those of a node",
+            "whole-copies-outlive-partial",
+            Swap("self._outlives(one)", "False"),
+        ),
+        (
+            "ranks read the files of a node that is left out from its agent",
+            "unread-file-goes-through-store",
+            Swap(" if table.among(holders[name])", ""),
+        ),
     ),
     *table(
         "drill",
@@ -143,5 +159,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("another node writes parity here", "parity-of-others-not-written", Always()),
         ("a record that cannot be true is used", "stripe-record-plausible", Never()),
         ("parity is made with too few nodes", "parity-needs-its-nodes", Swap("<= nodes", "<= nodes + 2")),
+        ("copies count although a node is left out of them", "left-out-node-survives-nothing", Never()),
+        ("an agent that does not listen is to rebuild files", "rebuilt-where-agents-listen", Never()),
     ),
 )
