@@ -222,10 +222,10 @@ def test_a_wire_that_does_not_exist_is_refused(tmp_path: Path) -> None:
 def test_an_agent_that_cannot_listen_still_reaches_others(tmp_path: Path, generation: Generation) -> None:
     """What is damaged in its memory is rebuilt from what they have."""
     commit_on(tmp_path / "b", generation)
-    with served(tmp_path / "b") as node, nodes.Nodes(lambda: disk(tmp_path / "a"), lambda: None) as deaf:
-        why = deaf.serve(Serve(job=JOB, key=KEY, node="a", host=NOT_HERE, port=0))
-        assert f"{NOT_HERE}:0 cannot be listened at" in why and deaf.port == 0 and deaf.known() is None
-        assert deaf.peers is not None and "COMMIT.json" in deaf.peers.list(node, layout.folder(generation.id))
+    with served(tmp_path / "b") as node, nodes.Nodes(lambda: disk(tmp_path / "a"), lambda: None) as left_out:
+        why = left_out.serve(Serve(job=JOB, key=KEY, node="a", host=NOT_HERE, port=0))
+        assert f"{NOT_HERE}:0 cannot be listened at" in why and left_out.port == 0 and left_out.known() is None
+        assert left_out.peers is not None and "COMMIT.json" in left_out.peers.list(node, layout.folder(generation.id))
 
 
 def test_a_copy_that_was_interrupted_is_begun_anew(tmp_path: Path, generation: Generation) -> None:

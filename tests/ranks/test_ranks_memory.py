@@ -17,7 +17,7 @@ from lastgood.io.machine import NODE
 from lastgood.run import access, drill_acts, drill_peers, memory_place
 from lastgood_lab.campaigns.rank_jobs import PATIENCE
 from lastgood_lab.worlds import world
-from ranked_memory import died_beside_deaf, folder, found_beside_deaf, trained, uninterrupted
+from ranked_memory import died_beside_left_out, folder, found_beside_left_out, trained, uninterrupted
 
 pytestmark = pytest.mark.slow
 
@@ -129,9 +129,9 @@ def test_a_node_whose_agent_does_not_listen_is_left_out_alone(tmp_path: Path, me
     """Nobody made any copies then. The last save that has all its copies stays, for that node may be lost."""
     nodes, home, kept = ["a", "b", "c"], tmp_path / "home", tmp_path / "kept"
 
-    def life(nodes: list[str], upto: int, deaf: str = "") -> list[dict[str, Any]]:
-        world(3, died_beside_deaf, nodes, memory, home, upto, deaf, dies=(0, 1, 2))
-        return found_beside_deaf(home, 3)
+    def life(nodes: list[str], upto: int, left_out: str = "") -> list[dict[str, Any]]:
+        world(3, died_beside_left_out, nodes, memory, home, upto, left_out, dies=(0, 1, 2))
+        return found_beside_left_out(home, 3)
 
     def holders(step: int) -> list[str]:
         """For each rank, the nodes that have its files."""
@@ -153,7 +153,9 @@ def test_a_node_whose_agent_does_not_listen_is_left_out_alone(tmp_path: Path, me
     shutil.rmtree(folder(home, "b", memory))
     after = life(["b", "c", "a"], 8, "a")  # other ranks than before, on every node
     assert [one["step"] for one in after] == [7] * 3 and after[0]["survives"] == ["process"]
-    assert all("other nodes" in one["sources"] for one in after), "the deaf node gives and takes what others want"
+    assert all("other nodes" in one["sources"] for one in after), (
+        "the node that is left out gives and takes what others want"
+    )
 
     for source in (memory, home):
         shutil.rmtree(source)

@@ -110,16 +110,16 @@ NOT_HERE = "192.0.2.1"
 """an address for documentation, which no machine has"""
 
 
-def died_beside_deaf(
-    rank: int, size: int, nodes: Sequence[str], memory: Path, home: Path, upto: int, deaf: Sequence[str] = ()
+def died_beside_left_out(
+    rank: int, size: int, nodes: Sequence[str], memory: Path, home: Path, upto: int, left_out: Sequence[str] = ()
 ) -> None:
-    """Restore and train with two copies, and die with the agent of the node. `deaf`: nodes whose agents cannot listen.
+    """Restore and train with two copies, and die with the agent of the node. `left_out`: nodes whose agents cannot listen.
 
-    Writes what it has found into a file beside `home`, which `found_beside_deaf` reads. The opening copies nothing at
+    Writes what it has found into a file beside `home`, which `found_beside_left_out` reads. The opening copies nothing at
     home that an earlier one has left.
     """
     lower_place.LowerPlace.catch_up = lambda self: None
-    if nodes[rank] in deaf:
+    if nodes[rank] in left_out:
         os.environ[peer_opening.ADDRESS] = NOT_HERE
     loop, losses = Loop("fsdp", size), []
     with reports(logging.WARNING) as texts:
@@ -139,6 +139,6 @@ def died_beside_deaf(
     os._exit(9)
 
 
-def found_beside_deaf(home: Path, size: int) -> list[dict[str, Any]]:
-    """What each rank of `died_beside_deaf` has found."""
+def found_beside_left_out(home: Path, size: int) -> list[dict[str, Any]]:
+    """What each rank of `died_beside_left_out` has found."""
     return [json.loads((home.parent / f"{rank}.json").read_text()) for rank in range(size)]

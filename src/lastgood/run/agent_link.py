@@ -86,7 +86,7 @@ class AgentLink:
         self._started = self._refused = 0
         self._foreign = False
         """whether the agent belongs to another user"""
-        self._deaf_because = ""
+        self._not_serving_because = ""
         """why the agent does not serve other nodes, if it was asked to"""
         self._attached_at = 0.0
         os.register_at_fork(after_in_child=self.close)  # guard: link-not-inherited-by-fork
@@ -110,7 +110,7 @@ class AgentLink:
             error = f"{type(failure).__name__}: {failure}"
         if not error:
             if self._serve is not None and (problem := self._served(connection, self._serve)):
-                self._serve, self._deaf_because = None, problem
+                self._serve, self._not_serving_because = None, problem
                 reporting.warning(f"the agent of {self._folder} does not serve other nodes: {problem}")
             connection.setblocking(False)  # with a timeout Python would wait for it in each call
             self._connection, self._attached_at = connection, time.monotonic()
@@ -157,12 +157,12 @@ class AgentLink:
         Returns its port and "", or 0 and why it does not listen. An agent that is started later in place of this one
         listens at the same port.
         """
-        self._serve, self._deaf_because = serve, f"no agent of {self._folder} answers"
+        self._serve, self._not_serving_because = serve, f"no agent of {self._folder} answers"
         self.close()
         self.check()
         served = self._serve
         if served is None or self._connection is None:
-            return 0, self._deaf_because
+            return 0, self._not_serving_because
         return served.port, ""
 
     def send(self, send: Send, stop: Callable[[], bool]) -> None:
