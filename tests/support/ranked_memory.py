@@ -113,10 +113,10 @@ NOT_HERE = "192.0.2.1"
 def died_beside_left_out(
     rank: int, size: int, nodes: Sequence[str], memory: Path, home: Path, upto: int, left_out: Sequence[str] = ()
 ) -> None:
-    """Restore and train with two copies, and die with the agent of the node. `left_out`: nodes whose agents cannot listen.
+    """Restore and train with two copies, and die with the agent of the node.
 
-    Writes what it has found into a file beside `home`, which `found_beside_left_out` reads. The opening copies nothing at
-    home that an earlier one has left.
+    `left_out`: nodes whose agents cannot listen. Writes what it has found into a file beside `home`, which
+    `found_beside_left_out` reads. The opening copies nothing at home that an earlier one has left.
     """
     lower_place.LowerPlace.catch_up = lambda self: None
     if nodes[rank] in left_out:
