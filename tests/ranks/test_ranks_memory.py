@@ -153,9 +153,7 @@ def test_a_node_whose_agent_does_not_listen_is_left_out_alone(tmp_path: Path, me
     shutil.rmtree(folder(home, "b", memory))
     after = life(["b", "c", "a"], 8, "a")  # other ranks than before, on every node
     assert [one["step"] for one in after] == [7] * 3 and after[0]["survives"] == ["process"]
-    assert all("other nodes" in one["sources"] for one in after), (
-        "also what only the node left out has"
-    )
+    assert all("other nodes" in one["sources"] for one in after), "also what only the node left out has"
 
     for source in (memory, home):
         shutil.rmtree(source)
