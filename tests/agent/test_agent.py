@@ -182,14 +182,17 @@ def test_memory_is_removed_once_it_is_copied_and_no_process_comes(run: Run) -> N
         assert ckpt.restore().step == 3
 
 
-def test_a_save_that_came_while_the_agent_waited_is_copied_too(run: Run) -> None:
-    """A training process that could not attach, for example in another container, had saved and was killed."""
+@pytest.mark.parametrize("came", ["", "/COMMIT.json"], ids=["a save", "a commit"])
+def test_a_save_that_came_while_the_agent_waited_is_copied_too(run: Run, came: str) -> None:
+    """A training process that could not attach, for example in another container, had saved and was killed. Where its
+    files were there before, and only its commit came, the memory was removed with it."""
     run.killed_at(3)
-    (saved,) = run.memory.glob("gen/*3-*")
-    saved.rename(run.memory.parent / saved.name)
+    (saved,) = run.memory.glob(f"gen/*3-*{came}")
+    aside = run.memory.parent / saved.name
+    saved.rename(aside)
     with agent(run.memory, linger_seconds=1.0) as process:
         until(lambda: state(run.memory) and 2 in steps(run.home))
-        (run.memory.parent / saved.name).rename(saved)
+        aside.rename(saved)
         assert process.wait(60) == 0
     assert steps(run.home) == [2, 3] and not run.memory.exists()
 
@@ -225,6 +228,57 @@ def test_memory_of_a_run_whose_home_is_another_run_now_is_kept(run: Run) -> None
         until(lambda: state(run.memory).missing)
         assert "holds another run" in state(run.memory).missing[0]
     assert steps(run.memory)[-1] == 3 and lastgood.load(run.home)["n"] == 1
+
+
+def copied_by_an_agent(run: Run) -> None:
+    """Let an agent copy all that is in memory. It is killed then, and the memory stays."""
+    with agent(run.memory):
+        until(lambda: state(run.memory) and not state(run.memory).copying)
+
+
+@pytest.mark.parametrize("another", [False, True], ids=["deleted", "made anew"])
+def test_the_memory_of_a_deleted_run_that_had_all_of_it_goes(run: Run, another: bool) -> None:
+    """It stayed until the machine was restarted, with an agent that tried to copy it every minute."""
+    run.killed_at(3)
+    copied_by_an_agent(run)
+    shutil.rmtree(run.home)
+    if another:
+        lastgood.save(run.home, {"n": 1})
+    with agent(run.memory, linger_seconds=0.1) as process:
+        assert process.wait(60) == 0
+    assert not run.memory.exists() and (steps(run.home) == [0] if another else not run.home.exists())
+
+
+def test_status_and_stop_of_a_deleted_run_that_had_all_of_it(run: Run, call, call_json) -> None:
+    run.killed_at(2)
+    copied_by_an_agent(run)
+    shutil.rmtree(run.home)
+    with agent(run.memory):
+        until(lambda: state(run.memory).deleted)
+        (row,) = call_json("agent", "status")[1]["runs"]
+        assert (row["agent"], row["missing"], row["deleted"]) == ("waiting", [], [str(run.home)])
+        assert f"at once: lastgood agent stop {run.memory}" in " ".join(call("agent", "status")[1].split())
+        code, data = call_json("agent", "stop", str(run.home))
+        assert code == 0 and data["removed"] and data["deleted"] == [str(run.home)] and not run.memory.exists()
+
+
+def test_a_save_that_a_deleted_run_never_had_keeps_the_memory(run: Run, call, call_json) -> None:
+    run.killed_at(2)
+    copied_by_an_agent(run)
+    run.killed_at(3)
+    shutil.rmtree(run.home)
+    with agent(run.memory, linger_seconds=0.0) as process:
+        until(lambda: state(run.memory).absent)
+        (row,) = call_json("agent", "status")[1]["runs"]
+        assert row["absent"] == [str(run.home)] and row["deleted"] == []
+        assert f"rm -r {run.memory} frees the memory" in " ".join(call("agent", "status")[1].split())
+        code, data = call_json("agent", "stop", str(run.home))
+        assert code == 5 and f"rm -r {run.memory} frees the memory" in data["todo"]
+        assert steps(run.memory)[-1] == 3
+        assert call_json("copy", f"memory://{run.memory}", str(run.home.with_name("kept")))[0] == 0
+        shutil.rmtree(run.memory)
+        assert process.wait(60) == 0
+    assert steps(run.home.with_name("kept"))[-1] == 3
 
 
 def test_a_home_that_another_process_writes_to_is_left_alone(run: Run) -> None:

@@ -5,18 +5,19 @@ A mover: which generations are to be copied is decided in policy/places.py.
 Invariants
   1. Nothing is deleted anywhere, and no place is made: a place that does not exist any more is reported.
   2. A place is opened for writing only while no other process has it open, so no running job is disturbed.
-  3. Of several nodes each copies the files that its ranks wrote. COMMIT is created by the one that finds the manifests
+  3. Memory is given up for a place where the run is not any more only if that place had all that is in memory.
+  4. Of several nodes each copies the files that its ranks wrote. COMMIT is created by the one that finds the manifests
      of all ranks there; a manifest is created after the files that it describes are durable.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import cast
+from typing import NamedTuple, cast
 
 from ..engine.arena import Arena
-from ..errors import Cancelled, Damaged, LastgoodError, Refused
+from ..errors import Cancelled, Damaged, LastgoodError, NotARun
 from ..format import commit, layout, sealed
 from ..limits import CHUNK_BYTES, EXAMINATION_CHUNKS, WORKERS
 from ..policy.places import lacking, merged
@@ -31,12 +32,28 @@ PARTS = 3
 """Of so many generations an agent copies the parts of its node, at most, while others may lack the newest COMMIT."""
 
 
-def drained(memory: Tier, spec: AgentSpec, stop: Callable[[], bool]) -> list[str]:
-    """Copy what the places lack. Returns what is still missing, each with the reason; empty if nothing is.
+class Drained(NamedTuple):
+    """What an attempt has found. `missing`: what places lack, each with the reason. `whole`: the places that have all
+    that they are to have. `absent`, `deleted`: as in `Answer`; what an absent place lacks is `missing` too."""
 
-    `memory`: the tier in memory. `stop`: polled before each chunk; once it is true, Cancelled is raised.
+    missing: list[str]
+    whole: list[str]
+    absent: list[str]
+    deleted: list[str]
+
+
+def committed(memory: Tier) -> list[str]:
+    """The names of the folders of all generations that are committed in memory."""
+    return sorted(name for name in memory.list("gen") if layout.COMMIT in memory.list(f"gen/{name}"))
+
+
+def drained(memory: Tier, spec: AgentSpec, copied: Mapping[str, Collection[str]], stop: Callable[[], bool]) -> Drained:
+    """Copy what the places lack.
+
+    `memory`: the tier in memory. `copied`: `Copied.places`. `stop`: polled before each chunk; once it is true,
+    Cancelled is raised.
     """
-    missing = list[str]()
+    found = Drained([], [], [], [])
     for place in spec.places:
         if stop():
             raise Cancelled("the copies were stopped")
@@ -46,14 +63,22 @@ def drained(memory: Tier, spec: AgentSpec, stop: Callable[[], bool]) -> list[str
             return stop() or wanted()
 
         try:
-            missing += _drained_to(place, memory, spec.order, gives_way)
+            lacks = _drained_to(place, memory, spec.order, gives_way)
+            found.missing.extend(lacks)
+            found.whole.extend([] if lacks else [place.url])
         except Cancelled:
             if stop():
                 raise
-            missing.append(f"{place.url}: another process opens it, or it was moved away")
+            found.missing.append(f"{place.url}: another process opens it, or it was moved away")
+        except NotARun as error:
+            if set(committed(memory)) <= set(copied.get(place.url, ())):  # guard: deleted-place-had-everything
+                found.deleted.append(place.url)
+            else:
+                found.absent.append(place.url)
+                found.missing.append(f"{place.url}: {error.what}, and it was not seen to have all that is in memory")
         except (LastgoodError, OSError) as error:
-            missing.append(f"{place.url}: {type(error).__name__}: {error}")
-    return missing
+            found.missing.append(f"{place.url}: {type(error).__name__}: {error}")
+    return found
 
 
 def _drained_to(place: CopyTo, memory: Tier, order: int, stop: Callable[[], bool]) -> list[str]:
@@ -63,7 +88,7 @@ def _drained_to(place: CopyTo, memory: Tier, order: int, stop: Callable[[], bool
     if run is None:
         return []
     if there.run not in (None, run):
-        raise Refused(f"{place.url} holds another run ({there.run}) than {memory.place} ({run}) now", safe="", todo="")
+        raise NotARun(f"it holds another run ({there.run}) than {memory.place} ({run}) now", safe="", todo="")
     order, missing = max(order, here.order), list[str]()
     while wanted := _wanted(memory, here, there, place.keep):
         one = wanted[0]

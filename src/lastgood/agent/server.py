@@ -2,14 +2,15 @@
 
     attached  a training process has the run open: it makes the copies, and the agent waits
     draining  none is attached: what is missing in the places below is copied (drain.py), until nothing is missing
-    lingering everything is copied: it waits for the next training process, for a while
+    lingering everything is copied, also if the run was deleted since: it waits for the next training process a while
     ended     memory is removed; what is on a disk stays
 
 One thread serves the socket; another one copies. The agent ends early only after SIGTERM or SIGINT; nothing is removed
 then, and the next opening of the run copies what is missing.
 
 Invariants
-  1. Memory is removed only if all places have what it holds, and no training process is attached or has the run open.
+  1. Memory is removed only if all places have, or had before they were deleted, what it holds, and no training process
+     is attached or has the run open.
   2. An answer to "attach" comes after the copies have stopped, so agent and training process never copy at once.
 """
 
@@ -30,18 +31,18 @@ from threading import Event
 import msgspec
 
 from .. import reporting
-from ..errors import Cancelled
+from ..errors import Cancelled, LastgoodError
 from ..io.files import Lock, PosixFiles
 from ..io.memory_files import MemoryFiles
 from ..ports import Mendable
 from ..records import Finding, prepare
-from ..run import access, memory_place, paths
+from ..run import access, agent_link, memory_place, paths
 from ..run.agent_link import LINGER_SECONDS, LOCK, MESSAGE_LIMIT_BYTES, PROTOCOL, SPEC, listening, read_spec, user_of
-from ..run.agent_messages import Answer, KnownPeers, Request
+from ..run.agent_messages import AgentSpec, Answer, KnownPeers, Request
 from ..run.lower_place import PAUSES_SECONDS, pause_seconds
 from ..run.packed import PackedTier
 from ..storage.directory import Disk
-from .drain import drained
+from .drain import Drained, committed, drained
 from .nodes import Nodes
 from .works import Done, Works
 
@@ -88,10 +89,11 @@ class Server:
         self._selector.register(self._wake_receiver, selectors.EVENT_READ)
         self._clients: dict[socket.socket, Client] = {}
         self._stop = Event()
-        self._copies: Future[list[str]] | None = None
-        self._missing: list[str] = []
+        self._copies: Future[Drained] | None = None
+        self._found = Drained([], [], [], [])
+        """the result of the last attempt"""
         self._copied: list[str] = []
-        """the generations that were here when everything was copied"""
+        """the generations that were committed here when everything was copied"""
         self._failures = 0
         self._next_at: float | None = time.monotonic() + first_seconds
         """when to copy next, by the monotonic clock; None: everything is copied"""
@@ -248,7 +250,9 @@ class Server:
             process=os.getpid(),
             attached=self._attached(),
             copying=not self._attached() and (self._copies is not None or self._next_at is not None),
-            missing=self._missing,
+            missing=self._found.missing,
+            absent=self._found.absent,
+            deleted=self._found.deleted,
             port=self._nodes.port,
             peers=peers,
             error=error,
@@ -286,16 +290,26 @@ class Server:
 
     # ---- copies --------------------------------------------------------------------------------------------
 
-    def _copy(self) -> list[str]:
+    def _copy(self) -> Drained:
         """On the worker: one attempt. Raises Cancelled if a training process attaches meanwhile."""
         spec, tier, self._copied = read_spec(self._folder), self._tier(), []
-        here = sorted(tier.list("gen"))
+        here = committed(tier)
         if spec is None:
-            missing = [f"{SPEC} cannot be read, which names the places below"] if here else []
+            found = Drained([f"{SPEC} cannot be read, which names the places below"] if here else [], [], [], [])
         else:
-            missing = drained(tier, spec, self._stop.is_set)
-        self._copied = [] if missing else here
-        return missing
+            found = self._drained(tier, spec, here)
+        self._copied = [] if found.missing else here
+        return found
+
+    def _drained(self, tier: Mendable, spec: AgentSpec, here: list[str]) -> Drained:
+        """As `drained`. The places that have all of `here`, what was committed in memory before, are noted there."""
+        before = agent_link.read_copied(self._folder)
+        found = drained(tier, spec, before.places, self._stop.is_set)
+        now = msgspec.structs.replace(before, places=before.places | dict.fromkeys(found.whole, here))
+        if self._in_memory and now != before:
+            with contextlib.suppress(LastgoodError):  # without it memory is kept longer, if a place is deleted
+                agent_link.write_copied(tier, now)
+        return found
 
     def _tier(self) -> Mendable:
         """The folder as a tier, which other processes change too."""
@@ -312,14 +326,14 @@ class Server:
             return
         copies, self._copies = self._copies, None
         try:
-            self._missing = copies.result()
+            self._found = copies.result()
         except Cancelled:
             self._answer_waiting()
             return
         except Exception as error:  # noqa: BLE001 - everything is kept, and the next attempt may succeed
-            self._missing = [f"{type(error).__name__}: {error}"]
-        now = time.monotonic()
-        if not self._missing:
+            self._found = Drained([f"{type(error).__name__}: {error}"], [], [], [])
+        now, missing = time.monotonic(), "; ".join(self._found.missing)
+        if not missing:
             self._next_at, self._failures, self._kept_until = None, 0, now + self._linger_seconds
         else:
             self._failures += 1
@@ -327,8 +341,8 @@ class Server:
             self._next_at = now + random.uniform(0.5, 1.0) * pause_seconds(self._failures)  # guard: agents-take-turns
             # The first attempt often comes before the system has released the locks of a killed process.
             if self._failures > 1 and reporting.is_reported(self._failures):
-                reporting.warning(f"{self._folder}: attempt {self._failures}: {'; '.join(self._missing)}")
-            self._refuse_to_end(f"not everything could be copied: {'; '.join(self._missing)}")
+                reporting.warning(f"{self._folder}: attempt {self._failures}: {missing}")
+            self._refuse_to_end(f"not everything could be copied: {missing}")
         self._answer_waiting()
 
     def _end(self) -> None:
@@ -346,7 +360,7 @@ class Server:
             return
         removed = self._folder + memory_place.REMOVED
         try:
-            if sorted(self._tier().list("gen")) != self._copied:  # guard: new-saves-not-removed
+            if committed(self._tier()) != self._copied:  # guard: new-saves-not-removed
                 self._next_at = 0.0
                 return
             spec = read_spec(self._folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -60,7 +61,7 @@ def run(
     kept = os.path.isdir(folder)
     if not served:
         raise TierDown(f"{folder} has an agent already", safe="It goes on.", todo="lastgood agent status shows it.")
-    text = "nothing was removed; the next opening of the run continues from it" if kept else "all is copied and removed"
+    text = "nothing was removed; the next opening of the run continues from it" if kept else "its memory is removed"
     return Answer({"folder": folder, "removed": not kept}, Text(f"{folder}: {text}"))
 
 
@@ -80,8 +81,8 @@ def stage(
     """Put a generation of RUN into the memory of this node, for a start that may come: a node in reserve, for example.
 
     RUN is the last place of a run that is saved to memory. The next start on this node reads it from memory.
-    Run it again to bring in a newer generation; memory has room for both then. It is kept until a start uses it, or
-    until its folder, which is printed, is removed.
+    Run it again to bring in a newer generation, for which memory must have room beside the older one. It is kept until
+    a start uses it, or until its folder, which is printed, is removed.
     """
     tier = access.for_reading(from_place or run)
     survey = commit.survey(tier)
@@ -100,15 +101,12 @@ def stop(run: Run, as_json: Json = False) -> Answer:
     """Copy what only this node has of RUN to the places below, and end the agent. Memory is removed then.
 
     Exit code 5 if a training process has the run open, or if not everything could be copied; nothing is removed then.
+    A run that was deleted, and had everything, needs no copy. RUN may be a folder that `lastgood agent status` lists.
     """
     folder = _place_of(run).root
     process = agent_link.process_of(folder)
     if process is None:
-        raise NotARun(
-            f"{folder} has no agent",
-            safe="Nothing was touched.",
-            todo="`lastgood agent run` copies the saves in it. `lastgood agent status` lists all memory of this user.",
-        )
+        raise NotARun(f"{folder} has no agent", safe="Nothing was touched.", todo=_without_agent(folder))
     request = agent_messages.Request(protocol=agent_link.PROTOCOL, call="end")
     try:
         answer = agent_link.answered(folder, request, stop=lambda: False, ends_hung=False)
@@ -119,14 +117,38 @@ def stop(run: Run, as_json: Json = False) -> Answer:
             todo=_remedy(process, folder),
         ) from error
     if answer.error:
-        raise TierDown(
-            f"{folder}: {answer.error}",
-            safe="Nothing was removed.",
-            todo=f"Try again later. What is in memory is given up, and its agent ends, with rm -r {folder}",
-        )
+        raise TierDown(f"{folder}: {answer.error}", safe="Nothing was removed.", todo=_not_copied(folder, answer))
     removed = not os.path.isdir(folder)
     text = "all is copied and removed" if removed else "all is copied, and nothing was removed"
-    return Answer({"folder": folder, "removed": removed}, Text(f"{folder}: {text}"))
+    if removed and answer.deleted:
+        text = f"removed; {', '.join(answer.deleted)} had all of it before the run there was deleted or moved"
+    return Answer({"folder": folder, "removed": removed, "deleted": answer.deleted}, Text(clean(f"{folder}: {text}")))
+
+
+def _without_agent(folder: str) -> str:
+    """What to do about memory without an agent; it may not exist."""
+    listed = "`lastgood agent status` lists all memory of this user."
+    if not os.path.isdir(folder):
+        return listed
+    frees = f" rm -r {folder} gives them up." if _is_in_memory(folder) else ""
+    return f"lastgood agent run {folder} copies the saves in it.{frees} {listed}"
+
+
+def _not_copied(folder: str, answer: agent_messages.Answer) -> str:
+    """What to do where an agent could not copy everything."""
+    if not _is_in_memory(folder):
+        return "Try again later. What is on this disk stays there, and the next opening of the run copies it."
+    if answer.absent and not answer.attached:
+        return _absent(folder)
+    return f"Try again later. What is in memory is given up, and its agent ends, with rm -r {folder}"
+
+
+def _absent(folder: str) -> str:
+    """What to do about memory whose run is not where it was, and may never have had what is in memory."""
+    return (
+        f"Move the run back if it was moved, or mount its disk. If it was deleted on purpose, rm -r {folder} frees the "
+        f"memory and ends its agent; lastgood copy memory://{folder} TARGET keeps elsewhere what it has."
+    )
 
 
 def _remedy(process: int | None, folder: str) -> str:
@@ -150,7 +172,8 @@ def _require_one_run(run: str, other: str, survey: commit.Survey) -> None:
 
 def state_of(folder: str) -> dict[str, Any]:
     """What a memory folder takes, and the state of its agent."""
-    row: dict[str, Any] = {"folder": folder, "bytes": _bytes_of(folder), "attached": 0, "missing": [], "process": None}
+    row: dict[str, Any] = {"folder": folder, "bytes": _bytes_of(folder), "attached": 0, "process": None}
+    row |= {"missing": [], "absent": [], "deleted": []}
     try:
         answer = agent_link.status(folder)
     except (OSError, ValueError):
@@ -158,25 +181,26 @@ def state_of(folder: str) -> dict[str, Any]:
     if answer is None:
         return {**row, "agent": "none"}
     state = "attached" if answer.attached else "copying" if answer.copying else "waiting"
-    found = {"attached": answer.attached, "missing": answer.missing, "process": answer.process}
+    found = {name: getattr(answer, name) for name in row.keys() - {"folder", "bytes"}}
     return {**row, **found, "agent": state}
 
 
 def _place_of(run: str) -> paths.Place:
     """The memory of a run; or the directory itself, if that is one of which this node has an agent."""
     place = paths.parsed(run)
-    if place.kind == "directory" and os.path.dirname(place.root) == memory_place.folder_of_user():
+    if place.kind == "directory" and _is_in_memory(place.root):
         return paths.Place(place.root, "memory")
     if place.kind == "memory" or (place.kind == "directory" and agent_link.read_spec(place.root) is not None):
         return place
     return paths.parsed(memory_place.url_of(run))
 
 
+def _is_in_memory(folder: str) -> bool:
+    return os.path.dirname(folder) == memory_place.folder_of_user()
+
+
 def _folders() -> list[str]:
-    with contextlib.suppress(FileNotFoundError):
-        found = [one for one in os.scandir(memory_place.folder_of_user()) if one.is_dir(follow_symlinks=False)]
-        return sorted(one.path for one in found if not one.name.endswith(memory_place.REMOVED))
-    return []
+    return [one for one in memory_place.folders() if not one.endswith(memory_place.REMOVED)]
 
 
 def _bytes_of(folder: str) -> int:
@@ -196,9 +220,22 @@ def _view(rows: list[dict[str, Any]]) -> RenderableType:
         table.add_row(clean(row["folder"]), size(row["bytes"]), row["agent"], str(row["process"] or ""))
     missing = [Text(clean(f"{row['folder']}: {one}")) for row in rows for one in row["missing"]]
     heads = [Text(f"not copied: {plural(len(missing), 'place')}")] if missing else []
-    silent = [row for row in rows if row["agent"] == "silent"]
-    remedies = [
-        Text(clean(f"{row['folder']}: its agent does not answer. {_remedy(row['process'], row['folder'])}"))
-        for row in silent
-    ]
+    remedies = [Text(clean(f"{row['folder']}: {text}")) for row in rows for text in _remedies(row)]
     return Group(table, *heads, *missing, *remedies)
+
+
+def _remedies(row: dict[str, Any]) -> Iterator[str]:
+    """What is to be said and done about the memory of a run."""
+    folder = row["folder"]
+    if row["agent"] == "silent":
+        yield f"its agent does not answer. {_remedy(row['process'], folder)}"
+    if row["attached"] or not _is_in_memory(folder):
+        return
+    if row["absent"]:
+        yield f"it is kept, with saves that may be nowhere else. {_absent(folder)}"
+    elif row["deleted"]:
+        places = ", ".join(row["deleted"])
+        yield (
+            f"{places} had all of it before the run there was deleted or moved. It is removed, and its agent ends, if "
+            f"no training process comes for a while; at once: lastgood agent stop {folder}"
+        )

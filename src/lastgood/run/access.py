@@ -55,6 +55,7 @@ _RUN_NAMES = {
     agent_link.LOG,
     agent_link.SOCKET,
     agent_link.SPEC,
+    agent_link.COPIED,
     "incarnations",
     claims.FOLDER,
     memory_place.SPILL,

@@ -7,6 +7,7 @@ The folder is that of the run in the memory of the machine, or on a disk that th
     agent.sock                  the agent         its socket, of this user alone
     agent.log                   the agent         what it reports
     AGENT.json                  the trainer       the places to which generations are copied (AgentSpec)
+    COPIED.json                 the agent         which places had all that was in memory (Copied)
 
 A message is a record in JSON, ended by a newline. Attaching makes the agent stop its copies; it resumes them when the
 connection ends, which it does with the process.
@@ -30,6 +31,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 
@@ -37,13 +39,15 @@ from .. import reporting
 from ..errors import Cancelled, LastgoodError, NotWritable, PeerDown
 from ..format import layout
 from ..ports import Mendable
+from ..records import Record
 from . import paths
-from .agent_messages import AgentSpec, Answer, KnownPeers, Request, Send, Serve, Work
+from .agent_messages import AgentSpec, Answer, Copied, KnownPeers, Request, Send, Serve, Work
 from .peers import Peers, PeerTable
 
-PROTOCOL = 5
+Kind = TypeVar("Kind", bound=Record)
+PROTOCOL = 6
 """The version of the messages. An agent of another version is ended, and a new one is started."""
-SOCKET, LOCK, LOG, SPEC = "agent.sock", "agent.lock", "agent.log", "AGENT.json"
+SOCKET, LOCK, LOG, SPEC, COPIED = "agent.sock", "agent.lock", "agent.log", "AGENT.json", "COPIED.json"
 MESSAGE_LIMIT_BYTES = 1 << 20
 ATTACH_SECONDS = 10.0
 """How long an agent may take to stop a copy. After that it is killed."""
@@ -412,15 +416,33 @@ def _python_path() -> str:
 
 def write_spec(disk: Mendable, spec: AgentSpec) -> None:
     """Write what the agent of a folder is to know. Raises what writing raises."""
-    disk.delete(SPEC + ".new")
-    disk.put_new(SPEC + ".new", layout.encode(spec))
-    disk.replace(SPEC, SPEC + ".new")  # an agent never finds none, or half of one
+    _write(disk, SPEC, spec)
 
 
 def read_spec(folder: str) -> AgentSpec | None:
     """What a training process has written for the agent; None if there is nothing that can be read."""
+    return _read(folder, SPEC, AgentSpec)
+
+
+def write_copied(disk: Mendable, copied: Copied) -> None:
+    """Write what the agent of a folder has found copied. Raises what writing raises."""
+    _write(disk, COPIED, copied)
+
+
+def read_copied(folder: str) -> Copied:
+    """What agents of a folder have found copied: nothing, if there is nothing that can be read."""
+    return _read(folder, COPIED, Copied) or Copied(format=layout.FORMAT, places={})
+
+
+def _write(disk: Mendable, name: str, record: Record) -> None:
+    disk.delete(f"{name}.new")
+    disk.put_new(f"{name}.new", layout.encode(record))
+    disk.replace(name, f"{name}.new")  # who reads it never finds none, or half of one
+
+
+def _read(folder: str, name: str, kind: type[Kind]) -> Kind | None:
     try:
-        with open(os.path.join(folder, SPEC), "rb") as file:
-            return layout.decode(file.read(), AgentSpec, SPEC)
+        with open(os.path.join(folder, name), "rb") as file:
+            return layout.decode(file.read(), kind, name)
     except (OSError, LastgoodError):
         return None

@@ -34,6 +34,14 @@ class AgentSpec(Record, frozen=True, kw_only=True):
     spill: str | None
 
 
+class Copied(Record, frozen=True, kw_only=True):
+    """What an agent has found copied. `places`: the URL of each place -> the folders of the generations that were
+    committed in memory when that place lacked none of what it is to have of them."""
+
+    format: int
+    places: dict[str, list[str]]
+
+
 class Serve(Record, frozen=True, kw_only=True):
     """How an agent is to serve the other nodes of a job. `job`, `key`: as in `PeerTable`. `node`: name of this node.
 
@@ -116,6 +124,10 @@ class Answer(Record, frozen=True, kw_only=True):
     """connections of training processes"""
     missing: list[str]
     """what is here and not in a place below, after the last attempt to copy it"""
+    absent: list[str] = msgspec.field(default_factory=list)
+    """places where the run is not any more, and which may never have had all that is here"""
+    deleted: list[str] = msgspec.field(default_factory=list)
+    """places where the run is not any more, and which had all that is here"""
     copying: bool = False
     """whether it copies, or is about to"""
     port: int = 0

@@ -58,6 +58,13 @@ def folder_of(last_place: str | os.PathLike[str], environ: Mapping[str, str] = o
     return f"{folder_of_user(environ)}/{name}-{digest[:12]}"
 
 
+def folders() -> list[str]:
+    """The folders of all runs of this user in the memory of this machine, and those that are being removed."""
+    with contextlib.suppress(FileNotFoundError, PermissionError):  # another user may have made the folder above
+        return sorted(one.path for one in os.scandir(folder_of_user()) if one.is_dir(follow_symlinks=False))
+    return []
+
+
 def spill_folder(root: str, environ: Mapping[str, str] = os.environ) -> str:
     """The folder, in the directory `root` of a run on a disk, for files of this machine that do not fit into memory.
 
