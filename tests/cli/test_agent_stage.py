@@ -11,6 +11,8 @@ import torch
 
 import lastgood
 from harness import steps
+from lastgood.format import layout
+from lastgood.records import PlaceList
 from lastgood.run import access, agent_link, copying, memory_place
 from lastgood.run.agent_messages import AgentSpec, CopyTo
 from lastgood.supervisor.staging import Reserve
@@ -70,6 +72,8 @@ def test_what_is_only_in_memory_stays(home, memory, call_json):
 def test_a_node_in_reserve_follows_the_newest_generation(home, memory, caplog):
     """As `lastgood run --stage RUN` does it. It begins before the run exists, as on the first start of a job."""
     caplog.set_level("INFO")
+    listed = PlaceList(format=layout.FORMAT, places=[memory_place.url_of(home), str(home)])
+    (home / layout.PLACES).write_bytes(layout.encode(listed))
     later, reserve = home.with_name("later"), Reserve(str(home))
     home.rename(later)
     reserve.refresh()

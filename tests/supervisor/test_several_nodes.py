@@ -17,7 +17,9 @@ from pathlib import Path
 import pytest
 
 from agents import until
+from lastgood.format import layout
 from lastgood.policy.recovery import GAVE_UP, PREEMPTED
+from lastgood.records import PlaceList
 from lastgood.run import memory_place
 from lastgood.supervisor.placement import free_port
 
@@ -128,8 +130,10 @@ def test_a_failed_rank_restarts_all_nodes_and_a_lost_node_is_replaced(nodes: Nod
 
 @pytest.mark.parametrize("nodes", ["2"], indirect=True)
 def test_expected_spare_nodes_are_counted_and_one_takes_over(nodes: Nodes, memory: Path) -> None:
-    """The one that takes over has the newest generation in its memory before."""
+    """The one that takes over has the newest generation in its memory before. What no start uses is removed."""
     home = shutil.copytree(GOLDEN, nodes.folder / "home")
+    listed = PlaceList(format=layout.FORMAT, places=[memory_place.url_of(home), str(home)])
+    (home / layout.PLACES).write_bytes(layout.encode(listed))
     spares = ["--spares", "1", "--records", "logs"]
     first, second = nodes.start("a", *spares), nodes.start("b", *spares)
     missing, complete = "0 of 1 expected; start 1 more node with the same command", "1 of 1 expected"
@@ -144,11 +148,14 @@ def test_expected_spare_nodes_are_counted_and_one_takes_over(nodes: Nodes, memor
     assert second.wait(60) == PREEMPTED
     assert {one["node"] for one in nodes.seen(1, 2)} == {"a", "c"}
     until(lambda: nodes.reported().count(missing) == 2)
-    further = [nodes.start("d", *spares), nodes.start("e", *spares)]
+    further = [nodes.start("d", *spares, "--stage", "home"), nodes.start("e", *spares)]
     until(lambda: "2 of 1 expected; 1 more than expected, also kept in reserve" in nodes.reported())
+    until(lambda: "step 4 is staged in the memory of this node" in nodes.log("d"))
+    assert there.exists()
     nodes.touch("done")
     assert [one.wait(60) for one in (first, third, *further)] == [0] * 4
     assert "the job is over: this node is not needed" in nodes.log("d")
+    assert not [one for one in memory.glob("lastgood-*/*") if one.is_dir()]
     records = json.loads((nodes.folder / "logs/supervisor.json").read_text())["attempts"]
     assert [one["spares"] for one in records] == [{"waiting": 1, "expected": 1}, {"waiting": 2, "expected": 1}]
 

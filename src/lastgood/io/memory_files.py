@@ -51,11 +51,14 @@ class MemoryFiles:
 
     `spill`: the absolute folder, on a disk, for files that do not fit. It and its parent are made when they are needed,
     not the directory above. None: such files fail with ENOSPC. `free` (default `free_bytes`): how many bytes may still
-    be taken for files in a folder.
+    be taken for files in a folder. `buffered` (default True): the files come from buffers that are as long as they are.
     """
 
-    def __init__(self, root: str, spill: str | None = None, free: Callable[[str], int] = free_bytes) -> None:
+    def __init__(
+        self, root: str, spill: str | None = None, free: Callable[[str], int] = free_bytes, buffered: bool = True
+    ) -> None:
         self.root, self._spill, self._free, self._files = root, spill, free, PosixFiles()
+        self._buffered = buffered
         self.reused = ReusedFiles(root)
         self.spilled = 0
         """the number of files that did not fit since this object was made"""
@@ -194,13 +197,15 @@ class MemoryFiles:
     def room_for(self, length: int) -> Iterator[None]:
         """Inside, no other process of this user takes memory for files. Raises ENOSPC if `length` bytes do not fit.
 
-        While the first file of this length is written, the buffers that it comes from take as much memory once more.
+        While the first file of this length is written, the buffers that it comes from take as much memory once more;
+        those of a copy are short.
         """
         path = os.path.join(os.path.dirname(self.root), _RESERVING)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)  # guard: memory-reserved-one-by-one
-            needed = length if length <= self._longest else 2 * length  # guard: buffers-of-first-file-counted
+            first = self._buffered and length > self._longest
+            needed = 2 * length if first else length  # guard: buffers-of-first-file-counted
             if needed > self._free(self.root):
                 self.reused.drop()  # guard: reused-memory-freed-first
             if needed > self._free(self.root):  # guard: memory-limit-before-reserve

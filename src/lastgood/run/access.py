@@ -59,6 +59,7 @@ _RUN_NAMES = {
     "incarnations",
     claims.FOLDER,
     memory_place.SPILL,
+    memory_place.STAGED,
     reused_files.FOLDER,
 }
 _RUN_NAMES |= _GENERATIONS
@@ -154,7 +155,7 @@ def for_writing(
     lock = _locked_place(place, of_agent=agent_order is not None)
     try:
         if not in_slots:
-            yield directory_tier(place, mode, spill)
+            yield directory_tier(place, mode, spill, copies=agent_order is not None)
             return
         files = MappedFiles(root) if persist == "mmap" else PosixFiles()
         tier = slots(files, root, in_flight=in_flight, direct=_supports_direct_io(root), several=several)
@@ -190,16 +191,18 @@ def for_sharing(path: str | os.PathLike[str], mode: WriteMode, spill: str | None
 
 
 def directory_tier(
-    place: paths.Place, mode: WriteMode, spill: str | None = None, shared: bool = False
+    place: paths.Place, mode: WriteMode, spill: str | None = None, shared: bool = False, copies: bool = False
 ) -> Disk | PackedTier:
     """The tier over a directory, on a disk or in memory, where nothing is packed. Takes no lock.
 
-    `mode`, `spill`: as for `for_writing`. `shared` (default False): other processes write to it too.
+    `mode`, `spill`: as for `for_writing`. `shared` (default False): other processes write to it too. `copies` (default
+    False): only copies are written, chunk by chunk.
     """
     if place.kind == "memory":
         spec = agent_link.read_spec(place.root)  # files may lie in a spill folder that an earlier opening has chosen
         earlier = spec.spill if spec is not None and spec.spill and os.path.isdir(spec.spill) else None
-        return Disk(MemoryFiles(place.root, earlier or spill), place.root, shared=shared, place=place.url)
+        in_memory = MemoryFiles(place.root, earlier or spill, buffered=not copies)
+        return Disk(in_memory, place.root, shared=shared, place=place.url)
     files, direct = PosixFiles(), _supports_direct_io(place.root)
     return PackedTier(Disk(files, place.root, mode=mode, direct=direct, shared=shared))
 
@@ -348,7 +351,6 @@ def _locked_place(place: paths.Place, of_agent: bool) -> Lock:
     An agent that copies into it gives way: it is asked to, and waited for.
     """
     path, until = os.path.join(place.root, LOCK), time.monotonic() + YIELD_SECONDS
-    wanted = path + WANTED
     try:
         if not of_agent:  # guard: agent-makes-no-place-anew
             _make(place)
@@ -358,18 +360,20 @@ def _locked_place(place: paths.Place, of_agent: bool) -> Lock:
             except BlockingIOError as error:
                 if of_agent or not _held_by_agent(path) or time.monotonic() > until:
                     raise _locked(place.root) from error
-                with open(wanted, "w"):
-                    os.utime(wanted)
+                with contextlib.suppress(FileNotFoundError), open(path + WANTED, "w"):
+                    os.utime(path + WANTED)
                 time.sleep(POLL_SECONDS)
             except FileNotFoundError:  # an agent has removed the memory since it was made
                 if of_agent or time.monotonic() > until:
                     raise
                 _make(place)
             else:
-                break
-        if not of_agent:
+                if place.kind != "memory" or lock.is_at(path):
+                    break
+                lock.close()  # the memory was removed since the file was opened
+        for left in () if of_agent else (LOCK + WANTED, memory_place.STAGED):  # guard: used-memory-is-not-staged
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(wanted)
+                os.unlink(os.path.join(place.root, left))
         return lock
     except OSError as error:
         raise os_errors.at_path(error, place.root) from error
@@ -404,6 +408,8 @@ def _held_by_agent(path: str) -> bool:
     try:
         with open(path, "rb") as file:
             return file.read(len(AGENTS_MARK)) == AGENTS_MARK
+    except FileNotFoundError:
+        return True  # it has removed the memory since
     except OSError:
         return False
 

@@ -27,7 +27,9 @@ DEFAULT = "/dev/shm"
 SPILL = ".spill"
 """The folder, in the directory of a run on a disk, for files that do not fit into memory."""
 REMOVED = ".removed"
-"""After the name of a folder of a run: an agent is removing it."""
+"""After the name of a folder of a run: it is being removed."""
+STAGED = ".staged"
+"""The file, in the folder of a run, that names what supervisors of nodes in reserve have put there (staged.py)."""
 _IN_MEMORY = ("tmpfs", "ramfs")
 _SAFE = "Nothing was touched."
 
@@ -101,7 +103,7 @@ def make(root: str) -> None:
             safe="Only an empty folder was made.",
             todo=f"Name the mount point of a tmpfs in {VARIABLE}, or use a directory as the tier.",
         )
-    shutil.rmtree(root + REMOVED, ignore_errors=True)  # an agent was killed while it removed this
+    shutil.rmtree(root + REMOVED, ignore_errors=True)  # who removed it was killed
     try:
         _make(root)
     except OSError as error:

@@ -192,7 +192,8 @@ def _add_nodes(to: _Options) -> None:
         "--stage",
         metavar="RUN",
         default="",
-        help="While this node waits for others, its memory receives the newest generation of this run.",
+        help="While this node waits for others, its memory receives the newest generation of this run, which the last "
+        "job must have opened with a tier in memory. It is removed at the end if no start has used it.",
     )
     to.option(
         "--quarantine-after",

@@ -1,7 +1,8 @@
 """A process beside a node that waits, which puts the newest generation of a run into its memory.
 
 `lastgood run --stage RUN` has one for each wait for a round. It may be killed at any time: what it has copied in part
-is no generation. It decides nothing about the job, and a training process that opens the memory goes first.
+is no generation. It decides nothing about the job, and a training process that opens the memory goes first. What no
+start has used is removed when the supervisor ends (staging.py), or by the next one if this one was killed.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ def main() -> None:
     from .staging import Reserve  # not before: importing takes processor time
 
     reserve = Reserve(sys.argv[1])
+    reserve.remove_left()
     while True:
         reserve.refresh()
         time.sleep(POLL_SECONDS)

@@ -1,20 +1,27 @@
-"""The newest generation of a run in the memory of this node, which waits for its place in a job. Holds no clock."""
+"""The newest generation in the memory of a node that waits for its place in a job, and its removal at the end.
+
+Holds no clock.
+"""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+
 from .. import reporting
-from ..errors import LastgoodError
+from ..errors import LastgoodError, NoSpace, Refused
 from ..format import commit
 from ..policy import restore
 from ..records import GenerationId
-from ..run import access, node_staging
+from ..run import access, memory_place, node_staging, paths, places, staged
 
 
 class Reserve:
     """The memory of this node for one run. `run`: its last place."""
 
     def __init__(self, run: str) -> None:
-        self._run, self._problem = run, ""
+        self._run, self._folder, self._problem = run, memory_place.folder_of(run), ""
+        self._held = staged.Held(self._folder)
         self._staged: GenerationId | None = None
 
     def refresh(self) -> None:
@@ -24,9 +31,12 @@ class Reserve:
             self._copy()
             self._problem = ""
         except (LastgoodError, OSError) as error:
-            if str(error) != self._problem:
-                self._problem = str(error)
-                reporting.warning(f"nothing is staged in the memory of this node now: {error}")
+            # How much memory is free changes from call to call.
+            problem = type(error).__name__ if isinstance(error, NoSpace) else str(error)
+            if problem != self._problem:  # guard: reserve-reports-once
+                self._problem = problem
+                newer = "nothing" if self._staged is None else "nothing newer"
+                reporting.warning(f"{newer} is staged in the memory of this node now: {error}")
 
     def _copy(self) -> None:
         tier = access.for_reading(self._run)
@@ -34,6 +44,39 @@ class Reserve:
         at = next(iter(restore.choose(survey, None).candidates), None)
         if at is None or at == self._staged:
             return
-        folder = node_staging.stage(tier, survey, self._run, survey.generations[at])
+        if not any(map(paths.in_memory, places.listed(tier))):  # guard: staged-only-for-memory
+            raise Refused(
+                f"the last job that opened {self._run} had no tier in memory, and would not read it",
+                safe="Nothing was copied.",
+                todo="Give the job Tier('memory://'): it is staged once one has opened it. Else leave out --stage.",
+            )
+        node_staging.stage(tier, survey, self._run, survey.generations[at], held=self._held)
         self._staged = at
-        reporting.info(f"step {at.step} is staged in the memory of this node: {folder}")
+        reporting.info(f"step {at.step} is staged in the memory of this node: {self._folder}")
+
+    def remove_left(self) -> None:
+        """Remove what killed supervisors have staged for other runs."""
+        _report(staged.remove_unneeded(but=self._folder))
+
+
+@contextlib.contextmanager
+def unneeded_removed(run: str) -> Iterator[Callable[[], None]]:
+    """At the end of the block, remove what is staged in the memory of this node and was not used by any start.
+
+    Yields what keeps other supervisors from that until then, once it is called. `run`: its last place; empty: none is
+    staged, and nothing is done.
+    """
+    if not run:
+        yield lambda: None
+        return
+    held = staged.Held(memory_place.folder_of(run))
+    try:
+        yield held.hold
+    finally:
+        held.close()
+        _report(staged.remove_unneeded())
+
+
+def _report(folders: list[str]) -> None:
+    for folder in folders:
+        reporting.info(f"what was staged in the memory of this node, and no start has used, is removed: {folder}")

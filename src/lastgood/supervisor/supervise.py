@@ -29,7 +29,7 @@ from ..policy.health import described, leaves
 from ..policy.membership import Bounds, Next
 from ..policy.recovery import GAVE_UP, PREEMPTED, Answer, Outcome, answer, replayed_steps
 from ..run import advice, side_records
-from . import attempt_log, job_summary, leftovers, merged, reported, reserve, signals, survivors
+from . import attempt_log, job_summary, leftovers, merged, reported, reserve, signals, staging, survivors
 from .arguments import Job
 from .attempt import Attempt, Lived, defaults
 from .host_signs import HostSigns, collectors
@@ -54,13 +54,19 @@ class Supervisor:
         self._outcomes = list[Outcome]()
         self._run = ""
         """the run of the job, once a rank has opened it"""
+        self._hold_staged: Callable[[], None] = lambda: None
+        """keeps what is staged in the memory of this node until this supervisor ends"""
 
     def supervise(self) -> int:
         """Supervise the job until its end. Returns the exit code: 0, PREEMPTED, GAVE_UP, or 128 and the signal."""
         if self._job.records is not None:
             job_summary.opened(self._job.records)  # raises what is wrong with it before anything is started
         adopt_orphans()
-        with signals.handled(self._job.signals) as received, self._folder() as folder:
+        with (
+            signals.handled(self._job.signals) as received,
+            self._folder() as folder,
+            staging.unneeded_removed(self._job.stage) as self._hold_staged,
+        ):
             try:
                 with contextlib.ExitStack() as held:
                     nodes = self._nodes(received)
@@ -94,6 +100,7 @@ class Supervisor:
             if joins:
                 with reserve.staged(self._job.stage):
                     before = nodes.join(self._id)
+                    self._hold_staged()
                 self._id = nodes.job
                 if before is not None:
                     self._follow(msgspec.json.decode(before, type=Verdict))
