@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -34,25 +35,29 @@ def saved_again(rank: int, size: int, kind: str, root: Path, changed_ranks: tupl
     return first.id == second.id, third, fourth
 
 
-def learning_late(rank: int, size: int, root: Path) -> list[str]:
-    """Two saves under way, of a state that differs between the ranks. When rank 1 plans the second one it does not know
-    yet what the first one has found, and rank 0 knows it. Returns the outcomes of these and of ten more saves."""
-    state = {"weights": torch.arange(4000.0), "seen": torch.full((3,), float(rank))}
+def learning_late(rank: int, size: int, root: Path, steps: list[int]) -> list[str]:
+    """Saves at `steps`, of a state that differs between the ranks from the fourth one on. Returns their outcomes.
+
+    When rank 1 plans the fifth one it does not know yet what the fourth one has found, and rank 0 knows it.
+    """
+    state = {"weights": torch.arange(4000.0), "seen": torch.zeros(3)}
     learned, planned, note = threading.Event(), threading.Event(), Replicas.note_own
 
-    def noted(*given: object) -> None:
+    def noted(self: Replicas, names: Collection[str], step: int) -> None:
         if rank == 1:
             assert planned.wait(LIMIT_SECONDS)
-        note(*given)  # type: ignore[arg-type]
+        note(self, names, step)
         learned.set()
 
     with pytest.MonkeyPatch.context() as patched, opened(root, state) as ckpt:
-        patched.setattr(Replicas, "note_own", staticmethod(noted))
+        patched.setattr(Replicas, "note_own", noted)
         ckpt.restore()
-        first = ckpt.save(1)
+        outcomes = [outcome_of(lambda n=n: ckpt.save(n).result(LIMIT_SECONDS)) for n in steps[:3]]
+        state["seen"].fill_(float(rank))
+        fourth = ckpt.save(steps[3])
         if rank == 0:
             assert learned.wait(LIMIT_SECONDS)
-        second = ckpt.save(2)
+        fifth = ckpt.save(steps[4])
         planned.set()
-        outcomes = [outcome_of(lambda one=one: one.result(LIMIT_SECONDS)) for one in (first, second)]
-        return outcomes + [outcome_of(lambda n=n: ckpt.save(n).result(LIMIT_SECONDS)) for n in range(3, 13)]
+        outcomes += [outcome_of(lambda one=one: one.result(LIMIT_SECONDS)) for one in (fourth, fifth)]
+        return outcomes + [outcome_of(lambda n=n: ckpt.save(n).result(LIMIT_SECONDS)) for n in steps[5:]]

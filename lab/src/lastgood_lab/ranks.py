@@ -194,7 +194,7 @@ def planning(rank: int, size: int, folder: Path) -> Row:
     with Checkpointer(folder, state, cadence=Every(steps=10**9)) as ckpt:
         ckpt.restore()
         ckpt.save(1).result()
-        planner, topic, took, planned = ckpt._planner, ckpt._ranks.topic("plan"), list[float](), list[float]()
+        planner, topic, took, planned = ckpt._planner, ckpt._ranks.step_topic("plan", 2), list[float](), list[float]()
         for _ in range(AGREEMENTS):
             begun = time.perf_counter()
             captured = planner._capture.take(state)

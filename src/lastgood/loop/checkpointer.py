@@ -167,7 +167,7 @@ class Checkpointer:
         group = join_group(path, options.ranks.patience) if several else None
         self._ranks = ranks = group or SingleRank()
         self._pipeline = pipeline = Pipeline(places[0].path, options.of_run(places), ranks)
-        replicas = Replicas(group, options.tuning.digest) if group else None
+        replicas = Replicas(group, options.tuning.digest, options.tuning.in_flight) if group else None
         self._planner = planner = SavePlanner(options, pipeline, replicas)
         url = paths.parsed(path).url
         try:

@@ -27,12 +27,14 @@ Invariants
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -65,25 +67,26 @@ class _Exchanged:
     """at the coordinator: the structure of each rank at that time; empty where all ranks have the same structure"""
     digest: str = ""
     """a digest of `holders`"""
-    own: dict[str, int] = field(default_factory=dict)
-    """name of a tensor that was found to differ -> the step from which on saves are planned with that"""
-
-    def own_at(self, step: int) -> frozenset[str]:
-        """The tensors that each rank writes itself in a save of `step`, as it was planned."""
-        return frozenset(name for name, first in list(self.own.items()) if first <= step)
 
 
 class Replicas:
-    """What one rank has agreed on with the others about replicated tensors. `algorithm`: of the digests of pieces."""
+    """What one rank has agreed on with the others about replicated tensors.
 
-    def __init__(self, ranks: RankGroup, algorithm: str) -> None:
-        self._ranks, self._algorithm = ranks, algorithm
+    `algorithm`: of the digests of pieces. `in_flight`: how many saves are written side by side.
+    """
+
+    def __init__(self, ranks: RankGroup, algorithm: str, in_flight: int) -> None:
+        self._ranks, self._algorithm, self._in_flight = ranks, algorithm, in_flight
+        self._lock = threading.Lock()
+        self._own: Mapping[str, int] = {}
+        """name of a tensor that was found to differ -> the step from which on saves are planned with that. Lanes of
+        several saves replace it, under the lock"""
         self._exchanged: _Exchanged | None = None
         self._exchanging: Future[_Exchanged] | None = None
         self._partition: Partition | None = None
         self._partition_key: tuple[int, Collection[str], _Exchanged, frozenset[str]] | None = None
         self._planned_steps: list[int] = []
-        """of the last two saves"""
+        """of the last saves since the restore"""
         self._structure_of = -1, ""
         """key of a captured state, and the digest of its structure"""
 
@@ -107,6 +110,7 @@ class Replicas:
         raises Refused if one of them matches on no rank.
         """
         structure, names = self._structure(captured), structure_list(captured)
+        self._own, self._planned_steps = {}, []
         self._exchanged, self._exchanging = None, executor.submit(self._exchange, topic, structure, names, unmatched)
 
     def partition(self, captured: Captured, finite: Collection[str], topic: Topic) -> Partition:
@@ -123,15 +127,16 @@ class Replicas:
             else:
                 self._exchanged = self._exchange(topic, structure, structure_list(captured))
         exchanged, step = self._exchanged, topic.steps[-1]
-        self._planned_steps = [*self._planned_steps[-1:], step]
-        key = captured.key, finite, exchanged, exchanged.own_at(step)
+        self._planned_steps = [*self._planned_steps, step][-PLANNED_STEPS:]
+        own = frozenset(name for name, first in self._own.items() if first <= step)
+        key = captured.key, finite, exchanged, own
         if self._partition is None or key != self._partition_key:
             this_rank: list[tuple[int, ...]] = [(self.rank,)]
             every_rank: list[tuple[int, ...]] = [(rank,) for rank in range(self._ranks.size)]
             meshes = {name: [sharded.mesh] for name, sharded in captured.sharded.items()}
             unknown = this_rank if exchanged.holders else every_rank
             holders = {name: exchanged.holders.get(name) or meshes.get(name, unknown) for name in captured.tensors}
-            self._partition = partition(captured, finite, self.rank, holders, key[3])
+            self._partition = partition(captured, finite, self.rank, holders, own)
             self._partition_key = key
         return self._partition
 
@@ -184,17 +189,24 @@ class Replicas:
     def exchange_again(self, topic: Topic, captured: Captured, structure: str) -> None:
         """Exchange structures now, in a save that fails: the next save uses the result."""
         self._exchanged = self._exchange(topic, structure, structure_list(captured))
+        with self._lock:
+            self._own = {}  # ranks that differ about it would fail each save
 
-    @property
-    def planned_steps(self) -> list[int]:
-        """The steps of the last two saves that this rank has planned."""
-        return self._planned_steps
+    def own_from(self) -> int | None:
+        """A step that no rank will have reached when all know a verdict of now, as far as this rank can tell.
 
-    @staticmethod
-    def note_own(exchanged: _Exchanged, names: Collection[str], step: int) -> None:
+        None: this rank does not know yet how far saves are apart.
+        """
+        steps = self._planned_steps
+        if len(steps) < PLANNED_STEPS:
+            return None
+        between = max(after - before for before, after in pairwise(steps))
+        return max(steps) + OWN_AFTER_FLIGHTS * self._in_flight * max(between, 1)
+
+    def note_own(self, names: Collection[str], step: int) -> None:
         """From `step` on each rank writes these tensors itself; from an earlier one, where that was noted before."""
-        for name in names:
-            exchanged.own[name] = min(step, exchanged.own.get(name, step))
+        with self._lock:
+            self._own = {**self._own, **{name: min(step, self._own.get(name, step)) for name in names}}
 
 
 @dataclass(frozen=True)
@@ -231,13 +243,14 @@ class ReplicaCheck:
         if verdict == SAME:
             return ()
         held = {key: digests[key] for keys in self.partition.shared.values() for key in keys}
-        found, own_from = self.topic.agree({"held": held, "planned": self.replicas.planned_steps}, _differing)
+        found, own_from = self.topic.agree({"held": held, "from": self.replicas.own_from()}, _differing)
         differing = dict(found)
         self._require_untrained(differing)
         items = {item.tensor.key: item for group in self.partition.witnessed.values() for item in group}
         own = {items[key].name for key in differing if key in items}
         own |= {item.name for item in self.partition.mine if item.tensor.key in differing}
-        self.replicas.note_own(self.exchanged, own, own_from)  # guard: differing-state-own-from-then-on
+        if own_from is not None:
+            self.replicas.note_own(own, own_from)  # guard: differing-state-own-from-then-on
         # guard: differing-state-own-at-once
         return list(self._own_files([items[key] for key in sorted(differing) if key in items], pieces))
 
@@ -289,8 +302,9 @@ def _sums(keys: Sequence[str], digests: Mapping[str, str]) -> tuple[str, str]:
 # ---- decisions of the coordinator ----------------------------------------------------------------------------
 
 SAME, DIFFERING, AGAIN = "same", "differing", "again"
-OWN_AFTER_SAVES = 4
-"""so many saves after the newest one that was planned, the ranks plan with a difference between them"""
+PLANNED_STEPS, OWN_AFTER_FLIGHTS = 3, 3
+"""Once so many saves were planned, the ranks know how far saves are apart. So many times the saves in flight after the
+newest of them, they plan with a difference between them: until then each save finds it anew."""
 
 
 def _in_all(unmatched: Sequence[Sequence[Sequence[str]]]) -> list[tuple[str, str]]:
@@ -355,19 +369,15 @@ def compare(exchanged: Sequence[str], posts: list[dict[str, Any]]) -> str:
     return SAME if all(len(found) == 1 for found in contents.values()) else DIFFERING  # guard: replicas-compared
 
 
-def _differing(posts: list[dict[str, Any]]) -> tuple[list[list[Any]], int]:
+def _differing(posts: list[dict[str, Any]]) -> tuple[list[list[Any]], int | None]:
     """The keys whose digests differ between ranks, each with a text that says which ranks differ; and the step from
-    which on saves are planned with that.
-
-    The step is some saves after the newest one that a rank has planned: a rank may plan one more before it reads this.
-    """
+    which on saves are planned with that (`Replicas.own_from`; None: not yet)."""
     found: dict[str, dict[str, list[int]]] = {}
     for rank, one in enumerate(posts):
         for key, digest in one["held"].items():
             found.setdefault(key, {}).setdefault(digest, []).append(rank)
-    planned = [one["planned"] for one in posts]
-    between = max(max(1, steps[-1] - steps[0]) for steps in planned)
-    own_from = max(steps[-1] for steps in planned) + OWN_AFTER_SAVES * between  # guard: differing-state-own-later
+    steps = [one["from"] for one in posts]
+    own_from = None if None in steps else max(steps)  # guard: differing-state-own-later
     return [[key, _sides(list(by.values()))] for key, by in found.items() if len(by) > 1], own_from
 
 
