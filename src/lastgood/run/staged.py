@@ -42,8 +42,8 @@ class Held:
         self._fd: int | None = None
 
     def hold(self) -> None:
-        """Keep what is staged there, if anything is, until `close` or the end of this process. Raises OSError."""
-        with contextlib.suppress(FileNotFoundError, BlockingIOError):  # there is nothing, or it is being removed
+        """Keep what is staged there, if anything is, until `close` or the end of this process. Raises nothing."""
+        with contextlib.suppress(OSError):  # there is nothing, or it is being removed: a start reads elsewhere then
             self._fd = self._open(os.O_RDWR, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     def note(self, new: Sequence[GenerationId], made: bool) -> set[GenerationId]:
