@@ -224,6 +224,27 @@ def test_a_damaged_cell_of_another_node_is_not_used(cluster: Cluster, pattern: s
     assert not cluster.files(lost)
 
 
+def test_a_node_that_cannot_be_reached_has_lost_nothing(cluster: Cluster) -> None:
+    """A generation was given up for an older one because an agent was being started again while files were rebuilt."""
+    cluster.protect()
+    before = cluster.files(0)
+    cluster.lose(0)
+    reachable = list(cluster.nodes)
+    cluster.nodes[3] = msgspec.structs.replace(reachable[3], port=1)
+    cluster.rebuild(0)
+    assert cluster.files(0) == before, "two cells of each stripe are left"
+    cluster.lose(0)
+    cluster.nodes[2] = msgspec.structs.replace(reachable[2], port=1)
+    for left in ({}, {"r00000.safetensors": before["r00000.safetensors"]}):  # the latter by a rebuild that was killed
+        for name, data in left.items():
+            (cluster.folder(0) / name).write_bytes(data)
+        with pytest.raises(errors.PeerDown, match=r"the memory of node 3 cannot be read: .* refused"):
+            cluster.rebuild(0)
+    cluster.nodes = reachable
+    cluster.rebuild(0)
+    assert cluster.files(0) == before
+
+
 def test_a_damaged_file_is_made_whole_where_it_lies(cluster: Cluster) -> None:
     cluster.protect()
     before = cluster.files(1)

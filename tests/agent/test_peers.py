@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shutil
 import socket
 import threading
 from collections.abc import Iterator
@@ -14,14 +15,16 @@ import pytest
 from msgspec import structs
 
 import lastgood
+from agents import agent
 from lastgood import errors
 from lastgood.agent import nodes
 from lastgood.agent.peer_files import PeerFiles
 from lastgood.format import commit, layout
 from lastgood.io.memory_files import MemoryFiles
 from lastgood.policy.placement import Node, copies, missing_copies
-from lastgood.records import Extent, Generation, GenerationId
-from lastgood.run.agent_messages import Send, Serve
+from lastgood.records import Extent, Finding, Generation, GenerationId, judged
+from lastgood.run.agent_link import AgentLink
+from lastgood.run.agent_messages import Send, Serve, Work
 from lastgood.run.known import Environment, Holds, KnownRun
 from lastgood.run.node_copies import NodeCopies
 from lastgood.run.node_disks import NodeDisks, Nodes
@@ -411,6 +414,19 @@ def test_whole_copies_stay_while_a_node_is_left_out_of_newer_ones(tmp_path: Path
     assert later[2].id not in known.held
 
 
+def test_a_generation_that_is_to_be_rebuilt_is_held_from_the_opening_on(tmp_path: Path, generation: Generation) -> None:
+    """With parity 2+2 a node was lost, and what it had was rebuilt. The next save was verified before it had its
+    parity, and the rebuilt generation was deleted. Then a second node was lost, and with it both."""
+    known = KnownRun(disk(tmp_path / "a"), Environment())
+    lost = Finding(kind="MissingBlob", what="on no node", layer="structure", blob="r00000.manifest.json")
+    known.record(judged(generation, [lost]))
+    known.lost.add(generation.id)
+    copies_ = NodeCopies(known, lambda _: Gate(), Outcomes(str(tmp_path)))
+    assert generation.id in known.held
+    copies_.close()
+    assert generation.id not in known.held
+
+
 def test_a_node_without_the_key_of_the_job_is_refused(tmp_path: Path) -> None:
     with served(tmp_path / "b") as node, pytest.raises(errors.PeerRefused):
         call(node, FileCall(call="list", name="gen/000000000001-0a0b0c0d"), key="cd" * 32)
@@ -423,6 +439,21 @@ def test_half_of_a_copy_does_not_count(tmp_path: Path, generation: Generation) -
     assert place.held(generation) == {0: {0}}
     own.delete(f"{layout.folder(generation.id)}/r00000.manifest.json")
     assert place.held(generation) == {0: set()}
+
+
+def test_what_an_agent_finds_beyond_repair_is_no_outage(tmp_path: Path, memory: Path, generation: Generation) -> None:
+    """Whatever an agent could not do was reported as if its node had not been reached."""
+    folder = memory / "run"
+    shutil.copytree(tmp_path / "a", folder, symlinks=True)
+    (folder / layout.folder(generation.id) / "r00000.safetensors").unlink()
+    work = Work(at=generation.id, root=generation.root, task="rebuild", place="", of=[0])
+    with contextlib.closing(AgentLink(f"memory://{folder}")) as link:
+        with agent(folder):
+            assert link.serve(Serve(job=JOB, key=KEY, node="a", host="127.0.0.1", port=0)) != 0
+            with pytest.raises(errors.BeyondRepair, match="too few cells"):
+                link.work(work, lambda: False)
+        with pytest.raises(errors.PeerDown):
+            link.work(work, lambda: False)
 
 
 def test_each_part_goes_to_as_many_nodes_as_lack_it() -> None:

@@ -5,6 +5,7 @@ Invariants
   2. A file of parity counts only with its record, which is written after the file is complete.
   3. What is computed counts only if it agrees with the digest of its chunk, and with the manifest where it becomes a
      file again (run/copying.py).
+  4. A node that cannot be read now has not lost its cells: what cannot be computed without them is no damage.
 """
 
 from __future__ import annotations
@@ -16,7 +17,17 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..errors import BeyondRepair, Cancelled, Damaged, LastgoodError, PeerRefused, SumMismatch, Unavailable
+from ..errors import (
+    BeyondRepair,
+    Cancelled,
+    Damaged,
+    LastgoodError,
+    PeerDown,
+    PeerRefused,
+    SumMismatch,
+    Unavailable,
+    Unreadable,
+)
 from ..format import layout, sealed, stripe_layout
 from ..io.checksum import digest
 from ..io.files import round_up
@@ -127,8 +138,9 @@ class _Found(NamedTuple):
 class Rebuilt:
     """`ports.Tier` for reading one generation: its chunks and manifests as parity among nodes gives them.
 
-    `places`: the memory of each node that is left. Damage in it, and nodes that cannot be read, count as lost;
-    `passed_over` has them.
+    `places`: the memory of each node that is left. It is done without what is damaged in it, and without nodes that
+    cannot be read; `passed_over` has them. Where too few cells are left, PeerDown is raised if a node cannot be read
+    now, else BeyondRepair.
     """
 
     newest_only, reads_at_once = False, 2
@@ -138,6 +150,8 @@ class Rebuilt:
         self._generation, self._folder = generation, layout.folder(generation.id)
         self.passed_over = dict[tuple[str, str], LastgoodError]()
         """place and file (\"\": its listing) -> the first reason why it was not used"""
+        self._outage = ""
+        """which node could not be read, and why"""
         self._holders = dict[str, list[Tier]]()
         self._sets = dict[str, list[_Found]]()
         """part of their names that the files of a set share -> its files"""
@@ -159,6 +173,8 @@ class Rebuilt:
             yield
         except (Damaged, Unavailable, PeerRefused) as error:  # the last: a node of another job has its address now
             self.passed_over.setdefault((tier.place, name), error)
+            if not is_damage(error):
+                self._outage = f"{tier.place} cannot be read: {error.what}"
 
     def _note(self, tier: Tier, listing: Mapping[str, int | None]) -> None:
         for name, length in listing.items():
@@ -176,12 +192,12 @@ class Rebuilt:
                     others.append(_Found(tier, name.removesuffix(".json"), record))
 
     def require(self, manifest: Manifest) -> None:
-        """Raise BeyondRepair unless cells enough are left for each chunk of a rank's files. Reads no chunk."""
+        """Raise BeyondRepair or PeerDown unless cells enough are left for each chunk of a rank's files. Reads none."""
         for blob in manifest.blobs:
             for offset in range(0, blob.length, blob.chunk_bytes):
                 stripes = self._stripes.get((blob.name, offset), [])
                 if not any(self._has_enough(*one, blob.name, offset) for one in stripes):
-                    raise _too_few(blob.name, offset)
+                    raise self._lost(_chunk(blob.name, offset))
 
     def _has_enough(self, stripes: str, number: int, name: str, offset: int) -> bool:
         found = self._sets[stripes]
@@ -196,7 +212,10 @@ class Rebuilt:
         return {}
 
     def read_into(self, extent: Extent, mv: memoryview, *, fresh: bool = False) -> None:
-        """Fill mv[:extent.length] with a whole chunk of a tensor file, or a whole manifest. Raises BeyondRepair."""
+        """Fill mv[:extent.length] with a whole chunk of a tensor file, or a whole manifest.
+
+        Raises BeyondRepair, PeerDown.
+        """
         name = extent.blob.rpartition("/")[2]
         if name.endswith(".manifest.json"):
             mv[: extent.length] = self._manifest(name)
@@ -205,7 +224,13 @@ class Rebuilt:
             with contextlib.suppress(BeyondRepair):
                 mv[: extent.length] = self._computed(self._sets[stripes], number, name, extent)
                 return
-        raise _too_few(name, extent.offset)
+        raise self._lost(_chunk(name, extent.offset))
+
+    def _lost(self, what: str) -> LastgoodError:
+        """The error for what cannot be computed."""
+        if self._outage:  # guard: lost-node-is-no-damage
+            return PeerDown(f"{what}, and {self._outage}", safe="Nothing was changed.")
+        return BeyondRepair(what, safe="Nothing was changed.")
 
     def _manifest(self, name: str) -> bytes:
         """A manifest as it was sealed: from a node that has it, else a copy in a file of parity."""
@@ -219,7 +244,7 @@ class Rebuilt:
                 data = read_file.some(one.tier, f"{self._folder}/{one.name}", seal.length, offset)
                 _require(one.record.digest, data, seal.digest, one.name)  # guard: rebuilt-manifest-matches-seal
                 return bytes(data)
-        raise BeyondRepair(f"no copy of {name} is left", safe="Nothing was changed.")
+        raise self._lost(f"no copy of {name} is left")
 
     def _computed(self, found: Sequence[_Found], number: int, name: str, extent: Extent) -> memoryview:
         """A chunk from the other cells of one of its stripes. Raises BeyondRepair."""
@@ -250,8 +275,13 @@ class Rebuilt:
         return data
 
 
-def _too_few(name: str, offset: int) -> BeyondRepair:
-    return BeyondRepair(f"too few cells are left to compute {name} at {offset:,}", safe="Nothing was changed.")
+def is_damage(error: LastgoodError) -> bool:
+    """Whether stored bytes are bad; else they could not be read now."""
+    return isinstance(error, Damaged) and not isinstance(error, Unreadable)
+
+
+def _chunk(name: str, offset: int) -> str:
+    return f"too few cells are left to compute {name} at {offset:,}"
 
 
 def _shape(record: StripeFile) -> object:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
-from ..errors import NODE_FAILED, Damaged, ManifestInvalid, MissingBlob, SumMismatch
+from ..errors import NODE_FAILED, Damaged, LastgoodError, ManifestInvalid, MissingBlob, SumMismatch
 from ..io.checksum import digest
 from ..limits import RECORD_LIMIT_BYTES
 from ..ports import Tier
 from ..records import Commit, Extent, Generation, Manifest, Seal
 from . import layout, validation
+
+T = TypeVar("T")
 
 
 def read(tier: Tier, name: str, length: int | None, limit: int = RECORD_LIMIT_BYTES) -> bytes:
@@ -35,10 +37,7 @@ def sealed_record(tier: Tier, generation: Generation, one: Seal) -> Manifest:
 
 def first_sealed(places: Sequence[Tier], generation: Generation, one: Seal) -> Manifest:
     """As `sealed_record`, from the first of `places` that has it as sealed. Its files may be damaged there."""
-    for tier in places[:-1]:
-        with contextlib.suppress(Damaged, *NODE_FAILED):
-            return sealed_record(tier, generation, one)
-    return sealed_record(places[-1], generation, one)
+    return _first(places, lambda tier: sealed_record(tier, generation, one))
 
 
 def _committed_bytes(tier: Tier, generation: Generation, one: Seal | None) -> bytes:
@@ -61,7 +60,23 @@ def _committed_bytes(tier: Tier, generation: Generation, one: Seal | None) -> by
 def record_bytes(sources: Sequence[Tier], generation: Generation, one: Seal | None) -> bytes:
     """The bytes of a manifest as it was sealed, or with None of the commit record, from the first of `sources` that has
     them. Raises Damaged, Unavailable."""
-    for tier in sources[:-1]:
-        with contextlib.suppress(Damaged, *NODE_FAILED):
-            return _committed_bytes(tier, generation, one)
-    return _committed_bytes(sources[-1], generation, one)
+    return _first(sources, lambda tier: _committed_bytes(tier, generation, one))
+
+
+def _first(places: Sequence[Tier], read: Callable[[Tier], T]) -> T:
+    """The record from the first of `places` that has it. One that a node may have, which cannot be used now, is not
+    missing: then the error of this node is raised."""
+    outage: LastgoodError | None = None
+    for tier in places[:-1]:
+        try:
+            return read(tier)
+        except Damaged:
+            continue
+        except NODE_FAILED as error:
+            outage = error
+    try:
+        return read(places[-1])
+    except Damaged as error:
+        if outage is not None:
+            raise outage from error  # guard: unreachable-record-not-missing
+        raise

@@ -36,7 +36,7 @@ from typing import TypeVar
 import msgspec
 
 from .. import reporting
-from ..errors import Cancelled, LastgoodError, NotWritable, PeerDown
+from ..errors import Cancelled, Damaged, LastgoodError, NoSpace, NotWritable, PeerDown, class_named
 from ..format import layout
 from ..ports import Mendable
 from ..records import Record
@@ -172,7 +172,7 @@ class AgentLink:
     def send(self, send: Send, stop: Callable[[], bool]) -> None:
         """Let the agent send files to other nodes, and wait for that. May be called from another thread.
 
-        Raises PeerDown with what the agent says, and if there is none; Cancelled once `stop()` is true.
+        Raises PeerDown with what the agent says, and if there is none; Damaged, NoSpace; Cancelled once `stop()`.
         """
         self._require_done(Request(protocol=PROTOCOL, call="send", send=send), f"send {send.at}", stop)
 
@@ -186,7 +186,9 @@ class AgentLink:
         except (OSError, ValueError, NotWritable) as failure:
             error = f"{type(failure).__name__}: {failure}"
         if error:
-            raise PeerDown(f"the agent of {self._folder} could not {what}: {error}", safe="It is kept here.")
+            named = class_named(error.partition(":")[0], PeerDown)
+            kind = named if issubclass(named, Damaged | NoSpace) else PeerDown  # guard: damage-is-no-outage
+            raise kind(f"the agent of {self._folder} could not {what}: {error}", safe="It is kept here.")
 
     def _served(self, connection: socket.socket, serve: Serve) -> str:
         """Ask the agent to serve other nodes. Returns why it does not, or ""."""

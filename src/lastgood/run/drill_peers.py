@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Literal, NamedTuple, cast
 
-from ..engine.stripes import Rebuilt
-from ..errors import BeyondRepair, Damaged, LastgoodError, PeerDown, Unreadable
+from ..engine.stripes import Rebuilt, is_damage
+from ..errors import BeyondRepair, LastgoodError, PeerDown
 from ..format import commit, layout, sealed
 from ..io.machine import machine
 from ..limits import CHUNK_BYTES
@@ -83,7 +83,7 @@ class ComputedFiles:
     """The part of `ports.Tier` that a reading of a generation calls: this node's files are computed from other nodes.
 
     `own`: the tier of this node, from which the records come that every node has. `ranks`: those whose files it has.
-    Raises BeyondRepair if too few cells are left to compute them.
+    Raises as `Rebuilt` where too few cells are left to compute them.
     """
 
     newest_only, reads_at_once = False, Rebuilt.reads_at_once
@@ -110,13 +110,7 @@ class ComputedFiles:
         if not RANK_FILE.fullmatch(extent.blob):
             self._own.read_into(extent, mv, fresh=fresh)
             return
-        try:
-            self._rebuilt.read_into(extent, mv)
-        except BeyondRepair as error:
-            passed_over = list(self._rebuilt.passed_over.values())  # a copy: other threads read too
-            if not all(map(_is_damage, passed_over)):  # guard: lost-node-is-no-damage
-                raise PeerDown(error.what, safe="Nothing was changed.") from error
-            raise
+        self._rebuilt.read_into(extent, mv)
 
 
 def read_peers(memory: str, own: Tier, read: Read) -> list[PeerRead]:
@@ -207,16 +201,11 @@ def _computed(names: str, others: Sequence[Tier], own: Tier, read: Read, generat
         good, why = None, error.what
     seconds = time.monotonic() - begun
     passed_over = [f"{place}: {error.what}" for (place, _), error in list(rebuilt.passed_over.items())][:REASONS]
-    if any(map(_is_damage, list(rebuilt.passed_over.values()))):  # guard: drill-shows-passed-over-damage
+    if any(map(is_damage, list(rebuilt.passed_over.values()))):  # guard: drill-shows-passed-over-damage
         why = "the files can be computed without what is damaged" if good else why
         good = False
     why = "; ".join([why, *passed_over] if why else passed_over)
     return PeerRead("parity", names, good, why, generation.step, size, seconds)
-
-
-def _is_damage(error: LastgoodError) -> bool:
-    """Whether stored bytes are bad; else they could not be read now."""
-    return isinstance(error, Damaged) and not isinstance(error, Unreadable)
 
 
 def _of_rank(folder: str, name: str) -> bool:

@@ -15,7 +15,7 @@ from typing import Protocol, cast
 
 from ..engine import guard, parity
 from ..engine.arena import Arena
-from ..errors import BeyondRepair, Cancelled, Damaged, LastgoodError, Unreadable
+from ..errors import NODE_FAILED, BeyondRepair, Cancelled, Damaged, LastgoodError, PeerDown, TierDown, Unreadable
 from ..format import commit, layout
 from ..io.reed_solomon import Code
 from ..policy import restore
@@ -26,6 +26,11 @@ from .known import KnownRun
 from .marks import Marks
 from .reader import Reading, read_all, read_on
 from .verify import Stop, Verifier, never
+
+OUTAGES = TierDown, *NODE_FAILED
+"""what a node raises, or the rank that leads it, if it cannot be reached now"""
+OUTAGE_PAUSES_SECONDS = (1.0, 5.0)
+"""The pauses between attempts to rebuild from nodes of which one cannot be read."""
 
 
 class FromNodes(Protocol):
@@ -55,21 +60,30 @@ class Mender:
         """Mend the damaged files of a generation, then read and mark it. Returns the names of the files.
 
         Damaged parity is written anew; if that fails, the event `not_protected` is emitted. Raises BeyondRepair if
-        neither the parity nor the other places suffice, the errors of writing and reading, and Cancelled once `stop()`
-        returns True. A damaged file that was not rebuilt by then is unchanged.
+        neither the parity nor the other places suffice, PeerDown if they do not while a node cannot be read, the errors
+        of writing and reading, and Cancelled once `stop()` returns True. A damaged file that was not rebuilt by then is
+        unchanged.
         """
         try:
             return self._from_parity(at, arena, stop)
         except BeyondRepair:
             if not self.sources and self.nodes is None:
                 raise
+        outage: PeerDown | None = None
         if self.nodes is not None:
             try:
                 return self._from_nodes(self.nodes, at, arena, stop)
+            except PeerDown as error:
+                outage = error
             except BeyondRepair:
                 if not self.sources:
                     raise
-        return self._from_places(at, arena, stop)
+        try:
+            return self._from_places(at, arena, stop)
+        except BeyondRepair as error:
+            if outage is None:
+                raise
+            raise outage from error
 
     def _from_parity(self, at: GenerationId, arena: Arena, stop: Stop) -> list[str]:
         """As `mend`, from the parity of the generation alone."""
@@ -96,18 +110,13 @@ class Mender:
         return names
 
     def _from_nodes(self, nodes: FromNodes, at: GenerationId, arena: Arena, stop: Stop) -> list[str]:
-        """As `mend`, from parity among the memories of nodes."""
+        """As `mend`, from parity among the memories of nodes. Raises PeerDown if one of them cannot be read."""
         known = self._known
         if (lost := known.survey.generations.get(at)) is None:
             raise BeyondRepair(f"the commit of {at} cannot be read", safe="Nothing was changed.")
         names, findings = list[str](), list[Finding]()
         for _ in range(2):  # the first reading may find damage on the nodes that are left
-            try:
-                names += nodes.rebuild(lost, stop)
-            except (Cancelled, BeyondRepair):
-                raise
-            except LastgoodError as error:
-                raise BeyondRepair(f"{at}: {error.what}", safe="No good file was changed.") from error
+            names += self._rebuilt(nodes, lost, stop)
             generation = commit.read_generation(known.tier, at, known.run_id)
             self.others.ask(generation, "read")
             findings = read_all(known.tier, generation, arena, self._workers, stop, of=self.others.own_part(generation))
@@ -123,6 +132,25 @@ class Mender:
             raise BeyondRepair(f"{at} was rebuilt and does not read back: {restore.summary(findings)}")
         self._note_mended(at, names)
         return names
+
+    def _rebuilt(self, nodes: FromNodes, lost: Generation, stop: Stop) -> list[str]:
+        """As `FromNodes.rebuild`. Where a node cannot be read now, it is tried again: an agent may be started anew."""
+        pauses = iter(OUTAGE_PAUSES_SECONDS)
+        while True:
+            try:
+                return nodes.rebuild(lost, stop)
+            except (Cancelled, BeyondRepair, TierDown):
+                raise
+            except NODE_FAILED as error:
+                if (seconds := next(pauses, None)) is None:
+                    raise PeerDown(
+                        f"{lost.id} cannot be rebuilt now: {error.what}",
+                        safe="No good file was changed.",
+                        todo="Start the job again once all of its nodes can reach each other.",
+                    ) from error
+                self._known.environment.pause(seconds)
+            except LastgoodError as error:
+                raise BeyondRepair(f"{lost.id}: {error.what}", safe="No good file was changed.") from error
 
     def _from_places(self, at: GenerationId, arena: Arena, stop: Stop) -> list[str]:
         """As `mend`, with the good chunks and records of all places together."""
@@ -186,7 +214,9 @@ class Mender:
     def try_to_mend(self, at: GenerationId, arena: Arena, stop: Stop = never) -> bool:
         """Mend a generation that has parity, or for which there are other places to read from.
 
-        Returns whether it was mended; a failure emits `not_repaired`.
+        Returns whether it was mended; a failure emits `not_repaired`. Where nodes rebuild from each other's memory,
+        PeerDown or TierDown is raised if one of them does not answer: to load an older generation instead would give
+        up what this one may have.
         """
         known = self._known
         try:
@@ -196,6 +226,8 @@ class Mender:
         except Cancelled:
             raise
         except LastgoodError as error:
+            if self.nodes is not None and isinstance(error, OUTAGES):  # guard: outage-steps-over-nothing
+                raise
             # guard: repair-failure-reported
             self._known.emit("not_repaired", at, detail=f"{type(error).__name__}: {error.what}")
             return False

@@ -136,8 +136,10 @@ class NodeCopies:
         self.place = self._maker.place
         self._changed = threading.Condition()
         self._waiting: tuple[Generation, Future[None]] | None = None
-        # Which of these have their copies is not known. One of them may be all that survives a lost node.
-        self._copied = {at for at, one in source.survey.generations.items() if one.restorable}
+        # Which of these have their copies is not known. One of them may be all that survives a lost node; one that
+        # has lost a node already may be rebuilt, and survive another one.
+        known = source.survey.generations.items()
+        self._copied = {at for at, one in known if one.restorable or at in source.lost}  # guard: lost-generation-held
         """the newest generation that has its copies, and those that outlive it; before the first copy, those that were
         found"""
         for at in self._copied:

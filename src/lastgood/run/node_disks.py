@@ -26,7 +26,7 @@ import msgspec
 from ..errors import CommitUnknown, LastgoodError, MissingBlob, NameTaken, TierDown
 from ..format import commit, layout
 from ..ports import Tier
-from ..records import Commit, Extent, Generation, Record
+from ..records import Commit, Extent, Generation, Manifest, Record
 from ..storage.directory import Disk
 from ..storage.slots import Slots
 from .agent_link import NodeLinks
@@ -355,7 +355,10 @@ def own_disk(tier: Tier) -> Tier:
 
 
 def _put(own: Own, name: str, data: bytes) -> None:
-    """Create a record. A COMMIT that is damaged on this node is replaced by that of the others."""
+    """Create a record. A manifest is created only where its files lie, because it shows that they are complete. A
+    COMMIT that is damaged on this node is replaced by that of the others."""
+    if not _has_files_of(own, name, data):  # guard: manifest-beside-its-files
+        return
     try:
         own.put_new(name, data)
     except NameTaken:
@@ -364,6 +367,14 @@ def _put(own: Own, name: str, data: bytes) -> None:
             raise
         own.delete(name)  # guard: damaged-commit-replaced-on-node
         own.put_new(name, data)
+
+
+def _has_files_of(own: Own, name: str, data: bytes) -> bool:
+    """Whether the tensor files lie on this node that a record describes: a manifest has some, other records none."""
+    if not name.removesuffix(".tmp").endswith(".manifest.json"):
+        return True
+    here = own.list(name.rpartition("/")[0])
+    return all(blob.name in here for blob in layout.decode(data, Manifest, name).blobs)
 
 
 def _replace(own: Own, name: str, by: str) -> None:

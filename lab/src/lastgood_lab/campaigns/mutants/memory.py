@@ -165,7 +165,6 @@ MUTANTS: tuple[Mutant, ...] = (
         "drill of other nodes",
         ("drill_peers",),
         ("damage that parity makes good stays unseen", "drill-shows-passed-over-damage", Never()),
-        ("a node that is lost while it is read counts as damage", "lost-node-is-no-damage", Never()),
     ),
     *table(
         "commit on nodes",
@@ -175,7 +174,17 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *table(
         "parity among nodes",
-        ("node_parity", "stripes"),
+        ("node_parity", "stripes", "node_disks", "peers"),
+        ("a node that cannot be read counts as lost", "lost-node-is-no-damage", Never()),
+        ("a manifest on a node that cannot be read counts as missing", "unreachable-record-not-missing", Remove()),
+        ("an older step is loaded while a node cannot be read", "outage-steps-over-nothing", Never()),
+        ("what an agent finds damaged is taken for an outage", "damage-is-no-outage", Instead("kind = PeerDown")),
+        (
+            "a generation that was rebuilt is deleted before a newer one has its parity",
+            "lost-generation-held",
+            Swap(" or at in source.lost", ""),
+        ),
+        ("a node gets manifests of files that it lacks", "manifest-beside-its-files", Never()),
         (
             "parity lies on the nodes of its data",
             "parity-beside-its-data",
