@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 import shutil
 import signal
@@ -209,9 +210,15 @@ def test_a_step_that_is_asked_for_is_restored_without_advice(tmp_path: Path) -> 
 
 
 def test_a_metric_that_is_missing_is_refused_with_its_name(tmp_path: Path) -> None:
+    """One that a mapping with a default lacked was taken for 0."""
     loop = Loop(tmp_path, {}, lastgood.Sentinel(grad_norm="norm"))
     with loop.ckpt, pytest.raises(Refused, match="norm"):
         loop.train(1)
+    state = {"weights": torch.ones(3)}
+    sentinel, metrics = lastgood.Sentinel(), collections.defaultdict(float, other=1.0)
+    opened = lastgood.Checkpointer(tmp_path / "other", state, sentinel=sentinel)
+    with opened as ckpt, pytest.raises(Refused, match="loss"):
+        ckpt.step(1, metrics=metrics)
 
 
 @pytest.mark.parametrize(

@@ -105,12 +105,12 @@ def supervised_nodes(folder: Path, *arguments: object, nodes: int, ranks: int) -
 
 
 def content(run: str, step: int) -> list[Any]:
-    """What the ranks have saved of a step: the tensors of all, and the values and the own tensors of each."""
+    """What each rank restores of a step: its tensors, of which some are its own, and its values."""
     tier = access.for_reading(run)
     found: list[Generation] = [one for one in commit.survey(tier).generations.values() if one.step == step]
     assert len(found) == 1
     ranks = range(found[0].commit.world.ranks)
     manifests = [commit.read_manifest(tier, found[0], rank) for rank in ranks]
-    shared = {(one.key, one.digest) for of in manifests for one in of.pieces if not one.own}
-    own = [{(one.name, one.digest) for one in of.pieces if one.own} for of in manifests]
-    return [shared, own, [of.values for of in manifests], [of.aliases for of in manifests]]
+    shared = {one.key: one.digest for of in manifests for one in of.pieces if not one.own}
+    tensors = [shared | {one.key: one.digest for one in of.pieces if one.own} for of in manifests]
+    return [tensors, [of.values for of in manifests], [of.aliases for of in manifests]]

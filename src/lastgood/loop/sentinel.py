@@ -217,18 +217,24 @@ class _Seen:
         self._bad: tuple[int, str] | None = None
 
     def add(self, n: int, metrics: Mapping[str, Any]) -> None:
-        """Keep the metrics of a step. A tensor on a device is copied there: a later step may overwrite it."""
-        row = list[float | None]()
+        """Keep the metrics of a step; none of them if one is missing, for which KeyError is raised.
+
+        A tensor on a device is copied there: a later step may overwrite it.
+        """
+        row, on_device = list[float | None](), list[torch.Tensor]()
         for name in self._names:
+            if name not in metrics:  # a mapping may have a default
+                raise KeyError(name)
             metric = metrics[name]
             if not isinstance(metric, torch.Tensor):
                 row.append(float(metric))
             elif metric.is_cpu:
                 row.append(float(metric.item()))
             else:
-                self._on_device.append(metric.detach().reshape(()).to(torch.float32, copy=True))
+                on_device.append(metric.detach().reshape(()).to(torch.float32, copy=True))
                 row.append(None)
         self._rows.append((n, row))
+        self._on_device += on_device
 
     def taken(self) -> _Values:
         """What was kept since the last call, on its way to the host. Does not wait for a device."""
