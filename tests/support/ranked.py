@@ -526,4 +526,5 @@ def ending(rank: int, size: int, root: Path, jobs: int) -> int:
         one_job(number)
         again = dist.PrefixStore(f"again{number}", store)
         dist.init_process_group("gloo", store=again, rank=rank, world_size=size)
+        dist.barrier()  # a rank that ended here would fail those that are still being connected
     return jobs
