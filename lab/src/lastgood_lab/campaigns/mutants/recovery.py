@@ -115,5 +115,11 @@ MUTANTS: tuple[Mutant, ...] = (
             Instead("wait = _followers_seconds(notice.kind)"),
         ),
         ("a step is saved although a newer opening has saved", "newer-generation-not-shadowed", Never()),
+        ("what only the first place holds is saved again below", "what-other-places-hold-counts", Remove()),
+        (
+            "a save for all ranks is older than those that it continues",
+            "order-above-that-of-the-attempt",
+            Swap("origin.order", "0"),
+        ),
     ),
 )
