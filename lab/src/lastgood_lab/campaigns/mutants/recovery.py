@@ -24,6 +24,11 @@ MUTANTS: tuple[Mutant, ...] = (
             "host_signs",
         ),
         (
+            "what is no number ends the loop with a raw error",
+            "metric-of-a-wrong-kind-refused",
+            Swap("number(name, metric)", "float(metric)"),
+        ),
+        (
             "ranks that lost their connection are blamed",
             "followers-are-not-blamed",
             Swap("not follows", "follows"),
