@@ -97,6 +97,16 @@ class Places:
         """Record what was found where the generation was read. As `Marks.conclude`."""
         self.writer_of(generation.id).conclude(generation, findings)
 
+    def mark_suspect(self, at: GenerationId, finding: Finding, durably: bool = True) -> None:
+        """Mark a generation in each place that has it. `durably` (default True): False: in this process only."""
+        for one in self._writers():
+            with one.known.lock:
+                generation = one.known.survey.generations.get(at)
+                if generation is not None and not durably:
+                    one.known.record(judged(generation, [finding]))
+            if generation is not None and durably:
+                one.conclude(generation, [finding])
+
     def mend(self, generation: Generation, arena: Arena, stop: Stop = never) -> bool:
         """Mend a generation where it was read. Returns whether it is whole now, there or in another place.
 

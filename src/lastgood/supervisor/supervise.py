@@ -224,7 +224,7 @@ class Supervisor:
             job_summary.add(self._job.records, record, follows.restart)
         if cause is not None or follows.restart:
             self._report(reported.sentence(record, len(outcomes)))
-        self._write(run, record, reported.advice(lived, record, follows))
+        self._write(run, record, lived, follows)
         return Verdict(
             outcomes=outcomes,
             act=follows.act,
@@ -268,13 +268,14 @@ class Supervisor:
         host = suspect.host if suspect is not None and left_out and follows.restart else ""
         return replace(follows, why=follows.why + note), follows_round, host
 
-    def _write(self, run: str, record: attempt_log.Attempt, found: advice.Advice | None) -> None:
+    def _write(self, run: str, record: attempt_log.Attempt, lived: Lived, follows: Answer) -> None:
         """Write the record of an attempt, and advice for the next restore, into the run."""
         if not run:
             return
         try:
             with side_records.opened(run) as tier:
                 attempt_log.append(tier, record)
+                found = reported.advice(lived, record, follows, advice.read(tier))
                 if found is not None:
                     advice.append(tier, found)
         except LastgoodError as error:
