@@ -85,6 +85,13 @@ def test_a_failure_before_any_step_leaves_out_no_batches() -> None:
     assert answer([*again, FAILS], Budget()).act == "skip", "training came to the same step from the one before"
 
 
+def test_a_hang_leaves_out_no_batches() -> None:
+    """An evaluation without a name took longer than the limit, and 16 samples were left out for good."""
+    hang = {"cause": "hang"}
+    assert after("restart", "restart", **hang) == "back"
+    assert after("restart", "restart", "back", **hang) == "end"
+
+
 def test_a_user_chooses_what_is_tried() -> None:
     alike = [FAILS] * 3
     assert answer(alike, Budget(remedies=("skip",))).act == "skip"

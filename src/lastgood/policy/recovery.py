@@ -7,7 +7,7 @@ user says so.
 Attempts that fail at the same step with the same cause fail because of the state or of the batches, and not of the
 machine. After so many of them the job goes on from the generation before; if it fails there again, without the batches
 of that step; if it fails there again, it is given up. A failure before any step is completed may as well come from the
-script: then no batches are left out, because nobody would miss them once the script is mended.
+script, and a hang from an evaluation that has no name: then no batches are left out, which would be missing for good.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ _HOPELESS = re.compile(
     r"UnknownFormat|NoSuchStep|NotARun|NotWritable|NotInstalled|RunReplaced|NothingGood)\b"
 )
 """The errors of a script before its state is restored that come again each time it is started."""
+HANG = "hang"
+"""the `cause` of an attempt in which ranks hung"""
 USAGE = 2
 """the exit code of argparse for arguments that a script does not take"""
 
@@ -179,7 +181,8 @@ def _remedy(alike: Sequence[Outcome], budget: Budget) -> Answer:
     trained = any(one.trained for one in alike)
     where = f"after step {last.last_step}" if trained else "before a step was completed,"
     what = f"{len(alike)} attempts in a row failed {where} with the same cause"
-    possible = {"back": bool(last.restored_step), "skip": last.batches_known and trained}
+    # A hang is an evaluation without a name, or a machine, rather than a batch.
+    possible = {"back": bool(last.restored_step), "skip": last.batches_known and trained and last.cause != HANG}
     for act in budget.remedies:
         if act not in tried and possible[act]:  # guard: each-remedy-tried-once
             how = "from the generation before" if act == "back" else f"without the batches after step {last.last_step}"

@@ -11,6 +11,7 @@ import os
 import platform
 import secrets
 import select
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -127,6 +128,9 @@ class Supervisor:
                 if left_out:
                     self._report(f"this node ({self._host}) has left the job: {verdict.why}")
                     return GAVE_UP
+                if verdict.asked and received.end is None:  # guard: all-nodes-end-as-asked
+                    self._report("the job was asked to end, on another node")
+                    return _exit_code(self._outcomes[-1], signal.SIGTERM)
                 return _exit_code(self._outcomes[-1], received.end)
             self._pause(verdict.pause_seconds, nodes, received)
 
@@ -232,6 +236,7 @@ class Supervisor:
             pause_seconds=follows.pause_seconds,
             next=follows_round.act,
             run=run,
+            asked=bool(leaving) and follows_round.act == "end" and outcomes[-1].code != 0,
         )
 
     def _answered(
