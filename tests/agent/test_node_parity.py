@@ -22,6 +22,7 @@ from lastgood.coordination.rounds import RankGroup
 from lastgood.format import commit, layout, stripe_layout
 from lastgood.io.checksum import digest
 from lastgood.io.memory_files import MemoryFiles
+from lastgood.limits import WORKERS
 from lastgood.policy.placement import Node, groups
 from lastgood.policy.stripes import stripe_sets
 from lastgood.records import (
@@ -243,6 +244,26 @@ def test_a_node_that_cannot_be_reached_has_lost_nothing(cluster: Cluster) -> Non
     cluster.nodes = reachable
     cluster.rebuild(0)
     assert cluster.files(0) == before
+
+
+def test_a_node_that_falls_silent_is_waited_for_once(cluster: Cluster, monkeypatch) -> None:
+    """An agent hung while what a lost node had was computed. Each chunk asked it anew and waited a minute for it, though
+    the other nodes had cells enough: hours for a part of some GB."""
+    cluster.protect()
+    before = cluster.files(0)
+    cluster.lose(0)
+    read, waited = Peers.read, set[str]()
+
+    def silent(self: Peers, node: PeerNode, extent: Extent, mv: memoryview) -> None:
+        if node.name == "1" and not extent.blob.endswith(".json"):
+            waited.add(f"{extent.blob} {extent.offset}")
+            raise errors.TimedOut("a request to 1 took longer than 60 s")
+        read(self, node, extent, mv)
+
+    monkeypatch.setattr(Peers, "read", silent)
+    cluster.rebuild(0)
+    assert cluster.files(0) == before
+    assert 0 < len(waited) <= WORKERS, "each thread waits for its first chunk at most"
 
 
 def test_a_damaged_file_is_made_whole_where_it_lies(cluster: Cluster) -> None:
