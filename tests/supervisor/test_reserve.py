@@ -160,6 +160,18 @@ def test_memory_is_not_removed_while_an_agent_or_a_process_has_it(home: Path, me
     assert staged.remove_unneeded() == [str(held(home))] and not held(home).exists()
 
 
+@pytest.mark.parametrize("is_link", [True, False], ids=["link", "file"])
+def test_nothing_is_removed_through_what_another_user_has_made(home, tmp_path, memory, is_link: bool) -> None:
+    """Any user can make a name in /dev/shm. Folders of the victim went that lay behind a link, if their names ended in
+    .removed; and a file in place of the folder ended the supervisor with an error in place of its exit code."""
+    (victim := tmp_path / "thesis.removed").mkdir()
+    above = Path(memory_place.folder_of_user())
+    above.symlink_to(tmp_path) if is_link else above.write_text("")
+    with unneeded_removed(str(home)) as hold:
+        hold()
+    assert victim.exists()
+
+
 # ---- before a copy ---------------------------------------------------------------------------------------------
 
 

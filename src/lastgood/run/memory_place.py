@@ -61,9 +61,15 @@ def folder_of(last_place: str | os.PathLike[str], environ: Mapping[str, str] = o
 
 
 def folders() -> list[str]:
-    """The folders of all runs of this user in the memory of this machine, and those that are being removed."""
-    with contextlib.suppress(FileNotFoundError, PermissionError):  # another user may have made the folder above
-        return sorted(one.path for one in os.scandir(folder_of_user()) if one.is_dir(follow_symlinks=False))
+    """The folders of all runs of this user in the memory of this machine, and those that are being removed.
+
+    Empty where the folder above is not of this user: another one may have made it, or a file, or a link to elsewhere.
+    """
+    above = folder_of_user()
+    with contextlib.suppress(FileNotFoundError):
+        found = os.lstat(above)
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():  # guard: folders-of-this-user-only
+            return sorted(one.path for one in os.scandir(above) if one.is_dir(follow_symlinks=False))
     return []
 
 

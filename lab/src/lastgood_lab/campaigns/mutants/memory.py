@@ -95,6 +95,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         ("what was staged by hand is removed at the end", "staged-by-hand-stays", Remove()),
         ("a folder that was there before is removed", "only-staged-folder-is-removed", Swap("made and ", "")),
+        ("what lies behind a link of another user is removed", "folders-of-this-user-only", Always()),
         ("what another supervisor may need is removed", "held-memory-is-not-removed", Swap("LOCK_EX", "LOCK_SH")),
         ("memory that an agent serves is removed", "used-memory-is-not-removed", Swap("agent_link.LOCK", '"other"')),
         ("memory that is open is removed", "used-memory-is-not-removed", Swap("(access.LOCK,", '("other",')),
