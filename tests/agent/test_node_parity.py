@@ -248,8 +248,8 @@ def test_a_node_that_cannot_be_reached_has_lost_nothing(cluster: Cluster) -> Non
 
 
 def test_a_node_that_falls_silent_is_waited_for_once(cluster: Cluster, monkeypatch) -> None:
-    """An agent hung while what a lost node had was computed. Each chunk asked it anew and waited a minute for it, though
-    the other nodes had cells enough: hours for a part of some GB."""
+    """An agent hung while what a lost node had was computed. Each chunk asked it anew and waited a minute for it,
+    though the other nodes had cells enough: hours for a part of some GB."""
     cluster.protect()
     before = cluster.files(0)
     cluster.lose(0)

@@ -136,6 +136,15 @@ class _Found(NamedTuple):
     record: StripeFile
 
 
+class _Source(NamedTuple):
+    """A place that has a cell of a stripe, the number of the cell, its file, and what reads it."""
+
+    tier: Tier
+    cell: int
+    file: str
+    read: Callable[[], memoryview]
+
+
 class Rebuilt:
     """`ports.Tier` for reading one generation: its chunks and manifests as parity among nodes gives them.
 
@@ -154,7 +163,7 @@ class Rebuilt:
         self._outage = ""
         """which node could not be read, and why"""
         self._unread = set[str]()
-        """the places that could not be read: for each chunk they are asked last, because one that hangs costs a timeout"""
+        """the places that could not be read; for each chunk they are asked last: one that hangs costs a timeout"""
         self._holders = dict[str, list[Tier]]()
         self._sets = dict[str, list[_Found]]()
         """part of their names that the files of a set share -> its files"""
@@ -256,26 +265,26 @@ class Rebuilt:
         wanted = next(
             at for at, one in enumerate(stripe.cells) if one and (one.blob, one.offset) == (name, extent.offset)
         )
-        sources = self._sources(found, number)
-        for tier, at, file, read in sorted(sources, key=lambda one: one[0].place in self._unread):
-            if at != wanted and at not in cells and len(cells) < record.data:
-                with self._passing_over(tier, file):
-                    cells[at] = read()
+        for one in sorted(self._sources(found, number), key=lambda one: one.tier.place in self._unread):
+            if one.cell != wanted and one.cell not in cells and len(cells) < record.data:
+                with self._passing_over(one.tier, one.file):
+                    cells[one.cell] = one.read()
         lost, data = stripe.cells[wanted], Code(record.data, record.parity).decode(cells)[wanted][: extent.length]
         if lost is None or digest(record.digest, data) != lost.digest:
             raise BeyondRepair(f"{name} at {extent.offset:,} is not what was lost", safe="Nothing was changed.")
         return data
 
-    def _sources(self, found: Sequence[_Found], number: int) -> list[tuple[Tier, int, str, Callable[[], memoryview]]]:
-        """For each cell of a stripe, and each place that has it: the place, the cell, its file, and what reads it."""
-        record, stripe, algorithm = found[0].record, found[0].record.stripes[number], found[0].record.digest
+    def _sources(self, found: Sequence[_Found], number: int) -> Sequence[_Source]:
+        """What has the cells of a stripe, each place by itself."""
+        record, stripe = found[0].record, found[0].record.stripes[number]
+        read = partial(read_cell, folder=self._folder, length=stripe.length, algorithm=record.digest)
         data = [
-            (tier, at, cell.blob if cell else "", partial(read_cell, tier, self._folder, cell, stripe.length, algorithm))
+            _Source(tier, at, cell.blob if cell else "", partial(read, tier, cell=cell))
             for at, cell in enumerate(stripe.cells)
-            for tier in (self._holders.get(cell.blob, []) if cell is not None else [found[0].tier])
+            for tier in (self._holders.get(cell.blob, []) if cell else [found[0].tier])
         ]
         parity = [
-            (one.tier, record.data + one.record.index, one.name, partial(self._parity_cell, one, number))
+            _Source(one.tier, record.data + one.record.index, one.name, partial(self._parity_cell, one, number))
             for one in found
         ]
         return [*data, *parity]
