@@ -149,6 +149,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "whole-copies-outlive-partial",
             Swap("self._outlives(one)", "False"),
         ),
+        ("what had copies goes where too few agents listen for any", "copies-from-before-stay", Always()),
         (
             "ranks read the files of a node that is left out from its agent",
             "unread-file-goes-through-store",
