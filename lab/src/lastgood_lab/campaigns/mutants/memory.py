@@ -27,6 +27,11 @@ MUTANTS: tuple[Mutant, ...] = (
         ("memory that was removed under a job is not made anew", "removed-memory-made-anew", Remove()),
         ("milestones stay in memory for ever", "memory-keeps-no-milestones", Never()),
         ("memory of another run is read", "memory-of-same-run-read", Always()),
+        (
+            "what another user has put into memory is read",
+            "own-memory-read",
+            Swap("and memory", "or memory"),
+        ),
         ("a first file is compared without its buffers", "buffers-of-first-file-counted", Swap("2 * length", "length")),
         ("memory without inodes refuses every save", "names-spilled-without-inodes", Instead("return False")),
     ),
