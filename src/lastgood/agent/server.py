@@ -147,7 +147,7 @@ class Server:
                 self._receive(self._clients[key.fileobj])
 
     def _timeout_seconds(self) -> float | None:
-        if self._attached() or self._copies is not None:
+        if self._attached() or self._copies is not None or self._works.running():  # guard: agent-waits-for-work
             return None
         until = self._kept_until if self._next_at is None else self._next_at
         return max(0.0, until - time.monotonic())
