@@ -108,6 +108,15 @@ def test_an_older_copy_goes_though_the_run_has_deleted_its_generation(home: Path
     assert there(home) == {4}
 
 
+def test_a_copy_that_somebody_has_removed_is_made_anew(home: Path, memory: Path) -> None:
+    """systemd removes what a user has in /dev/shm when he logs out. The node then waited with nothing in memory."""
+    reserve = Reserve(str(home))
+    reserve.refresh()
+    shutil.rmtree(held(home))
+    reserve.refresh()
+    assert there(home) == {4}
+
+
 def by_hand(call_json: Callable[..., tuple[int, object]], home: Path, *step: str) -> None:
     assert call_json("agent", "stage", str(home), *step)[0] == 0
 
