@@ -67,6 +67,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "attached-after-work-stopped",
             Swap(" and not self._works.running()", ""),
         ),
+        ("an agent polls while such work ends", "agent-waits-for-work", Swap(" or self._works.running()", "")),
         (
             "an agent is replaced ever more seldom, the longer a run goes on",
             "lived-agent-replaced-at-once",
@@ -101,6 +102,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         ("what was staged by hand is removed at the end", "staged-by-hand-stays", Remove()),
         ("a folder that was there before is removed", "only-staged-folder-is-removed", Swap("made and ", "")),
+        ("a copy that was removed is not staged anew", "removed-copy-is-staged-anew", Swap(" and self._has(at)", "")),
         ("what lies behind a link of another user is removed", "folders-of-this-user-only", Always()),
         ("what another supervisor may need is removed", "held-memory-is-not-removed", Swap("LOCK_EX", "LOCK_SH")),
         ("memory that an agent serves is removed", "used-memory-is-not-removed", Swap("agent_link.LOCK", '"other"')),

@@ -62,6 +62,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a suspect generation is restored again", "suspect-generation-marked", Remove()),
         ("the only good generation of a run is marked", "only-good-generation-stays", Never()),
         ("a save in flight is restored after divergence", "saves-in-flight-are-suspect", Remove()),
+        ("a device that has failed keeps the run open", "failed-comparison-closes-run", Instead("raise")),
         ("a diverged state is taken for the start", "diverged-state-is-not-the-start", Never()),
         ("a run that was never good is given up", "start-over-if-never-good", Instead("return False")),
         ("folders of a running supervisor are removed", "folder-in-use-not-removed", Remove()),
