@@ -226,7 +226,7 @@ class NodeCopies:
         """Whether a lost node that is left out now would take the run back to this generation, if it is kept."""
         one = self._source.survey.generations.get(at)
         below = [dict(place.survey.generations) for place in self._source.below]
-        if one is None or any(found >= at and other.restorable for of in below for found, other in of.items()):
+        if one is None or any(found >= at and other.good for of in below for found, other in of.items()):
             return False
         return self._maker.outlives(one)
 
