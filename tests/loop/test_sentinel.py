@@ -95,7 +95,7 @@ def test_a_loop_that_has_saved_nothing_good_starts_over(tmp_path: Path, bad: dic
     that is kept for people, and restores found nothing good."""
     loop = Loop(tmp_path, bad, lastgood.Sentinel(every=5, spike=5), every)
     with loop.ckpt:
-        with pytest.raises(TrainingDiverged, match="is to be started again"):
+        with pytest.raises(TrainingDiverged, match="Start the process again"):
             loop.train(40)
         with pytest.raises(NothingGood, match="Start the process again"):
             loop.train(40)  # its state has diverged

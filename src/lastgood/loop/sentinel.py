@@ -175,7 +175,7 @@ class DivergenceCheck:
             return f"Restore a step before {first}: restore(step=...).", False
         if not permitted:
             return f"Batches were left out {len(before)} times (Sentinel.at_most): look at the data.", False
-        again, back = "the process is to be started again: it begins at step 0", "restore() goes back to before step"
+        again, back = "Start the process again: it begins at step 0", "restore() goes back to before step"
         where = again if from_start else f"{back} {first}"
         return f"{where}, and leaves its batches out: `lastgood run` calls for it.", True
 
@@ -255,8 +255,9 @@ class _Seen:
         """The first bad step of this rank; None if there is none. Waits until `values` are on the host."""
         for n, numbers in values.numbers():
             if self._bad is None and self._is_bad(numbers):
-                pairs = zip(self._names, numbers, self._means, strict=True)
-                listed = ", ".join(f"{name} {value:.6g} (mean {mean:.6g})" for name, value, mean in pairs)
+                means = [f" (mean {mean:.6g})" if self._count else "" for mean in self._means]
+                pairs = zip(self._names, numbers, means, strict=True)
+                listed = ", ".join(f"{name} {value:.6g}{mean}" for name, value, mean in pairs)
                 self._bad = n, f"step {n}: {listed}"
             else:
                 old = DECAY if self._count else 0.0

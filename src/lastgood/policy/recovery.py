@@ -154,6 +154,8 @@ def answer(
         where = "before a state was restored" if last.restored_step is None else f"after step {last.restored_step}"
         return Answer("end", f"{same} attempts in a row failed {where}, and nothing newer was saved")
     pause = min(budget.pause_seconds * 2 ** (same - 2), budget.longest_pause_seconds) if same > 1 else 0.0
+    if last.saved_step > (last.restored_step or 0):
+        return Answer("restart", f"it has saved step {last.saved_step}", pause)
     return Answer("restart", f"failure {same} of {budget.without_progress} without a newer saved step", pause)
 
 

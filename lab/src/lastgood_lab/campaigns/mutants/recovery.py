@@ -24,6 +24,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "quarantine",
             "host_signs",
         ),
+        ("a metric is looked at when a save is due", "metrics-checked-at-first-step", Remove()),
         (
             "what is no number ends the loop with a raw error",
             "metric-of-a-wrong-kind-refused",
