@@ -65,6 +65,14 @@ def test_output_of_some_ranks_may_go_to_files(script: str) -> None:
     assert redirects("0:1,1:2", script) == {0: 1, 1: 2}
 
 
+@pytest.mark.parametrize("backend", ["etcd", "etcd-v2", "zzz"])
+def test_another_rendezvous_is_refused_whatever_the_number_of_nodes(backend: str, script: str) -> None:
+    """With one node --rdzv-backend etcd, or a mistyped one, was accepted, and failed once the job had more nodes."""
+    for nodes in ("1", "2", "1:4"):
+        with pytest.raises(Refused, match=f"--rdzv-backend {backend} is not done"):
+            parsed(["--nnodes", nodes, "--rdzv-backend", backend, script], {})
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
