@@ -101,7 +101,10 @@ def test_another_rendezvous_is_refused_whatever_the_number_of_nodes(backend: str
         (["--log-dir", "SCRIPT", "SCRIPT"], "no folder"),
         (["--spawn", "--preload", "json", "SCRIPT"], "contradict"),
         (["--slow-factor", "0.5", "SCRIPT"], "slow-factor"),
-        (["--remedies", "none,back", "SCRIPT"], "none"),
+        (["--remedies", "none,back", "SCRIPT"], "'none,back': none stands alone, for no remedy at all"),
+        (["--remedies", "skip,none", "SCRIPT"], "'skip,none': none stands alone"),
+        (["--master-port", "99999", "SCRIPT"], "'99999' is no port: give a whole number from 0 to 65535"),
+        (["--master-port", "-1", "SCRIPT"], "'-1' is no port"),
         (["--redirects", "7", "SCRIPT"], "--redirects 7"),
         (["--redirects", "5:1", "SCRIPT"], "--redirects 5:1"),
         (["--no-python", "-m", "SCRIPT"], "contradict"),
@@ -114,6 +117,8 @@ def test_another_rendezvous_is_refused_whatever_the_number_of_nodes(backend: str
     ],
 )
 def test_what_cannot_be_meant_or_is_not_done_is_refused_by_name(arguments: list[str], says: str, script: str) -> None:
+    """`--master-port 99999` failed three times with code 9, and none,back was answered: 'none' is no remedy. Did you
+    mean none?"""
     with pytest.raises(Refused, match=says) as found:
         parsed([script if one == "SCRIPT" else one for one in arguments], {})
     assert found.value.safe == "Nothing was started." or "Nothing was touched" in found.value.safe

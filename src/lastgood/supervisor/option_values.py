@@ -33,6 +33,14 @@ def whole(least: int) -> Callable[[str], int]:
     return taken
 
 
+def port(text: str) -> int:
+    """The number of a TCP port. 0: any."""
+    number = int(text) if text.isascii() and text.isdigit() else -1
+    if 0 <= number < 2**16:
+        return number
+    raise argparse.ArgumentTypeError(f"{text!r} is no port: give a whole number from 0 to 65535")
+
+
 def seconds(text: str) -> float:
     """A finite number of seconds, at least 0."""
     return _number(text, "a number of seconds")
@@ -69,6 +77,8 @@ def remedies(text: str) -> tuple[Act, ...]:
         return ()
     found = list[Act]()
     for name in names(text):
+        if name == "none":
+            raise argparse.ArgumentTypeError(f"{text!r}: none stands alone, for no remedy at all")
         act = next((one for one in REMEDIES if one == name), None)
         if act is None:
             raise argparse.ArgumentTypeError(f"{name!r} is no remedy. {meant(name, [*REMEDIES, 'none'])}")

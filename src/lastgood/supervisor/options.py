@@ -17,6 +17,7 @@ from .option_values import (
     local_ranks,
     meant,
     names,
+    port,
     positive_seconds,
     remedies,
     seconds,
@@ -124,7 +125,7 @@ def _add_those_of_torchrun(to: _Options) -> None:
     to.both("duplicate-stderr-filters", type=filters, default="", help=duplicates.format("stderr"))
     to.both("node-rank", type=whole(0), default=0, help="Number of this node, for --rdzv-backend static.")
     to.both("master-addr", default="127.0.0.1", help="MASTER_ADDR of the ranks; of several nodes: the one of rank 0.")
-    to.both("master-port", type=whole(0), help="MASTER_PORT of the ranks. Default: a new one for each attempt.")
+    to.both("master-port", type=port, help="MASTER_PORT of the ranks. Default: a new one for each attempt.")
     to.both("local-addr", help="Address of this node for the others.")
     to.both("logs-specs", help="Not done: it names a class of torchrun's agent.")
     to.both("numa-binding", choices=NUMA, help="Bind each rank to processors near its GPU.")
