@@ -55,6 +55,27 @@ def test_variables_of_torchrun_are_defaults(script: str) -> None:
     assert parsed(["-m", "json.tool"], {}).program.kind == "module"
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("PET_HANG_TIMEOUT", "abc", "^PET_HANG_TIMEOUT: 'abc' is not a number of seconds"),
+        ("PET_MASTER_PORT", "99999", "^PET_MASTER_PORT: '99999' is no port"),
+        ("PET_UNHEALTHY", "leav", "^PET_UNHEALTHY: 'leav' is none of its values. Did you mean leave"),
+        ("PET_SPAWN", "true", "^PET_SPAWN: 'true' is neither 1 nor 0"),
+        ("PET_NPROC_PER_NODE", "many", r"many \(--nproc-per-node comes from PET_NPROC_PER_NODE\)"),
+        ("PET_RDZV_BACKEND", "etcd", r"etcd is not done \(--rdzv-backend comes from PET_RDZV_BACKEND\)"),
+    ],
+)
+def test_a_wrong_variable_is_named_and_not_only_its_option(name: str, text: str, says: str, script: str) -> None:
+    """The error spoke of --hang-timeout, which stood nowhere. PET_UNHEALTHY=leav and PET_SPAWN=true changed nothing."""
+    with pytest.raises(Refused, match=says):
+        parsed([script], {name: text})
+
+
+def test_a_flag_replaces_a_variable_that_is_wrong(script: str) -> None:
+    assert parsed(["--hang-timeout", "5", script], {"PET_HANG_TIMEOUT": "abc"}).limits.least_seconds == 5.0
+
+
 def redirects(text: str, script: str) -> dict[int, int]:
     job: Job = parsed(["--nproc-per-node=2", "--redirects", text, script], {})
     return dict(job.outputs.redirects)

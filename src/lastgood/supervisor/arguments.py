@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from ..policy.recovery import Budget
 from ..policy.slow import Pace
 from ..run import paths
 from . import devices, policy_file
+from .option_values import fault
 from .options import parser, split, variable
 from .outputs import PREFIX, STDERR, STDOUT, TEMPLATE, Outputs
 from .policy_file import Policy
@@ -87,7 +89,19 @@ def parsed(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) ->
     given = without_defaults.parse_args(own)
     path = policy_file.found(getattr(given, "policy", environ.get("PET_POLICY")))
     policy = None if path is None else policy_file.read(path, known)
-    args = parser(environ, policy).parse_args(own)
+    try:
+        _check_variables(known, given, environ)
+        args = parser(environ, policy).parse_args(own)
+        return _job(args, rest, environ, "" if policy is None else _in_use(policy, given, environ))
+    except Refused as error:
+        sources = _sources(error.what, given, environ, policy)
+        if not sources or type(error) is not Refused:
+            raise
+        raise Refused(f"{error.what} ({sources})", safe=error.safe, todo=error.todo) from error
+
+
+def _job(args: argparse.Namespace, rest: list[str], environ: Mapping[str, str], policy: str) -> Job:
+    """What the options say. `rest`: the arguments of the script. `policy`: as in Job. Raises Refused."""
     _refuse(args)
     name = args.training_script
     kind: Literal["module", "command", "script"] = (
@@ -129,8 +143,33 @@ def parsed(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) ->
         health_seconds=args.health_seconds,
         unhealthy=args.unhealthy,
         quarantine_after=args.quarantine_after,
-        policy="" if policy is None else _in_use(policy, given, environ),
+        policy=policy,
     )
+
+
+def _check_variables(
+    known: Mapping[str, argparse.Action], given: argparse.Namespace, environ: Mapping[str, str]
+) -> None:
+    """Raise Refused for a variable of the environment that an option does not take, where no flag replaces it.
+
+    argparse asks neither whether a default is one of the choices, nor anything of switches.
+    """
+    for option in known.values():
+        text = environ.get(variable(option.dest))
+        if text is not None and not hasattr(given, option.dest) and (why := fault(option, text)):
+            todo = f"Correct or unset {variable(option.dest)}; a flag replaces it."
+            raise Refused(f"{variable(option.dest)}: {why}", safe="Nothing was started.", todo=todo)
+
+
+def _sources(what: str, given: argparse.Namespace, environ: Mapping[str, str], policy: Policy | None) -> str:
+    """Where the options that an error names come from, if not from the command line."""
+    found = dict[str, str]()
+    for dest in (name.replace("-", "_") for name in re.findall(r"--([a-z_-]+)", what)):
+        if not hasattr(given, dest) and variable(dest) in environ:
+            found[dest] = variable(dest)
+        elif not hasattr(given, dest) and policy is not None and dest in policy.values:
+            found[dest] = policy.path
+    return ", ".join(f"--{dest.replace('_', '-')} comes from {source}" for dest, source in found.items())
 
 
 def _in_use(policy: Policy, given: argparse.Namespace, environ: Mapping[str, str]) -> str:

@@ -115,6 +115,20 @@ LISTS = (names, remedies, signals, local_ranks, filters)
 """those that take several values"""
 
 
+def fault(option: argparse.Action, text: str) -> str:
+    """Why an option does not take a text, of the environment or of a policy file, as its value; empty: it does."""
+    if isinstance(option.const, bool):
+        return "" if text in ("0", "1") else f"{text!r} is neither 1 nor 0"
+    if option.choices is not None and text not in option.choices:
+        return f"{text!r} is none of its values. {meant(text, [*option.choices])}".rstrip()
+    if callable(option.type):
+        try:
+            option.type(text)
+        except argparse.ArgumentTypeError as error:
+            return str(error)
+    return ""
+
+
 def meant(name: str, known: Collection[str]) -> str:
     """What to do about an unknown name: the near ones, or, if there is none, all of a few."""
     if near := difflib.get_close_matches(name, known, 1):
