@@ -76,6 +76,15 @@ def test_a_flag_replaces_a_variable_that_is_wrong(script: str) -> None:
     assert parsed(["--hang-timeout", "5", script], {"PET_HANG_TIMEOUT": "abc"}).limits.least_seconds == 5.0
 
 
+def test_the_long_limit_of_a_hang_is_never_below_that_of_a_step(script: str) -> None:
+    """`--hang-long-timeout 1 --hang-timeout 60` was accepted: a first step of two seconds would have been a hang."""
+    with pytest.raises(Refused, match="--hang-long-timeout 1 is less than --hang-timeout 60"):
+        parsed(["--hang-long-timeout", "1", script], {})
+    assert parsed(["--hang-timeout", "7200", script], {}).limits.long_seconds == 7200.0
+    assert parsed(["--hang-timeout", "30", script], {}).limits.long_seconds == 3600.0
+    assert parsed(["--hang-timeout", "0", "--hang-long-timeout", "1", script], {}).limits.long_seconds == 1.0
+
+
 def redirects(text: str, script: str) -> dict[int, int]:
     job: Job = parsed(["--nproc-per-node=2", "--redirects", text, script], {})
     return dict(job.outputs.redirects)

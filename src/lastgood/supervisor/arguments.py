@@ -123,7 +123,7 @@ def _job(args: argparse.Namespace, rest: list[str], environ: Mapping[str, str], 
             without_progress=args.without_progress,
             remedies=args.remedies,
         ),
-        limits=Limits(args.hang_timeout, times=args.hang_factor, long_seconds=args.hang_long_timeout),
+        limits=_limits(args.hang_timeout, args.hang_factor, args.hang_long_timeout),
         pace=Pace(args.slow_factor, args.slow_window),
         master=(args.master_addr, args.master_port),
         role=args.role,
@@ -214,6 +214,20 @@ def _refuse(args: argparse.Namespace) -> None:
         )
     if args.log_dir and os.path.exists(args.log_dir) and not os.path.isdir(args.log_dir) and args.log_dir != os.devnull:
         raise Refused(f"--log-dir {args.log_dir} is no folder", safe="Nothing was started.", todo="Give a folder.")
+
+
+def _limits(step_seconds: float, times: float, long_seconds: float | None) -> Limits:
+    """The limits of the time without progress. `long_seconds`: None: not given. Raises Refused."""
+    if long_seconds is None:
+        return Limits(step_seconds, times, max(Limits.long_seconds, step_seconds))
+    if step_seconds > long_seconds:
+        raise Refused(
+            f"--hang-long-timeout {long_seconds:g} is less than --hang-timeout {step_seconds:g}: the first step and "
+            "saves would have less time than any other step",
+            safe="Nothing was started.",
+            todo="Give --hang-long-timeout at least the value of --hang-timeout, or leave it out.",
+        )
+    return Limits(step_seconds, times, long_seconds)
 
 
 def _staged(run: str, several: Rendezvous | None) -> str:
