@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,44 @@ def test_the_long_limit_of_a_hang_is_never_below_that_of_a_step(script: str) -> 
     assert parsed(["--hang-timeout", "7200", script], {}).limits.long_seconds == 7200.0
     assert parsed(["--hang-timeout", "30", script], {}).limits.long_seconds == 3600.0
     assert parsed(["--hang-timeout", "0", "--hang-long-timeout", "1", script], {}).limits.long_seconds == 1.0
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--log-dir", "/proc/x"],
+        ["--log-dir", "/proc"],
+        ["--log-dir", "SCRIPT"],
+        ["--log-dir", "SCRIPT/x"],
+        ["--log-dir", "FOLDER", "--rdzv-id", 300 * "x"],
+        ["--records", "/proc/x"],
+        ["--records", "/proc"],
+        ["--records", "SCRIPT/x"],
+        ["--health-file", "FOLDER"],
+        ["--health-file", "SCRIPT/x"],
+        ["--health-file", "FOLDER/socket"],
+        ["--policy", "/proc/x"],
+        ["--policy", "FOLDER"],
+        ["--policy", "SCRIPT/x"],
+        ["--nnodes", "1:2", "--stage", "SCRIPT"],
+    ],
+)
+def test_files_and_folders_that_cannot_be_used_are_refused(given: list[str], script: str, tmp_path: Path, call) -> None:
+    """`--log-dir /proc/x` ended with a traceback and code 1, and `--records /proc` was reported at the end only."""
+    (tmp_path / "logs").mkdir()
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(str(tmp_path / "logs" / "socket"))
+        named = [text.replace("SCRIPT", script).replace("FOLDER", str(tmp_path / "logs")) for text in given]
+        code, _, err = call("run", *named, script)
+    assert code == 3 and "Nothing was" in err and "Traceback" not in err
+    assert [one.name for one in (tmp_path / "logs").iterdir()] == ["socket"]
+
+
+def test_folders_for_output_that_are_not_there_are_made(script: str, tmp_path: Path, call) -> None:
+    given = ["--log-dir", str(tmp_path / "a/b"), "--records", str(tmp_path / "c/d"), "--rdzv-id", "x/y"]
+    assert call("run", *given, "--no-python", "true")[0] == 0
+    assert [one.name[:2] for one in (tmp_path / "a/b/x").iterdir()] == ["y_"]
+    assert [one.name for one in (tmp_path / "c/d").iterdir()] == ["supervisor.json"]
 
 
 def redirects(text: str, script: str) -> dict[int, int]:

@@ -7,6 +7,7 @@ What torchrun takes and this supervisor does not do is refused by name.
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import re
 import shutil
@@ -128,7 +129,7 @@ def _job(args: argparse.Namespace, rest: list[str], environ: Mapping[str, str], 
         master=(args.master_addr, args.master_port),
         role=args.role,
         run_id=args.rdzv_id,
-        log_dir=None if args.log_dir == os.devnull else args.log_dir,
+        log_dir=None if args.log_dir in ("", os.devnull) else args.log_dir,
         outputs=_outputs(args, ranks, environ),
         bindings=devices.bindings(args.numa_binding, ranks) if args.numa_binding else [],
         virtual_local_rank=args.virtual_local_rank,
@@ -199,13 +200,8 @@ def _refuse(args: argparse.Namespace) -> None:
             safe="Nothing was started.",
             todo="Give the seconds between two examinations.",
         )
-    folder = os.path.dirname(os.path.abspath(args.health_file or "."))
-    if os.path.isdir(args.health_file or "") or not os.path.isdir(folder):
-        raise Refused(
-            f"--health-file {args.health_file}: there can be no such file",
-            safe="Nothing was started.",
-            todo="Give the path of a file, which may be absent, in a folder that exists.",
-        )
+    if args.health_file:
+        _require_readable(args.health_file)
     if args.logs_specs:
         raise Refused(
             f"`lastgood run` does not do --logs-specs {args.logs_specs}: it names a class of torchrun's agent",
@@ -214,6 +210,21 @@ def _refuse(args: argparse.Namespace) -> None:
         )
     if args.log_dir and os.path.exists(args.log_dir) and not os.path.isdir(args.log_dir) and args.log_dir != os.devnull:
         raise Refused(f"--log-dir {args.log_dir} is no folder", safe="Nothing was started.", todo="Give a folder.")
+
+
+def _require_readable(health_file: str) -> None:
+    """Raise Refused for a --health-file that can never be read. It may be absent."""
+    try:
+        if os.path.isdir(health_file) or not os.path.isdir(os.path.dirname(os.path.abspath(health_file))):
+            raise OSError(errno.EINVAL, "there can be no such file")
+        if os.path.exists(health_file):
+            os.close(os.open(health_file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+    except OSError as error:
+        raise Refused(
+            f"--health-file {health_file}: {error.strerror}",
+            safe="Nothing was started.",
+            todo="Give the path of a file that can be read, or that may come, in a folder that exists.",
+        ) from error
 
 
 def _limits(step_seconds: float, times: float, long_seconds: float | None) -> Limits:
@@ -237,7 +248,8 @@ def _staged(run: str, several: Rendezvous | None) -> str:
     if several is None:
         raise Refused(f"--stage {run} with one node", safe="Nothing was started.", todo="Give --nnodes too.")
     place = paths.parsed(run)
-    if place.kind not in ("directory", "objects"):
+    is_file = place.kind == "directory" and os.path.isfile(place.root)
+    if is_file or place.kind not in ("directory", "objects"):
         todo = "Give the last place of the run, a directory or a bucket."
         raise Refused(f"--stage {run}", safe="Nothing was started.", todo=todo)
     return os.path.abspath(place.root) if place.kind == "directory" else place.url
