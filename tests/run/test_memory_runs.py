@@ -122,7 +122,7 @@ def test_a_milestone_is_kept_at_home_and_leaves_memory(run: Run) -> None:
     assert 2 in steps(run.home)
 
 
-def test_what_retention_removes_in_the_directory_is_gone_during_the_job(run: Run, call_json) -> None:
+def test_deleted_generations_leave_no_files_behind_while_a_job_runs(run: Run, call_json) -> None:
     """GOING.json and the manifest of each deleted generation stayed at home until the next opening.
 
     A job of one process copies from memory to home. The manifest was created after the newest listing of its folder,
