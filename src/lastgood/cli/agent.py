@@ -71,7 +71,7 @@ def run(
     kept = os.path.isdir(folder)
     if not served:
         raise TierDown(f"{folder} has an agent already", safe="It goes on.", todo="lastgood agent status shows it.")
-    if absent and not kept and (nothing := _nothing_at(run)):  # guard: agent-of-no-run-is-no-success
+    if absent and not kept and (nothing := _nothing_at(run)):  # guard: agent-without-run-fails
         raise NotARun(f"{nothing.what}, and no training process has made it", safe=nothing.safe, todo=nothing.todo)
     text = "nothing was removed; the next opening of the run continues from it" if kept else "its memory is removed"
     return Answer({"folder": folder, "removed": not kept}, Text(f"{folder}: {text}"))
