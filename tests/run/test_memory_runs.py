@@ -122,6 +122,24 @@ def test_a_milestone_is_kept_at_home_and_leaves_memory(run: Run) -> None:
     assert 2 in steps(run.home)
 
 
+def test_deleted_generations_leave_no_files_behind_while_a_job_runs(run: Run, call_json) -> None:
+    """GOING.json and the manifest of each deleted generation stayed at home until the next opening.
+
+    A job of one process copies from memory to home. The manifest was created after the newest listing of its folder,
+    and the deletion skipped a file that this listing lacked, as if it were in a pack.
+    """
+    with run.opened(home_every=1, retention=lastgood.Keep(last=1)) as ckpt:
+        ckpt.restore()
+        for step in range(1, 8):
+            run.training.step()
+            ckpt.step(step).result()
+        ckpt.wait()
+        code, listed = call_json("ls", str(run.home))
+        states = {row["step"]: row["state"] for row in listed["generations"]}
+        assert code == 0 and "deleting" not in states.values() and 7 in states and len(states) <= 3
+        assert {folder.name[:12] for folder in (run.home / "gen").iterdir()} == {f"{step:012}" for step in states}
+
+
 def test_after_a_restart_of_the_machine_the_home_is_restored(run: Run) -> None:
     run.train(5)
     ended(str(run.memory))  # nothing else changes these folders
