@@ -261,9 +261,10 @@ class Threads:
     def Event(self) -> _Event:
         return _Event(self._world.scheduler)
 
-    @staticmethod
-    def get_ident() -> int:
-        return 0
+    def get_ident(self) -> int:
+        """The same in each play of a schedule: names of files are made of it."""
+        actor = self._world.scheduler.current
+        return 0 if actor is None else 1 + int(actor.number)
 
 
 class _Thread:

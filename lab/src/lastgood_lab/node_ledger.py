@@ -6,13 +6,17 @@ a file of a rank      never changes while COMMIT and its manifest are beside it,
 an agent              removes no COMMIT, and accepts no file of a generation without one
 a removal             leaves the newest generation that can be restored, or a newer one. If a machine dies while
                       requests to remove are on their way, only what had copies counts
-a death               leaves it too, if its copies were reported, and no more nodes died than these survive
+a death               leaves it too, if its copies or its parity were reported, and no more nodes died than these
+                      survive
+a report of them      is true: without any nodes, as many as they survive, the generation can still be restored
+a restore             gives each rank the bytes that it has saved
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from typing import Any
 
 import msgspec
@@ -22,6 +26,7 @@ from lastgood.records import Commit, GenerationId
 from lastgood.run.peers import FileCall
 
 from .interleaving import Process
+from .node_stripes import Names, SealedFiles
 from .shared_files import Content, SharedFiles
 
 Rule = Callable[[], None] | None
@@ -45,13 +50,19 @@ class Ledger:
     reported: set[GenerationId] = field(default_factory=set)
     """those that a save has returned"""
     copied: dict[GenerationId, int] = field(default_factory=dict)
-    """those whose copies were reported as made -> the number of nodes that had died before"""
+    """those whose copies or parity were reported as made -> the number of nodes that had died when they were begun"""
+    losses: int = 1
+    """how many nodes may die after such a report"""
     replaced: dict[GenerationId, set[Process]] = field(default_factory=dict)
     """those without copies that a newer one had replaced when a machine died -> the processes that lived then"""
+    damaged: set[GenerationId] = field(default_factory=set)
+    """those of which a file of parity was damaged"""
     died: int = 0
+    """machines, and files of parity that were damaged"""
     all_sealed: bool = False
     """whether a generation counts too that all ranks have sealed and that no save has returned"""
     agents: list[Process] = field(default_factory=list)
+    _files: dict[GenerationId, SealedFiles] = field(default_factory=dict)
 
     def continued(self, world: Any) -> Ledger:
         """The same in another schedule that begins where this one has ended."""
@@ -66,7 +77,9 @@ class Ledger:
             reported=set(self.reported),
             copied=dict(self.copied),
             replaced={},
+            damaged=set(self.damaged),
             agents=[],
+            _files=dict(self._files),
         )
 
     # ---- what can be restored ------------------------------------------------------------------------------
@@ -116,13 +129,19 @@ class Ledger:
             and all(self._whole(at, name, there) for name in self.files_of(at))
         )
 
-    def in_memory(self, at: GenerationId) -> bool:
-        places = self.folders_of(at)
-        committed = at in self.commits and any(layout.COMMIT in there for there in places.values())
-        return committed and all(
-            any(self._whole(at, manifest, there) and self._whole(at, blob, there) for there in places.values())
-            for manifest, blob in self.parts_of(at)
-        )
+    def in_memory(self, at: GenerationId, without: Collection[int] = ()) -> bool:
+        """Whether the memory of the nodes has a generation, or can give it back, if some of them are lost."""
+        places = [there for node, there in self.folders_of(at).items() if node not in without]
+        committed = at in self.commits and any(layout.COMMIT in there for there in places)
+        return committed and all(self._has_part(at, manifest, blob, places) for manifest, blob in self.parts_of(at))
+
+    def _has_part(self, at: GenerationId, manifest: str, blob: str, places: Collection[Names]) -> bool:
+        """Whether the files of a rank lie on a node, or can be computed from parity."""
+        if any(self._whole(at, manifest, there) and self._whole(at, blob, there) for there in places):
+            return True
+        if at not in self._files:
+            self._files[at] = SealedFiles({name: data for (one, name), data in self.sealed.items() if one == at})
+        return self._files[at].can_be_rebuilt(manifest, places)
 
     def folders_of(self, at: GenerationId) -> dict[int, Any]:
         """Node -> what its memory has of a generation."""
@@ -169,7 +188,7 @@ class Ledger:
                     self._wrong(f"{path} was removed while node {node} has its COMMIT")
         if file == layout.COMMIT and self.world.me().name.startswith("agent"):
             self._wrong(f"{path} was removed by {self.world.me().name}")
-        if file == layout.COMMIT or file[0] == "r":
+        if file == layout.COMMIT or file[0] in "rs":
             return self._keeps(f"{path} was removed by {self.world.me().name}", every=True)
         return None
 
@@ -241,33 +260,40 @@ class Ledger:
         if not self.died and (best is None or self.rank_of(best) < self.rank_of(at)):
             self._wrong(f"{at} was reported as committed, and cannot be restored")
 
-    def hold_restored(self, found: GenerationId | None) -> None:
-        """A job that opens the run continues this generation."""
+    def hold_restored(self, found: GenerationId | None, is_exact: bool) -> None:
+        """A job that opens the run continues this generation. `is_exact`: whether its bytes are those of the save."""
         best = self.best()
         if best is not None and (found is None or self.rank_of(found) < self.rank_of(best)):
             self._wrong(f"{best} can be restored, and a job continues {found}")
+        if not is_exact:
+            self._wrong(f"{found} is restored with other bytes than were saved")
 
     def report_copies(self, at: GenerationId, died_before: int) -> None:
-        """The copies of a generation were reported as made. `died_before`: how many machines had died at its commit.
+        """The copies or the parity of a generation were reported as made. `died_before`: how many machines had died
+        when they were begun.
 
-        A machine that died since may have taken some of them with it.
+        A machine that died since may have taken some of them with it, before or after they were complete.
         """
-        missing = self.held_once(at)
-        if not missing:
-            self.copied[at] = self.died
+        fatal = self.lost_with(at)
+        if at in self.damaged:  # what is there is not read for such a report
+            return
+        if not fatal:
+            self.copied[at] = max(died_before, self.copied.get(at, 0))
         elif self.died == died_before:
-            self._wrong(f"the copies of {at} were reported, and {missing} lies on one node")
+            self._wrong(f"the copies of {at} were reported, and it is lost with {' and '.join(map(str, fatal))}")
 
-    def held_once(self, at: GenerationId) -> str:
-        """A part of a generation that lies on fewer than two nodes; "" if there is none, or a newer one has come."""
-        best, places = self.best(), self.folders_of(at)
+    def lost_with(self, at: GenerationId) -> tuple[int, ...]:
+        """Nodes, as many as may be lost, without which a generation cannot be restored from memory; () if there are
+        none, or a newer one has come."""
+        best = self.best()
         if best is not None and self.rank_of(best) > self.rank_of(at):
-            return ""
-        for manifest, blob in self.parts_of(at):
-            held = [one for one in places.values() if self._whole(at, manifest, one) and self._whole(at, blob, one)]
-            if len(held) < 2:
-                return manifest
-        return ""
+            return ()
+        return next((lost for lost in combinations(self.nodes, self.losses) if not self.in_memory(at, lost)), ())
+
+    def damage(self, at: GenerationId) -> None:
+        """A file of parity was damaged: it is as good as lost."""
+        self.died += 1
+        self.damaged.add(at)
 
     def lose(self, node: int, before: GenerationId | None) -> None:
         """The memory of a node is gone, with the machine. `before`: the newest that could be restored until then."""
@@ -278,5 +304,5 @@ class Ledger:
                 self.replaced[at] = self.replaced.get(at, set()) | alive
         best = self.best()
         for at, died_before in self.copied.items():
-            if self.died - died_before <= 1 and (best is None or self.rank_of(best) < self.rank_of(at)):
+            if self.died - died_before <= self.losses and (best is None or self.rank_of(best) < self.rank_of(at)):
                 self._wrong(f"node {node} died, and with it {at}, whose copies were reported")
