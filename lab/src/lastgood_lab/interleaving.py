@@ -111,6 +111,11 @@ class Scheduler:
         self.actors.append(actor)
         return actor
 
+    def later(self, points: int, event: Callable[[], object]) -> None:
+        """Let something happen after so many points."""
+        self.events.append((self.count + points, event))
+        self.events.sort(key=lambda one: one[0])
+
     def run(self) -> None:
         """Let the actors run. Returns when none is left."""
         if self.actors:

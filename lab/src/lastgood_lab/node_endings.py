@@ -18,6 +18,9 @@ from .node_ledger import Ledger
 from .node_world import World
 from .plain import State
 
+WATCH_POINTS = 5
+"""So many points lie between two looks at what a job has done."""
+
 
 def opened(world: World, ledger: Ledger) -> tuple[Generation | None, State]:
     """What the next job would restore, by the code of its opening. Nothing is rebuilt, and nothing is changed."""
@@ -93,13 +96,11 @@ def until_ended(world: World, job: Job) -> None:
     def watch() -> None:
         """Find out at each few points whether the job has ended."""
         if job.alive:
-            scheduler.events.append((scheduler.count + 5, watch))
+            scheduler.later(WATCH_POINTS, watch)
         else:
-            scheduler.events.append((scheduler.count + scheduler.chance.randrange(150), abort))
-        scheduler.events.sort(key=lambda one: one[0])
+            scheduler.later(scheduler.chance.randrange(150), abort)
 
-    scheduler.events.append((0, watch))
-    scheduler.events.sort(key=lambda one: one[0])
+    scheduler.later(0, watch)
     scheduler.over = lambda until: not job.alive
     job.start()
     scheduler.run()

@@ -22,7 +22,7 @@ from lastgood.run.agent_messages import AgentSpec, CopyTo
 from lastgood.run.planned_save import RunOptions
 
 from .interleaving import Process
-from .node_endings import make_folders, opened, reopened, until_ended
+from .node_endings import WATCH_POINTS, make_folders, opened, reopened, until_ended
 from .node_job import KEEP_HOME, Job, saved
 from .node_ledger import Ledger
 from .node_world import HOME_URL, World, start_agent
@@ -37,6 +37,8 @@ NOISE = ((0.0, 0.0), (0.0, 0.0), (0.03, 0.0), (0.1, 0.0), (0.0, 0.1), (0.0, 0.3)
 """The shares of messages that something happens to: in the store of the job, between agents."""
 EVENT_POINTS, FOLLOWED_POINTS = 250, 1800
 """Deaths and the job that follows come before this point of a second act; deaths with parity before the other one."""
+COMMITTED_POINTS = 300
+"""The part of a job that follows a commit: deletions, and parity."""
 DEATHS = "all", "coordinator", "rank", "agent", "node", "node of the coordinator", "all", "agent"
 PARITY_DEATHS = *DEATHS, "node", "damage"
 FIRST = GenerationId(step=10, incarnation="a" * 8)
@@ -212,6 +214,7 @@ class Explorer:
             after = Content(bytes(before.data))  # acts share the contents of files
             after.data[int(place * len(after.data))] ^= 1
             folders[path][name] = after
+            self._story.append(f"{path}/{name} is damaged")
             world.ledger.damage(at)
 
     def lose_node(self, node: int) -> None:
@@ -274,11 +277,14 @@ class Explorer:
             events.append((chance.randrange(EVENT_POINTS), lambda: self._follows(shape, jobs)))
         if shape.parity is not None and chance.random() < 0.5:
             node = chance.choice(self._world.ledger.nodes)
-            events.append((0, lambda: self._lose_before(node)))
+            events.append((0, lambda: self._lose(node, "first")))
+        if shape.parity is not None and chance.random() < 0.2:
+            pick, place = chance.random(), chance.random()
+            events.append((0, lambda: self._damage(pick, place)))
         return events
 
-    def _lose_before(self, node: int) -> None:
-        self._story.append(f"node {node} is lost first")
+    def _lose(self, node: int, when: str) -> None:
+        self._story.append(f"node {node} is lost {when}")
         self.lose_node(node)
 
     def _follows(self, shape: Shape, jobs: list[Job]) -> None:
@@ -295,6 +301,25 @@ class Explorer:
         job = Job(world, "b", range(len(ledger.nodes)), [*ledger.nodes], [step], options)
         jobs.append(job)
         job.start()
+        if shape.parity is not None and chance.random() < 0.3:
+            self._lose_after_commit(job)
+
+    def _lose_after_commit(self, job: Job) -> None:
+        """Lose a node soon after the next commit of a job: before its parity is made, while it is, or after it."""
+        ledger, scheduler = self._world.ledger, self._world.scheduler
+        chance, before = scheduler.chance, len(ledger.commits)
+
+        def strike() -> None:
+            if job.alive:
+                self._lose(chance.choice(ledger.nodes), f"at point {scheduler.count}, after a commit")
+
+        def watch() -> None:
+            if len(ledger.commits) > before:
+                scheduler.later(chance.randrange(COMMITTED_POINTS), strike)
+            elif job.alive:
+                scheduler.later(WATCH_POINTS, watch)
+
+        scheduler.later(WATCH_POINTS, watch)
 
     # ---- the end -------------------------------------------------------------------------------------------
 

@@ -144,7 +144,7 @@ def played(
 # ---- removed safeguards ------------------------------------------------------------------------------------------
 
 
-def without(guard: str, schedules: int = SEARCH) -> tuple[int, str]:
+def without(guard: str, schedules: int = SEARCH, subject: Subject = COPIES) -> tuple[int, str]:
     """Explore a copy of the sources without a safeguard. Returns after how many schedules it was found, and as what.
 
     The number is 0 if it was not found.
@@ -159,7 +159,7 @@ def without(guard: str, schedules: int = SEARCH) -> tuple[int, str]:
         file = holder(mutant)
         (copy / file.relative_to(root / "src")).write_text(mutant.apply(file.read_text()))
         command = [sys.executable, "-m", "lastgood_lab.campaigns.node_commit", "--search", str(schedules)]
-        command += ["--parity"] * (guard in PARITY_SAFEGUARDS)
+        command += ["--parity"] * subject.parity
         paths = [str(copy), str(root / "lab/src"), *filter(None, sys.path)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -244,7 +244,7 @@ def main() -> int:
         found = campaign(args.schedules, args.seed, args.jobs, subject)
     seconds = time.monotonic() - begun
     guards = PARITY_SAFEGUARDS if args.parity else SAFEGUARDS
-    removed = {guard: without(guard) for guard in guards if args.safeguards != "not"}
+    removed = {guard: without(guard, SEARCH, subject) for guard in guards if args.safeguards != "not"}
     unfound = [guard for guard, (count, _) in removed.items() if not count]
     table = [f"| `{guard}` | {count or 'not found'} | {what[:200]} |" for guard, (count, what) in removed.items()]
     if found is None:
