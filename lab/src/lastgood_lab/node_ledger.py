@@ -6,6 +6,8 @@ a file of a rank      never changes while COMMIT and its manifest are beside it,
 an agent              removes no COMMIT, and accepts no file of a generation without one
 a removal             leaves the newest generation that can be restored, or a newer one. If a machine dies while
                       requests to remove are on their way, only what had copies counts
+a removal of COMMIT   by a job that makes copies or parity leaves the newest generation that survives a lost node, or a
+                      newer one that does, if no machine has died since the job began and no parity was damaged
 a death               leaves it too, if its copies or its parity were reported, and no more nodes died than these
                       survive
 a report of them      is true: without any nodes, as many as they survive, the generation can still be restored
@@ -29,7 +31,7 @@ from .interleaving import Process
 from .node_stripes import Names, SealedFiles
 from .shared_files import Content, SharedFiles
 
-Rule = Callable[[], None] | None
+Rule = Callable[[], object] | None
 
 
 @dataclass
@@ -59,6 +61,8 @@ class Ledger:
     """those of which a file of parity was damaged"""
     died: int = 0
     """machines, and files of parity that were damaged"""
+    died_before_job: int | None = None
+    """how many had died when the newest job began, if it makes copies or parity"""
     all_sealed: bool = False
     """whether a generation counts too that all ranks have sealed and that no save has returned"""
     agents: list[Process] = field(default_factory=list)
@@ -78,6 +82,7 @@ class Ledger:
             copied=dict(self.copied),
             replaced={},
             damaged=set(self.damaged),
+            died_before_job=None,
             agents=[],
             _files=dict(self._files),
         )
@@ -189,7 +194,11 @@ class Ledger:
         if file == layout.COMMIT and self.world.me().name.startswith("agent"):
             self._wrong(f"{path} was removed by {self.world.me().name}")
         if file == layout.COMMIT or file[0] in "rs":
-            return self._keeps(f"{path} was removed by {self.world.me().name}", every=True)
+            what = f"{path} was removed by {self.world.me().name}"
+            keeps, protects = self._keeps(what, every=True), None
+            if file == layout.COMMIT and root != "/home/run" and self.died == self.died_before_job:
+                protects = self._protects(what)
+            return lambda: [one() for one in (keeps, protects) if one is not None]
         return None
 
     def _linked(self, root: str, at: GenerationId, file: str, data: bytes, beside: Any) -> Rule:
@@ -229,6 +238,25 @@ class Ledger:
                 self._wrong(f"{what}: {before} could be restored, and now {after}")
 
         return rule
+
+    def _protects(self, what: str) -> Rule:
+        before = self.surviving()
+        if before is None or any(self.rank_of(at) > self.rank_of(before) for at in self.damaged):
+            return None  # parity of a newer one is not read before it counts
+
+        def rule() -> None:
+            after = self.surviving()
+            if after is None or self.rank_of(after) < self.rank_of(before):
+                self._wrong(f"{what}: {before} would have survived a lost node, and now {after}")
+
+        return rule
+
+    def surviving(self) -> GenerationId | None:
+        """The newest generation that can be restored whichever node is lost."""
+        for at in self._lineage():
+            if self.in_home(at) or all(self.in_memory(at, (node,)) for node in self.nodes):
+                return at
+        return None
 
     def _wrong(self, what: str) -> None:
         self.world.scheduler.fail(what)
@@ -278,7 +306,8 @@ class Ledger:
         if at in self.damaged:  # what is there is not read for such a report
             return
         if not fatal:
-            self.copied[at] = max(died_before, self.copied.get(at, 0))
+            seen = self.died if self.best() == at else died_before  # what a newer one replaces is not looked at
+            self.copied[at] = max(seen, self.copied.get(at, 0))
         elif self.died == died_before:
             self._wrong(f"the copies of {at} were reported, and it is lost with {' and '.join(map(str, fatal))}")
 

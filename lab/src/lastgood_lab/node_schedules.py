@@ -278,7 +278,7 @@ class Explorer:
         if shape.parity is not None and chance.random() < 0.5:
             node = chance.choice(self._world.ledger.nodes)
             events.append((0, lambda: self._lose(node, "first")))
-        if shape.parity is not None and chance.random() < 0.2:
+        if shape.parity is not None and chance.random() < 0.3:
             pick, place = chance.random(), chance.random()
             events.append((0, lambda: self._damage(pick, place)))
         return events

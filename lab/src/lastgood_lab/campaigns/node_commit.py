@@ -74,10 +74,22 @@ it: without "commit-copied-after-all-nodes" the copy of the records fails, becau
 
 PARITY_SAFEGUARDS = (
     "parity-beside-its-data",
+    "parity-needs-its-nodes",
     "stripes-carry-manifests",
+    "stripe-cell-verified",
     "rebuilt-manifest-last",
+    "manifest-beside-its-files",
+    "lost-node-is-no-damage",
+    "unreachable-record-not-missing",
+    "outage-steps-over-nothing",
+    "damage-is-no-outage",
+    "lost-generation-held",
+    "copied-generation-held",
+    "held-until-all-have-it",
 )
-"""Those whose removal can break a rule here where nodes share parity."""
+"""Those whose removal can break a rule here where nodes share parity. Records that are not true, or of another
+generation, do not come about here ("stripe-record-plausible", "stripes-of-this-generation"); a damaged copy of a
+manifest, where another copy is left, comes too seldom ("rebuilt-manifest-matches-seal")."""
 
 
 class Subject(NamedTuple):
