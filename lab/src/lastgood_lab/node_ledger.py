@@ -313,9 +313,11 @@ class Ledger:
 
     def lost_with(self, at: GenerationId) -> tuple[int, ...]:
         """Nodes, as many as may be lost, without which a generation cannot be restored from memory; () if there are
-        none, or a newer one has come."""
+        none, or a newer one has come, or an agent has removed its memory, because the home has it."""
         best = self.best()
         if best is not None and self.rank_of(best) > self.rank_of(at):
+            return ()
+        if self.in_home(at) and not all(self.folders_of(at).values()):
             return ()
         return next((lost for lost in combinations(self.nodes, self.losses) if not self.in_memory(at, lost)), ())
 
