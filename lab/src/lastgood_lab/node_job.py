@@ -221,7 +221,7 @@ class Job:
                 return ParityMaker(tier, table, code, group, stop)
             return CopyMaker(tier, table, self.options.copies_among_nodes, group, stop)
 
-        self.world.ledger.died_before_job = self.world.ledger.died
+        self.world.ledger.begin_copies()
         return NodeCopies(run.known, maker, Outcomes(HOME))
 
     def _offered(self, run: RunWriter, copies: NodeCopies | None) -> Future[None]:

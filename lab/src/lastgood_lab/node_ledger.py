@@ -7,7 +7,8 @@ an agent              removes no COMMIT, and accepts no file of a generation wit
 a removal             leaves the newest generation that can be restored, or a newer one. If a machine dies while
                       requests to remove are on their way, only what had copies counts
 a removal of COMMIT   by a job that makes copies or parity leaves the newest generation that survives a lost node, or a
-                      newer one that does, if no machine has died since the job began and no parity was damaged
+                      newer one that does: one that the job has found, or that has all its copies or parity. If a
+                      machine has died since the job began, or parity was damaged, it may not be known which these are
 a death               leaves it too, if its copies or its parity were reported, and no more nodes died than these
                       survive
 a report of them      is true: without any nodes, as many as they survive, the generation can still be restored
@@ -63,6 +64,8 @@ class Ledger:
     """machines, and files of parity that were damaged"""
     died_before_job: int | None = None
     """how many had died when the newest job began, if it makes copies or parity"""
+    found: set[GenerationId] = field(default_factory=set)
+    """those that were committed by then"""
     all_sealed: bool = False
     """whether a generation counts too that all ranks have sealed and that no save has returned"""
     agents: list[Process] = field(default_factory=list)
@@ -83,6 +86,7 @@ class Ledger:
             replaced={},
             damaged=set(self.damaged),
             died_before_job=None,
+            found=set(),
             agents=[],
             _files=dict(self._files),
         )
@@ -252,9 +256,11 @@ class Ledger:
         return rule
 
     def surviving(self) -> GenerationId | None:
-        """The newest generation that can be restored whichever node is lost."""
+        """The newest generation that is left whichever node is lost: one that the newest job has found, or with as many
+        lost nodes as its copies or its parity are to survive."""
         for at in self._lineage():
-            if self.in_home(at) or all(self.in_memory(at, (node,)) for node in self.nodes):
+            nodes = combinations(self.nodes, 1 if at in self.found else self.losses)
+            if self.in_home(at) or all(self.in_memory(at, lost) for lost in nodes):
                 return at
         return None
 
@@ -280,6 +286,10 @@ class Ledger:
         return accepted
 
     # ---- what is reported, and what dies -------------------------------------------------------------------
+
+    def begin_copies(self) -> None:
+        """The newest job begins to make copies or parity."""
+        self.died_before_job, self.found = self.died, set(self.commits)
 
     def report(self, at: GenerationId) -> None:
         """A save has returned."""
