@@ -16,8 +16,8 @@ messages are lost, late, handled twice or not answered. Each change is held to t
 the agents have time. Then a restore must find the newest generation that a save returned, with its bytes, as far as
 nodes are left that have it; and the home must have it, as far as an agent has what it needs.
 
-`--parity`: the nodes share parity in place of copies; jobs rebuild what lost nodes had. `--all-sealed`: also the newest
-generation must reach the home that all ranks have sealed and no save has returned.
+`--parity`: the nodes share parity in place of copies, of which a bit is flipped at times; jobs rebuild what lost nodes
+had. `--all-sealed`: also the newest generation must reach the home that all ranks have sealed and no save has returned.
 """
 
 from __future__ import annotations
