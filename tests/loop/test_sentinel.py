@@ -221,6 +221,14 @@ def test_a_metric_that_is_missing_is_refused_with_its_name(tmp_path: Path) -> No
         ckpt.step(1, metrics=metrics)
 
 
+@pytest.mark.parametrize("loss", [None, "0.5", torch.ones(2), torch.tensor(1j), torch.ones(2, device="meta"), [0.5]])
+def test_a_metric_that_is_no_number_is_refused_with_its_name(tmp_path: Path, loss: object) -> None:
+    """Some ended the loop with a raw TypeError or RuntimeError; of a complex one the imaginary part was ignored."""
+    opened = lastgood.Checkpointer(tmp_path / "run", {"weights": torch.ones(3)}, sentinel=lastgood.Sentinel())
+    with opened as ckpt, pytest.raises(Refused, match="loss"):
+        ckpt.step(1, metrics={"loss": loss})
+
+
 @pytest.mark.parametrize(
     "values", [{"every": 0}, {"loss": None}, {"spike": 1.0}, {"spike": "10"}, {"at_most": 0}, {"loss": ""}]
 )

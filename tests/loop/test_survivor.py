@@ -42,6 +42,7 @@ class Job:
     """A job of two ranks with equal parameters, each with a batch norm of its own."""
 
     folder: Path
+    tiers: Sequence[lastgood.Tier] = ()
     states: list[dict[str, Any]] = field(default_factory=list)
     ranks: list[JustInTime] = field(default_factory=list)
     pages: list[Path] = field(default_factory=list)
@@ -66,7 +67,7 @@ class Job:
         group: Any = SimpleNamespace(rank=rank, size=2, name="job/0")
         progress: Any = None
         beat = Beat(heartbeat.Heartbeat(str(page)), progress)
-        options = Options(ranks=Ranks(just_in_time_seconds=20))
+        options = Options(ranks=Ranks(just_in_time_seconds=20), tiers=self.tiers)
         seat = Seat(str(page), 0, True)
         return JustInTime(self.states[rank], self.run, seat, options, pipeline, planner, group, beat)
 
@@ -197,6 +198,24 @@ def test_a_step_that_the_attempt_has_saved_itself_is_not_saved_again(job: Job) -
     generations = commit.survey(access.for_reading(job.run)).generations
     assert committed(job.left, 2, job.run) is None
     assert commit.survey(access.for_reading(job.run)).generations == generations
+
+
+def test_what_the_first_place_holds_is_not_saved_again_below(tmp_path: Path) -> None:
+    """The attempt has saved step 7 on the disk of the node, from which it was not copied yet."""
+    first = str(tmp_path / "first")
+    job = Job(tmp_path, [lastgood.Tier(first, shared=False)])
+    job.open_again()
+    lastgood.save(first, {"x": torch.ones(2)}, step=7)
+    incarnation = newest(first).commit.incarnation
+    job.ranks[0]._pipeline.run.known.incarnation = Incarnation(format=1, order=4, id=incarnation, parent=None)
+    job.note(7)
+    assert not job.saved()
+    job.train()
+    job.note(8)
+    assert job.saved()
+    made = newest(job.run)
+    assert made.step == 8 and made.commit.continues == newest(first).id, "it continues what only the first place has"
+    assert made.commit.order > 4, "the attempt's order: the run below has seen none of its generations"
 
 
 def test_notes_that_are_lost_with_their_node_are_the_reason(job: Job, caplog: pytest.LogCaptureFixture) -> None:
@@ -362,10 +381,21 @@ def test_the_save_continues_what_its_attempt_has_saved(
         assert found is not None and f"{found.incarnation}@{found.step}" == parent
 
 
-@pytest.mark.parametrize("path", ["slots:///nowhere/run", "s3://bucket/run"])
-def test_it_is_refused_where_a_survivor_could_not_save(path: str) -> None:
-    with pytest.raises(Refused, match="not in one directory"):
-        lastgood.Checkpointer(path, {"x": torch.ones(1)}, just_in_time_seconds=20)
+@pytest.mark.parametrize(
+    ("path", "tiers", "reason"),
+    [
+        ("slots:///nowhere/run", [], "no directory"),
+        ("s3://bucket/run", [], "no directory"),
+        ("s3://bucket/run", [lastgood.Tier("/nowhere/nvme", shared=False)], "no directory"),
+        ("/nowhere/run", [lastgood.Tier("slots:///nowhere/nvme")], "for a run in slots"),
+    ],
+)
+def test_it_is_refused_where_a_survivor_could_not_save(path: str, tiers: list[lastgood.Tier], reason: str) -> None:
+    with pytest.raises(Refused, match=reason):
+        lastgood.Checkpointer(path, {"x": torch.ones(1)}, just_in_time_seconds=20, tiers=tiers)
+
+
+def test_it_is_refused_with_options_that_contradict_it() -> None:
     with pytest.raises(Refused, match="torn_check"):
         lastgood.Checkpointer("/nowhere/run", {}, just_in_time_seconds=20, torn_check="full")
     with pytest.raises(Refused, match="just_in_time_seconds=0"):

@@ -46,6 +46,21 @@ def test_the_shards_of_a_dead_rank_are_saved_by_its_replica(tmp_path: Path) -> N
     assert content(run, 12) == content(f"{run}.usual", 12), "rank 0 was dead"
 
 
+def test_survivors_save_past_the_memory_of_the_machine(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saves go to memory every 3 steps, and from there to the directory. What survivors save goes to the directory at
+    once, and is newer than what is in memory."""
+    monkeypatch.setenv("TEST_FIRST_TIER", "memory://")
+    run = str(tmp_path / "run")
+    done = supervised(tmp_path, "ddp", run, 15, "kill:0:1:9", "kill:1:0:15", ranks=2)
+    assert done.returncode == 0, done.stderr
+    attempts = attempt_log.read(access.for_reading(run))
+    assert [one.restored_step for one in attempts] == [0, 8, 14], done.stderr
+    assert content(run, 8) == content(f"{run}.usual", 8), "rank 1 was dead"
+    assert content(run, 14) == content(f"{run}.usual", 14), "rank 0 was dead"
+
+
 @pytest.mark.parametrize(
     ("kind", "ranks", "troubles", "reason"),
     [
@@ -74,14 +89,17 @@ def test_shards_that_no_survivor_can_save_are_not_saved(
     assert reason in done.stderr
 
 
-def test_the_survivors_of_several_nodes_save_what_a_node_has_lost(tmp_path: Path) -> None:
+def test_the_survivors_of_several_nodes_save_what_a_node_has_lost(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ranks 0 and 1 are on one node, and 2 and 3, their replicas, on the other one. First one rank dies, then all ranks
-    of a node, of which only the supervisor is left."""
+    of a node, of which only the supervisor is left. Usual saves go to the memory of each node, every 3 steps."""
+    monkeypatch.setenv("TEST_FIRST_TIER", "memory://")
     run = str(tmp_path / "run")
-    troubles = ["kill:0:0:8", "kill:1:2:13", "kill:1:3:13"]
+    troubles = ["kill:0:0:8", "kill:1:2:14", "kill:1:3:14"]
     logs = supervised_nodes(tmp_path, "hsdp", run, 14, *troubles, nodes=2, ranks=2)
     attempts = attempt_log.read(access.for_reading(run))
-    assert [one.restored_step for one in attempts] == [0, 7, 12], logs
+    assert [one.restored_step for one in attempts] == [0, 7, 13], logs
     assert [one.nodes for one in attempts] == [2, 2, 2]
     assert content(run, 7) == content(f"{run}.usual", 7), "rank 0 was dead"
-    assert content(run, 12) == content(f"{run}.usual", 12), "ranks 2 and 3 were dead"
+    assert content(run, 13) == content(f"{run}.usual", 13), "ranks 2 and 3 were dead"

@@ -48,6 +48,8 @@ def die(*_):
 if f"kill_saving:{attempt}" in troubles:
     survivor_save.HeldWriter.write = die
 options = {"cadence": lastgood.Every(steps=5), "retention": kept, "just_in_time_seconds": 20}
+if tier := os.environ.get("TEST_FIRST_TIER"):
+    options["tiers"] = [lastgood.Tier(tier, cadence=lastgood.Every(steps=3))]
 with lastgood.Checkpointer(run, state, **options) as ckpt:
     usual = lastgood.Checkpointer(run + ".usual", state, cadence=lastgood.Every(steps=1), retention=kept)
     start = ckpt.restore().step

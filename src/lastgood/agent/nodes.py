@@ -84,15 +84,18 @@ class Nodes:
     def _sent(self, send: Send, peers: Peers | None) -> str:
         if peers is None:
             return "it was not asked to serve other nodes"
-        memory = self._memory()
-        try:
-            generation = commit.read_generation(memory, send.at, None)
-            for order in send.orders:
+        memory, failed, problem = self._memory(), set[str](), ""
+        for order in send.orders:
+            if order.to.name in failed:
+                continue
+            try:
+                generation = commit.read_generation(memory, send.at, None)
                 seal = next(one for one in generation.commit.seals if one.rank == order.rank)
                 peers.send(memory, generation, seal, order.to)
-        except LastgoodError as error:
-            return f"{type(error).__name__}: {error}"
-        return ""
+            except LastgoodError as error:
+                failed.add(order.to.name)  # guard: other-nodes-get-their-copies
+                problem = problem or f"{type(error).__name__}: {error}"
+        return problem
 
     def _stop(self) -> None:
         if self.peers is not None:

@@ -95,10 +95,11 @@ class MessageStore:
             return None
         try:
             # A store only waits for keys: one that another rank deletes now would be waited for.
-            (message,) = self.receive([key], QUICK_STORE_SECONDS, lambda: not self.has(key), DELETED_POLL_SECONDS)
+            (data,) = self._store.get([key], QUICK_STORE_SECONDS, lambda: not self.has(key), DELETED_POLL_SECONDS)
         except TimedOut:
             return None  # guard: deleted-message-not-awaited
-        return message
+        # torch's store answers with nothing for a key that was deleted after it had waited for it.
+        return msgspec.json.decode(data) if data else None
 
     def has(self, *keys: str) -> bool:
         """Whether there is a message under every one of these keys."""

@@ -1,11 +1,10 @@
-"""The checkpointer: the one object in the training loop. Assembles the parts of this room; starts no thread itself.
+"""The checkpointer: the one object in the training loop. Assembles the parts of this room; starts no thread itself: the
+training thread makes a snapshot and goes on, and run/pipeline.py does the rest behind it.
 
     saver.py       a save: place, plan, start                restore.py    around a restore; load.py loads
     schedule.py    when a save is due                        progress.py   which steps are completed
     ending.py      the last save and the closing line        reports.py    events and failures of other threads
     beat.py        what a supervisor sees                    step_log.py    logs for who studies a run
-
-The training thread makes a snapshot and goes on; run/pipeline.py does the rest behind it.
 """
 
 from __future__ import annotations
@@ -415,6 +414,7 @@ class Checkpointer:
 
     def _leave(self, survivor: just_in_time.JustInTime) -> None:
         """Leave the `with` as a rank that has survived another one. What was in flight is reported if it is lost."""
+        self._pipeline.places.stop()  # a copy waits for all ranks, of which one is dead
         with contextlib.suppress(TimedOut):
             self._release(just_in_time.CLOSE_SECONDS)
         if not survivor.save():

@@ -36,6 +36,7 @@ from ..format.layout import images
 from ..io import heartbeat, rank_notes
 from ..limits import CHUNK_BYTES, WORKERS
 from ..policy import blame, survival
+from ..run import paths
 from ..run.pipeline import Pipeline
 from ..run.survivor_notes import Note, Written, decoded
 from ..run.survivor_save import HeldWriter, generation_id, held_writer
@@ -84,6 +85,11 @@ class JustInTime:
         beat: Beat,
     ) -> None:
         self._state, self._url, self._seat, self._options = state, url, seat, options
+        places = [paths.parsed(one.path).url for one in options.places(url)]
+        self._place = options.just_in_time_place(url)
+        self._others = [one for one in places if one != self._place]
+        # Copies are always written so (run/places.py).
+        self._mode = options.tuning.write_mode if places[0] == self._place else "atomic_dirsync"
         self._pipeline, self._planner, self._ranks, self._beat = pipeline, planner, ranks, beat
         self._pages, self._capture = rank_notes.RankNotes(seat.page), Capture(options.include, options.exclude)
         self._notes = Notes(ranks.size)
@@ -137,11 +143,9 @@ class JustInTime:
             self._pipeline.releasing.result()
         if not self._is_unchanged(boundary):  # guard: changed-state-not-saved
             return False
-        tuning, at = self._options.tuning, generation_id(self._ranks.name, boundary.step)
+        at, algorithm = generation_id(self._ranks.name, boundary.step), self._options.tuning.digest
         try:
-            with held_writer(
-                self._url, at, self._ranks.rank, mode=tuning.write_mode, algorithm=tuning.digest
-            ) as writer:
+            with held_writer(self._place, at, self._ranks.rank, mode=self._mode, algorithm=algorithm) as writer:
                 held = [one for one in boundary.held if writer.claim(one.holders)]
                 written = self._written(boundary, held, writer) if held else None
                 if not self._is_unchanged(boundary):  # guard: change-during-the-copy-not-saved
@@ -187,7 +191,9 @@ class JustInTime:
             pieces=pieces,
             finite=sorted(finite),
             incarnation=self._pipeline.run.known.incarnation,
-            mode=self._options.tuning.write_mode,
+            place=self._place,
+            others=self._others,
+            mode=self._mode,
             algorithm=self._options.tuning.digest,
         )
 

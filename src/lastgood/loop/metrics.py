@@ -37,7 +37,7 @@ def number(name: str, value: Any) -> float:
         raise _refused(f"metric {name!r} is {value!r}")
     try:
         return float(value.detach() if isinstance(value, torch.Tensor) else value)
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a complex tensor
         raise _refused(f"metric {name!r} is {value!r}") from None
 
 

@@ -121,7 +121,7 @@ class Ranks:
     is twice as long, that for the store of the process group three times.
     `just_in_time_seconds`: when a rank dies under `lastgood run`, the others may save the newest step for all ranks, in
     so many seconds, above 0; default None: they do not (docs/recovery.md). For replicas, and for shards that several
-    ranks hold, in a directory without tiers.
+    ranks hold; one place of the run must be a directory that all ranks see.
     Raises Refused for other values.
 
         Checkpointer("runs/gpt", state, ranks=lastgood.Ranks(patience=600))
@@ -333,11 +333,8 @@ class Options:
             f'torn_check="full" with just_in_time_seconds={self.ranks.just_in_time_seconds}',
             "Leave one of them out: a just-in-time save compares versions and samples.",
         )
-        require(
-            self.ranks.just_in_time_seconds is None or (paths.parsed(path).kind == "directory" and not self.tiers),
-            f"just_in_time_seconds={self.ranks.just_in_time_seconds} for a run that is not in one directory",
-            "Leave it out: only a run in a directory, without tiers, is saved just in time.",
-        )
+        if self.ranks.just_in_time_seconds is not None:
+            self.just_in_time_place(path)
         places = [
             PlaceOptions(
                 path=memory_place.url_of(path) if one.in_memory else one.url, keep=one.keep, parity=one.file_parity
@@ -349,6 +346,21 @@ class Options:
         twice = sorted({url for url in urls if urls.count(url) > 1})
         require(not twice, f"{', '.join(twice)} is given as two places of the run", "Give each place once.")
         return places
+
+    def just_in_time_place(self, path: str | os.PathLike[str]) -> str:
+        """Where a just-in-time save is written: the nearest directory that all ranks see. Raises Refused without one.
+
+        `path`: of the run.
+        """
+        shared = [paths.parsed(one.url) for one in self.tiers if not one.node_local] + [paths.parsed(path)]
+        seen = [one.url for one in shared if one.kind == "directory"]
+        first = shared[0].kind if not (self.tiers and self.tiers[0].node_local) else "directory"
+        require(
+            bool(seen) and first == "directory",
+            f"just_in_time_seconds={self.ranks.just_in_time_seconds} for a run in {first if seen else 'no directory'}",
+            "Leave it out, or give a directory that all ranks see, and slots or a bucket not as the first place.",
+        )
+        return seen[0]
 
     def of_run(self, places: Sequence[PlaceOptions]) -> RunOptions:
         """Those of the options with which the run is opened in these places."""

@@ -34,6 +34,7 @@ from ..run import advice, side_records
 from ..run.advice import Advice, Skip
 from ..run.pipeline import Pipeline
 from .beat import Beat
+from .metrics import number
 from .progress import Progress
 from .saver import Saver
 from .sentinel_options import Sentinel
@@ -77,7 +78,7 @@ class DivergenceCheck:
     def check(self, n: int, metrics: Mapping[str, Any] | None, at_once: bool) -> None:
         """Look at the metrics of step `n`. `at_once`: whether the loop is about to end.
 
-        Raises TrainingDiverged, on all ranks at the same step; Refused where a metric is missing.
+        Raises TrainingDiverged, on all ranks at the same step; Refused where a metric is missing or no number.
         """
         if self._options is None:
             return
@@ -217,22 +218,21 @@ class _Seen:
         self._bad: tuple[int, str] | None = None
 
     def add(self, n: int, metrics: Mapping[str, Any]) -> None:
-        """Keep the metrics of a step; none of them if one is missing, for which KeyError is raised.
+        """Keep the metrics of a step; none of them if one is missing, for which KeyError is raised, or no number, for
+        which Refused is.
 
         A tensor on a device is copied there: a later step may overwrite it.
         """
         row, on_device = list[float | None](), list[torch.Tensor]()
         for name in self._names:
-            if name not in metrics:  # a mapping may have a default
+            if name not in metrics or metrics[name] is None:  # a mapping may have a default
                 raise KeyError(name)
             metric = metrics[name]
-            if not isinstance(metric, torch.Tensor):
-                row.append(float(metric))
-            elif metric.is_cpu:
-                row.append(float(metric.item()))
-            else:
-                on_device.append(metric.detach().reshape(()).to(torch.float32, copy=True))
+            if isinstance(metric, torch.Tensor) and not (metric.is_cpu or metric.shape or metric.is_complex()):
+                on_device.append(metric.detach().to(torch.float32, copy=True))
                 row.append(None)
+            else:
+                row.append(number(name, metric))  # guard: metric-of-a-wrong-kind-refused
         self._rows.append((n, row))
         self._on_device += on_device
 

@@ -48,7 +48,8 @@ class Written(Record, frozen=True, kw_only=True):
     """What one survivor has written of its memory, durable: `blobs` and `pieces` as in its manifest.
 
     `held`: holders, of whose parts of tensors it has written all. `finite`: names of tensors that must be finite.
-    `incarnation`: in which the attempt has saved, or would have; None: in none yet. `mode`, `algorithm`: as it has.
+    `incarnation`: in which the attempt has saved, or would have; None: in none yet. `place`: the directory in which it
+    has written. `others`: the other places of the run. `mode`, `algorithm`: as it has written.
     """
 
     rank: int
@@ -59,6 +60,8 @@ class Written(Record, frozen=True, kw_only=True):
     pieces: list[Piece]
     finite: list[str]
     incarnation: Incarnation | None
+    place: str
+    others: list[str]
     mode: str
     algorithm: str
 

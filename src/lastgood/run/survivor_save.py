@@ -13,6 +13,8 @@ Invariants
   3. Of the ranks that hold the same parts of tensors, one writes them: the first one that claims them.
   4. The commit protocol is that of every save (save.py): until COMMIT exists there is no generation, and every earlier
      one stays as it is.
+  5. Of a run in several places, one directory that all ranks see receives it. It has a higher order than every
+     generation of the attempt, in whatever place.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import msgspec
 from ..engine import write_file
 from ..engine.arena import Arena
 from ..engine.write_file import Chunk
-from ..errors import CommitUnknown, LastgoodError, NameTaken, TierDown
+from ..errors import CommitUnknown, LastgoodError, NameTaken, NotARun, TierDown
 from ..format import layout
 from ..format.layout import Image, Tensor
 from ..limits import CHUNK_BYTES, WORKERS
@@ -37,8 +39,8 @@ from ..policy.survival import Holders
 from ..ports import Tier
 from ..records import Blob, Generation, GenerationId, Incarnation, Piece
 from ..storage.directory import WriteMode
-from . import access
-from .known import Environment
+from . import access, paths
+from .known import Environment, KnownRun
 from .save import RankPart, RankWriter, sealed_part
 from .survivor_notes import Note, Written, stores
 from .writer import RunWriter
@@ -54,6 +56,11 @@ class Origin:
     step: int
     incarnation: Incarnation | None
 
+    @property
+    def order(self) -> int:
+        """That of the incarnation; 0 without one."""
+        return self.incarnation.order if self.incarnation is not None else 0
+
     def parent(self, generations: Sequence[Generation]) -> GenerationId | None:
         """The generation that a save of the state continues; None: it starts from scratch.
 
@@ -66,10 +73,10 @@ class Origin:
 
     def is_superseded(self, generations: Sequence[Generation]) -> bool:
         """Whether one of `generations` holds this step or a later one, or was saved by a later opening of the run."""
-        order = self.incarnation.order if self.incarnation is not None else 0
         own = self.incarnation.id if self.incarnation is not None else ""
         return any(
-            one.step >= self.step if one.id.incarnation == own else one.commit.order >= order for one in generations
+            one.step >= self.step if one.id.incarnation == own else one.commit.order >= self.order
+            for one in generations
         )
 
 
@@ -107,7 +114,7 @@ class HeldWriter:
 def held_writer(
     path: str | os.PathLike[str], at: GenerationId, rank: int, *, mode: WriteMode, algorithm: str
 ) -> Iterator[HeldWriter]:
-    """Write tensor files of a generation that another process commits. Takes no lock. `path`: the directory of the run.
+    """Write tensor files of a generation that another process commits. Takes no lock. `path`: a directory of the run.
     `mode`, `algorithm`: as the attempt has saved. Raises NotARun, NotWritable."""
     with access.for_sharing(path, mode) as tier, ThreadPoolExecutor(WORKERS, "lastgood-write") as workers:
         yield HeldWriter(at, RankWriter(tier, rank, algorithm, workers))
@@ -116,14 +123,12 @@ def held_writer(
 # ---- at the process that commits -----------------------------------------------------------------------------
 
 
-def commit_for_all(
-    path: str | os.PathLike[str], notes: Sequence[Note], written: Sequence[Written]
-) -> Generation | None:
-    """Commit a step, durable on return. None: another opening of the run has saved this step or a later state.
+def commit_for_all(notes: Sequence[Note], written: Sequence[Written]) -> Generation | None:
+    """Commit a step, durable on return. None: this step or a later state was saved, in any place of the run.
 
-    `path`: the directory of the run. `notes`: of every rank, at this step. `written`: what survivors have written of
-    it. Raises RunLocked while another process has the run open, and what a save raises: no generation exists then,
-    except after CommitUnknown, where it may.
+    `notes`: of every rank, at this step. `written`: what survivors have written of it. Raises RunLocked while another
+    process has the run open, and what a save raises: no generation exists then, except after CommitUnknown, where it
+    may.
     """
     first = written[0]
     at = generation_id(first.opening, first.step)
@@ -132,15 +137,17 @@ def commit_for_all(
     environment = Environment(new_id=lambda: at.incarnation, make_room=lambda _: False)
     mode = msgspec.convert(first.mode, WriteMode)
     # Raises NotARun where this process does not see the directory of the ranks.
-    access.for_reading(path)  # guard: no-run-made-for-survivors
-    with access.for_writing(path, mode) as tier, ThreadPoolExecutor(WORKERS, "lastgood-write") as workers:
+    access.for_reading(first.place)  # guard: no-run-made-for-survivors
+    with access.for_writing(first.place, mode) as tier, ThreadPoolExecutor(WORKERS, "lastgood-write") as workers:
         run = RunWriter(tier, workers, algorithm=first.algorithm, environment=environment, resumes=at)
         if at in run.survey.generations:  # the process that has decided before was lost after its commit
             return run.survey.generations[at]
-        generations = [*run.survey.generations.values()]
+        # guard: what-other-places-hold-counts
+        run.known.below = [KnownRun(one, environment) for one in _others_seen(first.others)]
+        generations = [*run.known.everywhere.generations.values()]
         if origin.is_superseded(generations):  # guard: newer-generation-not-shadowed
             return None
-        run.begin(origin.parent(generations))
+        run.begin(origin.parent(generations), above=origin.order)  # guard: order-above-that-of-the-attempt
         at = run.admit(first.step)
         with _cleared_on_failure(run, at):
             _require_written(tier, at, written)
@@ -150,6 +157,19 @@ def commit_for_all(
         with contextlib.suppress(LastgoodError):  # COMMIT holds the same; the next opening writes it
             run.record_incarnation()
         return generation
+
+
+def _others_seen(urls: Sequence[str]) -> list[Tier]:
+    """Of the other places of the run those that this process can read: directories, and the memory of this machine.
+
+    An object store is not asked: what it holds of the attempt, a directory above it held first.
+    """
+    found = list[Tier]()
+    for url in urls:
+        if paths.parsed(url).kind != "objects":
+            with contextlib.suppress(NotARun):  # a front that no rank of this node has
+                found.append(access.for_reading(url))
+    return found
 
 
 def _require_written(tier: Tier, at: GenerationId, written: Sequence[Written]) -> None:

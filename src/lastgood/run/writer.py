@@ -116,8 +116,9 @@ class RunWriter:
 
     # ---- saving --------------------------------------------------------------------------------------------
 
-    def begin(self, parent: GenerationId | None) -> None:
-        """Begin an incarnation that continues `parent` (None: it starts from scratch). The other ranks receive it.
+    def begin(self, parent: GenerationId | None, above: int = 0) -> None:
+        """Begin an incarnation that continues `parent` (None: it starts from scratch). The other ranks receive it. Its
+        order is higher than that of every incarnation that is known here, and than `above` (default 0).
 
         Nothing is written: the incarnation becomes durable with its first COMMIT, which names the parent. Until then
         the pointer, and a process that opens the run after this one, follow the older incarnations.
@@ -129,7 +130,7 @@ class RunWriter:
                 # In the place from which it was restored.
                 held = places[holder([one.survey.generations for one in places], parent) or 0]
                 commit.confirm(held.tier, parent)  # guard: parent-durable-before-continuing
-            order = 1 + max(one.survey.order for one in places)  # guard: incarnation-order-ascends
+            order = 1 + max(above, *(one.survey.order for one in places))  # guard: incarnation-order-ascends
             order = claims.common_order([one.tier for one in places], order)
             ident = self.known.environment.new_id()
             self.known.begin(Incarnation(format=layout.FORMAT, order=order, id=ident, parent=parent))

@@ -71,7 +71,7 @@ def committed(left: Left, ranks: int, run: str, lost: str = "") -> int | None:
     written = [one for one in found.written if one.step == step]
     notes = [found.notes[rank][step] for rank in range(ranks)]
     try:
-        generation = commit_for_all(run, notes, written)
+        generation = commit_for_all(notes, written)
     except LastgoodError as error:
         reporting.threat(f"{run}: the just-in-time save of step {step} failed: {error}")
         return None

@@ -24,6 +24,11 @@ MUTANTS: tuple[Mutant, ...] = (
             "host_signs",
         ),
         (
+            "what is no number ends the loop with a raw error",
+            "metric-of-a-wrong-kind-refused",
+            Swap("number(name, metric)", "float(metric)"),
+        ),
+        (
             "ranks that lost their connection are blamed",
             "followers-are-not-blamed",
             Swap("not follows", "follows"),
@@ -115,5 +120,11 @@ MUTANTS: tuple[Mutant, ...] = (
             Instead("wait = _followers_seconds(notice.kind)"),
         ),
         ("a step is saved although a newer opening has saved", "newer-generation-not-shadowed", Never()),
+        ("what only the first place holds is saved again below", "what-other-places-hold-counts", Remove()),
+        (
+            "a save for all ranks is older than those that it continues",
+            "order-above-that-of-the-attempt",
+            Swap("origin.order", "0"),
+        ),
     ),
 )
