@@ -199,10 +199,10 @@ class Ledger:
             self._wrong(f"{path} was removed by {self.world.me().name}")
         if file == layout.COMMIT or file[0] in "rs":
             what = f"{path} was removed by {self.world.me().name}"
-            keeps, protects = self._keeps(what, every=True), None
+            rules = [self._keeps(what, every=True)]
             if file == layout.COMMIT and root != "/home/run" and self.died == self.died_before_job:
-                protects = self._protects(what)
-            return lambda: [one() for one in (keeps, protects) if one is not None]
+                rules.append(self._protects(what))
+            return lambda: [rule() for rule in rules if rule is not None]
         return None
 
     def _linked(self, root: str, at: GenerationId, file: str, data: bytes, beside: Any) -> Rule:
