@@ -281,6 +281,21 @@ def test_a_save_that_a_deleted_run_never_had_keeps_the_memory(run: Run, call, ca
     assert steps(run.home.with_name("kept"))[-1] == 3
 
 
+def test_a_save_that_a_deleted_run_had_lost_before_keeps_the_memory(run: Run) -> None:
+    """The disk at home went back to an older snapshot after an agent had found everything there. What was noted before
+    still counted when it was not mounted any more: the memory went, with the only copy of the newest save."""
+    run.killed_at(3)
+    copied_by_an_agent(run)
+    (copy,) = run.home.glob("gen/*3-*")
+    shutil.rmtree(copy)
+    with contextlib.closing(Lock(str(run.home / access.LOCK))), agent(run.memory):
+        until(lambda: state(run.memory).missing)
+    run.home.rename(run.home.with_name("unmounted"))
+    with agent(run.memory, linger_seconds=0.0) as process:
+        until(lambda: process.poll() is not None or state(run.memory).absent)
+        assert process.poll() is None and steps(run.memory)[-1] == 3
+
+
 def test_a_home_that_another_process_writes_to_is_left_alone(run: Run) -> None:
     run.killed_at(3)
     lock = Lock(str(run.home / access.LOCK))

@@ -342,6 +342,19 @@ def test_the_memory_of_another_run_is_not_loaded(run: Run) -> None:
     assert lastgood.load(run.home).restored.step == 1
 
 
+def test_what_another_user_may_have_put_into_memory_is_not_loaded(run: Run, call) -> None:
+    """Any user can make the folder of another one in /dev/shm who has none there. A copy of the run with a newer step
+    of other weights was loaded from it in place of the newest step at home."""
+    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    lastgood.save(run.home, Training().state, step=0)
+    assert subprocess.run([sys.executable, "-c", KILLED, path, str(run.home)]).returncode == -signal.SIGKILL
+    run.memory.parent.chmod(0o770)
+    assert lastgood.load(run.home).restored.step < 7 and lastgood.open(run.home).generation().step < 7
+    assert "which is newer" not in call("ls", str(run.home))[1]
+    run.memory.parent.chmod(0o700)
+    assert lastgood.load(run.home).restored.step == 7
+
+
 def test_a_part_of_a_newer_save_in_memory_is_named_and_not_read(tmp_path, memory, call, call_json) -> None:
     """Of a job on several nodes each has the files of its ranks: a load of a part would have found damage."""
     golden = Path(__file__).parents[1] / "golden" / "ranks"

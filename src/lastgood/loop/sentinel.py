@@ -65,7 +65,7 @@ class DivergenceCheck:
         self._progress, self._ranks, self._beat = progress, ranks, beat
         self._pending: tuple[_Values, dict[int, Skip]] | None = None
         """what is to be compared once a device has copied it: metrics, and the windows that their steps have trained"""
-        self._at_end: TrainingDiverged | None = None
+        self._at_end: Exception | None = None
         self.restart()
 
     def restart(self) -> None:
@@ -114,12 +114,13 @@ class DivergenceCheck:
                 self._stop(self._progress.step, first)
 
     def end(self) -> None:
-        """When the run is closed, and no exception ends the loop: end a comparison that is under way. See `report`."""
+        """When the run is closed, and no exception ends the loop: end a comparison that is under way. What it raises,
+        also a device that has failed, is raised by `report`, once the run is closed."""
         try:
             if sys.exc_info()[0] is None:
                 self.settle()
-        except TrainingDiverged as error:
-            self._at_end = error
+        except Exception as error:  # noqa: BLE001 - `report` raises it
+            self._at_end = error  # guard: failed-comparison-closes-run
 
     def report(self) -> None:
         """Raise what `end` has found."""

@@ -357,7 +357,7 @@ class Attempt:
 
     def _read(self, lived: Lived) -> None:
         for one in self._ranks:
-            lived.progress.append(heartbeat.read(str(one.page)))
+            lived.progress.append(heartbeat.read(str(one.page))._replace(rank=one.rank))
             assert one.ended is not None
             error, stack, at = _error(one.folder / "error.json")
             lived.stacks[one.rank] = stack

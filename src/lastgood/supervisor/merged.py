@@ -34,7 +34,7 @@ class Report(Record, frozen=True, kw_only=True):
 class Verdict(Record, frozen=True, kw_only=True):
     """What all nodes do after an attempt. `outcomes`: of all attempts so far. `act`, `why`, `pause_seconds`:
     as in policy/recovery.py. `next`: as in policy/membership.py. `run`: the run of the job; empty if
-    it is not known."""
+    it is not known. `asked`: whether a node was asked to end the job."""
 
     outcomes: list[Outcome]
     act: Act
@@ -42,6 +42,7 @@ class Verdict(Record, frozen=True, kw_only=True):
     pause_seconds: float
     next: Literal["stay", "join", "end"]
     run: str
+    asked: bool = False
 
 
 def encoded(host: str, ranks: int, asked: bool, lived: Lived) -> str:

@@ -11,6 +11,7 @@ import os
 import platform
 import secrets
 import select
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -127,6 +128,9 @@ class Supervisor:
                 if left_out:
                     self._report(f"this node ({self._host}) has left the job: {verdict.why}")
                     return GAVE_UP
+                if verdict.asked and received.end is None:  # guard: all-nodes-end-as-asked
+                    self._report("the job was asked to end, on another node")
+                    return _exit_code(self._outcomes[-1], signal.SIGTERM)
                 return _exit_code(self._outcomes[-1], received.end)
             self._pause(verdict.pause_seconds, nodes, received)
 
@@ -224,7 +228,7 @@ class Supervisor:
             job_summary.add(self._job.records, record, follows.restart)
         if cause is not None or follows.restart:
             self._report(reported.sentence(record, len(outcomes)))
-        self._write(run, record, reported.advice(lived, record, follows))
+        self._write(run, record, lived, follows)
         return Verdict(
             outcomes=outcomes,
             act=follows.act,
@@ -232,6 +236,7 @@ class Supervisor:
             pause_seconds=follows.pause_seconds,
             next=follows_round.act,
             run=run,
+            asked=bool(leaving) and follows_round.act == "end" and outcomes[-1].code != 0,
         )
 
     def _answered(
@@ -268,13 +273,14 @@ class Supervisor:
         host = suspect.host if suspect is not None and left_out and follows.restart else ""
         return replace(follows, why=follows.why + note), follows_round, host
 
-    def _write(self, run: str, record: attempt_log.Attempt, found: advice.Advice | None) -> None:
+    def _write(self, run: str, record: attempt_log.Attempt, lived: Lived, follows: Answer) -> None:
         """Write the record of an attempt, and advice for the next restore, into the run."""
         if not run:
             return
         try:
             with side_records.opened(run) as tier:
                 attempt_log.append(tier, record)
+                found = reported.advice(lived, record, follows, advice.read(tier))
                 if found is not None:
                     advice.append(tier, found)
         except LastgoodError as error:
