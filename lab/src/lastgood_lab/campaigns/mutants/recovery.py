@@ -23,6 +23,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "slow",
             "quarantine",
             "host_signs",
+            "lost_supervisor",
         ),
         (
             "what is no number ends the loop with a raw error",
@@ -100,6 +101,16 @@ MUTANTS: tuple[Mutant, ...] = (
         ("nodes that come and go use up the restarts", "regrouping-is-no-failure", Remove()),
         ("a suspended node blames the others", "suspended-node-blames-nobody", Never()),
         ("a suspended node trains beside the others", "suspended-node-joins-anew", Never()),
+        (
+            "a process that has the number of a lost supervisor passes for it",
+            "number-of-ended-process-reused",
+            Swap(" and _started(int(pid)) == started", ""),
+        ),
+        (
+            "an attempt that may still run counts as lost",
+            "only-lost-attempts-are-closed",
+            Swap("alive is None and (opened or later)", "alive is None"),
+        ),
         ("two nodes decide about one attempt", "standing-verdict-is-followed", Never()),
     ),
     *table(
