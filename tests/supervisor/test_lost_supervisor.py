@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import lastgood
 from agents import until
 from commands import Call
 from lastgood.io import processes
+from lastgood.policy.recovery import GAVE_UP, Budget, Outcome, answer, without_progress
 from lastgood.run import access, side_records
 from lastgood.supervisor import attempt_log, job_summary
 from lastgood.supervisor.attempt_log import SUPERVISOR, Attempt, Begun, Cause
@@ -103,6 +105,51 @@ def test_a_killed_supervisor_leaves_an_attempt_that_the_next_one_ends(tmp_path: 
     assert (second.cause, second.restored_step, second.last_step) == (None, 4, 8)
     assert attempt_log.failures([first, second], ranks=1, mtbf=None).of_nodes.count == 1
     assert [one.restored_step for one in job_summary.opened(logs).attempts] == [4], "of this supervisor only"
+
+
+@pytest.mark.slow
+def test_a_failure_before_and_after_a_lost_supervisor_counts_twice(tmp_path: Path) -> None:
+    """The count began at zero with each start, so a job whose machines were taken away often failed for ever."""
+    script, run, starts = tmp_path / "train.py", tmp_path / "run", tmp_path / "starts"
+    fails = f'open({str(starts)!r}, "a").write("x") and open({str(starts)!r}).read() != "xx"'
+    script.write_text(
+        TRAINING.replace("state[", f"if n == 6 and {fails}: raise ValueError('a bad batch')\n        state[")
+    )
+    options = ["--without-progress", "2", "--remedies", "none", str(script), str(run), "6"]
+    with subprocess.Popen([*COMMAND, *options, "waits"]) as job:
+        until((tmp_path / "run.waits").exists)
+        job.kill()
+    done = subprocess.run([*COMMAND, *options], stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == GAVE_UP and done.stderr.count("lastgood: attempt") == 1
+    assert "2 attempts in a row failed after step 5 with the same cause" in done.stderr
+    assert [one.job == two.job for one, two in pairwise(attempt_log.read(access.for_reading(run)))] == [True, False]
+
+
+def test_a_job_on_machines_that_are_taken_away_is_not_given_up() -> None:
+    fault, lost = (Cause(kind=kind, rank=0, code=-9, what="x") for kind in ("hang", SUPERVISOR))
+    failed = Outcome(restored_step=0, last_step=5, code=-9, cause="hang")
+    taken = [ending(job, cause=lost) for job in "abcd"]
+    assert attempt_log.unfinished(taken) == []
+    assert attempt_log.unfinished([ending("a", 0, 5, fault), ending("a", 0, 0, lost), *taken[1:]])[0] == failed
+    assert answer([failed], Budget(), earlier=attempt_log.unfinished(taken)).restart
+    assert answer([failed], Budget(restarts=1), earlier=[failed]).restart, "no restart of this job"
+
+
+def test_a_lost_attempt_that_has_saved_is_progress_of_its_job() -> None:
+    fault, lost = (Cause(kind=kind, rank=0, code=-9, what="x") for kind in ("hang", SUPERVISOR))
+    earlier = [ending("a", 0, 5, fault), ending("a", 0, 5, fault), ending("a", 0, 4, lost)]
+    found = attempt_log.unfinished(earlier)
+    assert [one.saved_step for one in found] == [4, 4]
+    assert without_progress([*found, Outcome(restored_step=None, last_step=0, code=1)]) == 1
+
+
+def test_the_failures_of_a_job_that_has_ended_do_not_count_for_the_next() -> None:
+    """Somebody may have mended the script."""
+    fault, lost = (Cause(kind=kind, rank=0, code=-9, what="x") for kind in ("hang", SUPERVISOR))
+    assert attempt_log.unfinished([ending("a", cause=fault)]) == []
+    assert (
+        len(attempt_log.unfinished([ending("a", cause=fault), ending("b", cause=fault), ending("b", cause=lost)])) == 1
+    )
 
 
 def shown(call: Call, run: Path) -> list[dict[str, object]]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 from rich.console import Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from ..policy.health import described
@@ -14,6 +15,7 @@ from ..policy.membership import Spares
 from ..run import access, side_records
 from ..supervisor import attempt_log, reported
 from ..supervisor.attempt_log import SUPERVISOR, Attempt, Cause
+from ..supervisor.reported import PHASES, REPLAYED
 from .answer import Answer
 from .arguments import Json, Run
 from .terminal import clean
@@ -48,12 +50,25 @@ def _view(found: Sequence[Attempt]) -> RenderableType:
             clean("" if one.cause is None else _failed(one.cause)),
             clean(one.answer),
         )
-    names = dict.fromkeys(name for one in found for name in one.phases)
-    spent = [f"{name} {sum(one.phases.get(name, 0.0) for one in found):.1f} s" for name in names]
-    text = f"{plural(len(found), 'attempt')}. Time of the slowest rank in each, added up: {', '.join(spent)}."
+    names = [name for name in PHASES if any(name in one.phases for one in found)]
+    spent = {name: sum(one.phases.get(name, 0.0) for one in found) for name in names}
+    again = f", of these {spent[REPLAYED]:.1f} s in steps that were trained again" if REPLAYED in spent else ""
+    added = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in spent.items() if name != REPLAYED)
+    text = f"{plural(len(found), 'attempt')}. Time of the slowest rank in each, added up: {added or '0 s'}{again}."
     slow = [Text(f"attempt {one.number}: {clean(part.what)}.") for one in found for part in one.slow]
     signs = [Text(f"attempt {one.number}: {clean(described(part))}") for one in found for part in one.findings]
-    return Group(table, *slow, *signs, Text(text))
+    return Group(table, Text(), _phases(found, names), Text(), *slow, *signs, Text(text))
+
+
+def _phases(found: Sequence[Attempt], names: Sequence[str]) -> Table:
+    """The seconds of each phase in each attempt."""
+    table = new_table("seconds of attempt", *names)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for one in found:
+        seconds = [f"{one.phases[name]:.1f}" if name in one.phases else "" for name in names]
+        table.add_row(str(one.number), *seconds)
+    return table
 
 
 def _failed(cause: Cause) -> str:

@@ -74,6 +74,8 @@ class Lived:
     """when all processes existed"""
     failed: float | None = None
     """when the first failure was noticed"""
+    rendezvous: float = 0.0
+    """how long this node has waited before that until all nodes had a place; 0.0: it is alone"""
     over: float = 0.0
     """when no process was left"""
     killed: bool = False

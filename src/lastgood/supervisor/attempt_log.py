@@ -1,6 +1,7 @@
 """The attempts of a job, as records in its run: that each has begun, and, in one of their own, how each has ended.
 
-`lastgood attempts` reads them. A record is never changed. cadence="auto" learns from them how often the job fails.
+`lastgood attempts` reads them. A record is never changed. cadence="auto" learns from them how often the job fails, and
+a supervisor which failures the job has had that it continues.
 
 A supervisor that is killed, or whose machine is lost, leaves a beginning without an end. The attempts of a run follow
 each other, because only one job at a time has it open for writing, so
@@ -27,6 +28,7 @@ from ..io import processes
 from ..policy.failures import Known, Life, observed
 from ..policy.health import Finding
 from ..policy.membership import Spares
+from ..policy.recovery import REMEDIES, Act, Outcome
 from ..ports import Tier
 from ..records import Generation, Record
 from ..run import side_records
@@ -98,9 +100,9 @@ class Attempt(Record, frozen=True, kw_only=True):
     """the step from which it went on; None: it failed before it had restored a state"""
     last_step: int
     replayed_steps: int
-    """steps that the attempt before had completed, and that were trained again"""
+    """steps that an attempt before had completed, and that were trained again"""
     phases: dict[str, float]
-    """phase -> seconds, of the rank that took longest"""
+    """phase -> seconds, of the rank that took longest (reported.py)"""
     cause: Cause | None
     """None: it did not fail"""
     answer: str
@@ -210,6 +212,39 @@ def failures(attempts: Sequence[Attempt], ranks: int, mtbf: float | None) -> Kno
         ]
 
     return Known(observed(lives(), ranks, mtbf), observed(lives("node", SUPERVISOR), ranks, mtbf))
+
+
+def unfinished(attempts: Sequence[Attempt]) -> list[Outcome]:
+    """The failures of the job that the next one continues, as policy/recovery.py takes them; of those that it has
+    continued too. `attempts`: of a run, oldest first. Empty if the last job has ended: a new one begins anew.
+
+    A lost attempt is none of them, because it says nothing about the program; but what it has saved is progress.
+    """
+    found, job, newest = list[Outcome](), "", 0
+    for one in reversed(attempts):
+        if _is_lost(one):  # guard: lost-attempt-is-no-failure-of-the-program
+            job, newest = one.job, max(newest, one.last_step)
+            continue
+        if one.job != job:  # guard: job-that-ended-begins-anew
+            break
+        if one.cause is not None:
+            found.insert(0, _outcome(one, one.cause, newest))
+        newest = max(newest, one.restored_step or 0)
+    return found
+
+
+def _outcome(one: Attempt, cause: Cause, newest: int) -> Outcome:
+    """`newest`: the newest step that is known to be saved after the attempt."""
+    followed: dict[str, Act] = {name: name for name in REMEDIES}
+    return Outcome(
+        restored_step=one.restored_step,
+        last_step=one.last_step,
+        code=cause.code or 1,
+        saved_step=newest if newest > (one.restored_step or 0) else 0,
+        cause=cause.key,
+        error=cause.what if cause.kind == "exception" else "",
+        followed=followed.get(one.answer.partition(":")[0], "restart"),
+    )
 
 
 def _cause(one: Attempt) -> str:

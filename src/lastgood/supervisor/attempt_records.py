@@ -40,6 +40,11 @@ class AttemptRecords:
         self._run = ""
         """the run, once the beginning of this attempt is being recorded there"""
 
+    @property
+    def completed_before(self) -> int:
+        """The newest step that the last attempt of an earlier supervisor is known to have completed; 0: none."""
+        return self.earlier[-1].last_step if self.earlier else 0
+
     def begin(self, begun: Begun | None, run: str) -> None:
         """An attempt begins. `begun`: None: another node writes its records. `run`: if it is known; else empty."""
         self._begun, self._run, self._known = begun, "", run

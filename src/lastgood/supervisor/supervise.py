@@ -99,6 +99,7 @@ class Supervisor:
                 zygote = Zygote(self._job.preload, defaults(self._job.ranks), received)
                 held.callback(zygote.close)
                 zygote.ready()
+            waits_since = time.monotonic()
             if joins:
                 with reserve.staged(self._job.stage):
                     before = nodes.join(self._id)
@@ -111,8 +112,10 @@ class Supervisor:
             if isinstance(place, Placement):
                 attempt = folder / f"attempt_{number}"
                 attempt.mkdir()
+                rendezvous = time.monotonic() - waits_since if place.nodes > 1 else 0.0
                 self._records.begin(self._begun(place, began_at), self._run)
                 lived = Attempt(self._job, number, attempt, received, zygote, place, nodes).run(health, self._records)
+                lived.rendezvous = rendezvous
             else:
                 now = time.monotonic()
                 lived = Lived(began=now, started=now, failed=now, over=now)
@@ -219,6 +222,7 @@ class Supervisor:
             nodes, reports, outcomes, began_on, leaving, follows_round, lived.asked
         )
         outcomes[-1] = replace(outcomes[-1], followed=follows.act, left_out=left_out)
+        replayed = replayed_steps(outcomes, self._records.completed_before)
         record = attempt_log.Attempt(
             format=layout.FORMAT,
             number=0,
@@ -231,8 +235,8 @@ class Supervisor:
             seconds=lived.over - lived.began,
             restored_step=outcomes[-1].restored_step,
             last_step=outcomes[-1].last_step,
-            replayed_steps=replayed_steps(outcomes),
-            phases=reported.phases(lived),
+            replayed_steps=replayed,
+            phases=reported.phases(lived, replayed),
             cause=cause,
             answer=f"{follows.act}: {follows.why}",
             slow=lived.slow,
@@ -283,7 +287,8 @@ class Supervisor:
         note += f"; {', '.join(reasons)}" if reasons else ""
         asked = bool(leaving) and follows_round.act == "end"
         regrouped = follows_round.why or "the node that had waited is gone" if regroups else ""
-        follows = answer(outcomes, self._job.budget, asked, regrouped, left_out)
+        failed = attempt_log.unfinished(self._records.earlier)
+        follows = answer(outcomes, self._job.budget, asked, regrouped, left_out, failed)
         host = suspect.host if suspect is not None and left_out and follows.restart else ""
         return replace(follows, why=follows.why + note), follows_round, host
 

@@ -111,6 +111,12 @@ MUTANTS: tuple[Mutant, ...] = (
             "only-lost-attempts-are-closed",
             Swap("alive is None and (opened or later)", "alive is None"),
         ),
+        (
+            "a job forgets the failures of the one that it continues",
+            "lost-attempt-is-no-failure-of-the-program",
+            Never(),
+        ),
+        ("a new job inherits the failures of one that has ended", "job-that-ended-begins-anew", Never()),
         ("two nodes decide about one attempt", "standing-verdict-is-followed", Never()),
     ),
     *table(
