@@ -21,6 +21,7 @@ from lastgood.policy.recovery import GAVE_UP, Budget, Outcome, answer, without_p
 from lastgood.run import access, side_records
 from lastgood.supervisor import attempt_log, job_summary
 from lastgood.supervisor.attempt_log import SUPERVISOR, Attempt, Begun, Cause
+from lastgood.supervisor.attempt_records import AttemptRecords
 
 COMMAND = [str(Path(sys.executable).with_name("lastgood")), "run"]
 TRAINING = """
@@ -195,6 +196,28 @@ def test_an_attempt_that_was_taken_for_lost_may_end_later(run: str) -> None:
         assert [one.cause for one in attempt_log.read(tier)] == [lost.cause]
         attempt_log.append(tier, ending("a"), begun)
         assert [one.cause for one in attempt_log.read(tier)] == [None]
+
+
+def test_the_end_that_another_node_records_is_that_of_the_attempt(run: str) -> None:
+    """The node that has recorded the beginning may be lost, and another one decides in its place."""
+    records = AttemptRecords()
+    records.begin(None, run)
+    with side_records.opened(run) as tier:
+        attempt_log.begin(tier, beginning("a", 1.0))
+        records.settled(lambda: None)
+        records.end(run, ending("a"), lambda _: None)
+        ended, lost, running = attempt_log.history(tier, opened=True)
+    assert [one.cause for one in ended] == [None] and not lost and not running
+
+
+def test_an_end_without_a_beginning_hides_no_lost_attempt(run: str) -> None:
+    """The beginning may not have been written, because the place was away for a while."""
+    records = AttemptRecords()
+    records.begin(beginning("b", 2.0), run)
+    with side_records.opened(run) as tier:
+        attempt_log.begin(tier, beginning("a", 1.0))
+        records.end(run, ending("b"), lambda _: None)
+        assert [one.job for one in attempt_log.history(tier, opened=True).lost] == ["a"]
 
 
 def test_records_of_runs_from_before_are_read(run: str) -> None:

@@ -222,7 +222,7 @@ def unfinished(attempts: Sequence[Attempt]) -> list[Outcome]:
     """
     found, job, newest = list[Outcome](), "", 0
     for one in reversed(attempts):
-        if _is_lost(one):  # guard: lost-attempt-is-no-failure-of-the-program
+        if _is_lost(one):  # guard: lost-attempt-blames-no-program
             job, newest = one.job, max(newest, one.last_step)
             continue
         if one.job != job:  # guard: job-that-ended-begins-anew

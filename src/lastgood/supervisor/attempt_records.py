@@ -77,8 +77,10 @@ class AttemptRecords:
             return
         try:
             with side_records.opened(run) as tier:
-                own = max((one.result() for one in self._writes), default=0)
-                begun = own or side_records.newest(tier, attempt_log.BEGUN)  # another node may have written it
+                if self._begun is None:
+                    begun = side_records.newest(tier, attempt_log.BEGUN)
+                else:  # not the newest: if nothing was written, that is of an attempt that is lost
+                    begun = max((one.result() for one in self._writes), default=0)
                 attempt_log.append(tier, attempt, begun)
                 found = advised(advice.read(tier))
                 if found is not None:

@@ -113,7 +113,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         (
             "a job forgets the failures of the one that it continues",
-            "lost-attempt-is-no-failure-of-the-program",
+            "lost-attempt-blames-no-program",
             Never(),
         ),
         ("a new job inherits the failures of one that has ended", "job-that-ended-begins-anew", Never()),
