@@ -124,6 +124,9 @@ def test_what_would_fail_in_the_same_way_again_is_not_started_again(error: str, 
 def test_steps_that_are_trained_again_are_counted() -> None:
     assert replayed_steps([FAILS]) == 0 == replayed_steps([FAILS, replace(FAILS, restored_step=None)])
     assert replayed_steps([FAILS, FAILS]) == 2
+    assert replayed_steps([FAILS], before=11) == 1, "of an earlier job"
+    far = replace(FAILS, last_step=90)
+    assert [replayed_steps([far, FAILS]), replayed_steps([far, FAILS, far])] == [2, 80], "no more than it has trained"
 
 
 def test_pauses_grow_to_a_bound() -> None:

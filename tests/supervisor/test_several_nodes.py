@@ -159,6 +159,7 @@ def test_expected_spare_nodes_are_counted_and_one_takes_over(nodes: Nodes, memor
     assert not [one for one in memory.glob("lastgood-*/*") if one.is_dir()]
     records = json.loads((nodes.folder / "logs/supervisor.json").read_text())["attempts"]
     assert [one["spares"] for one in records] == [{"waiting": 1, "expected": 1}, {"waiting": 2, "expected": 1}]
+    assert all(one["phases"]["rendezvous"] > 0 for one in records)
 
 
 @pytest.mark.parametrize("nodes", ["1:2"], indirect=True)

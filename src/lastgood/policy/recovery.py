@@ -122,13 +122,19 @@ class Answer:
 
 
 def answer(
-    outcomes: Sequence[Outcome], budget: Budget, asked_to_end: bool = False, regrouped: str = "", left_out: str = ""
+    outcomes: Sequence[Outcome],
+    budget: Budget,
+    asked_to_end: bool = False,
+    regrouped: str = "",
+    left_out: str = "",
+    earlier: Sequence[Outcome] = (),
 ) -> Answer:
     """What follows the last of these attempts. `outcomes`: all attempts so far, oldest first; at least one.
 
     `asked_to_end`: whether the supervisor was asked to end. `regrouped`: why the ranks were asked to save and to end,
     although the job goes on, on other nodes (default: it was for the end of the job). `left_out`: why a node leaves
-    the job, which goes on without it (default: none does).
+    the job, which goes on without it (default: none does). `earlier`: the failures of jobs that this one continues,
+    because their supervisors were lost, oldest first (default: there are none); they are no restarts of this job.
 
     Example: after one attempt with code 0 the job is done.
     """
@@ -146,6 +152,7 @@ def answer(
         return Answer("end", f"{budget.restarts} restarts are allowed")
     if left_out:  # guard: broken-node-uses-no-budget
         return Answer("restart", left_out)
+    outcomes = [*earlier, *outcomes]
     alike = _alike(outcomes)
     if len(alike) >= budget.without_progress:
         return _remedy(alike, budget)
@@ -221,8 +228,10 @@ def without_progress(outcomes: Sequence[Outcome]) -> int:
     return count
 
 
-def replayed_steps(outcomes: Sequence[Outcome]) -> int:
-    """How many steps the last attempt has trained again that the one before had completed."""
-    if len(outcomes) < 2 or outcomes[-1].restored_step is None:
-        return 0
-    return max(0, outcomes[-2].last_step - outcomes[-1].restored_step)
+def replayed_steps(outcomes: Sequence[Outcome], before: int = 0) -> int:
+    """How many steps the last attempt has trained again that one before it had completed.
+
+    `before`: the newest step that the last attempt of an earlier job had completed (default: there was none).
+    """
+    last, completed = outcomes[-1], max([before, *(one.last_step for one in outcomes[:-1])])
+    return 0 if last.restored_step is None else max(0, min(completed, last.last_step) - last.restored_step)

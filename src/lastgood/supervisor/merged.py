@@ -87,6 +87,7 @@ def merged(reports: Mapping[int, Report], lost: tuple[int, str] | None) -> Lived
         began=min(one.began for one in lives),
         started=max(one.started for one in lives),
         failed=min(failed, default=None),
+        rendezvous=min(one.rendezvous for one in lives),  # of the node that came last: another one waited in reserve
         over=max(one.over for one in lives),
         killed=any(one.killed for one in lives) or lost is not None,
         ended=[ended for one in lives for ended in one.ended],

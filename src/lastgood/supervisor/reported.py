@@ -23,6 +23,21 @@ from .attempt_log import Attempt, Cause
 
 LINE_CHARACTERS = 160
 """of a cause in a report of one line"""
+REPLAYED = "replayed steps"
+"""the phase that is a part of others"""
+NOTICED = "last step to failure noticed"
+PHASES = (
+    "rendezvous",
+    "start",
+    "program to run open",
+    "restore",
+    "first step",
+    "training",
+    REPLAYED,
+    NOTICED,
+    "tear down",
+)
+"""the names of phases, in their order"""
 
 
 def cause(lived: Lived) -> Cause | None:
@@ -80,9 +95,13 @@ def advice(lived: Lived, attempt: Attempt, follows: Answer, before: Sequence[Adv
     return None
 
 
-def phases(lived: Lived) -> dict[str, float]:
-    """Phase -> seconds, of the rank that took longest. A phase that was not reached is left out."""
-    found = {"start": lived.started - lived.began}
+def phases(lived: Lived, replayed: int) -> dict[str, float]:
+    """Phase -> seconds, of the rank that took longest. A phase that was not reached is left out.
+
+    `replayed`: how many steps were trained again; their seconds are a part of those of "first step" and "training".
+    """
+    found = {"rendezvous": lived.rendezvous} if lived.rendezvous else {}
+    found["start"] = lived.started - lived.began
 
     def longest(name: str, times: Sequence[tuple[float | None, float | None]]) -> None:
         known = [end - begin for begin, end in times if begin is not None and end is not None]
@@ -94,12 +113,25 @@ def phases(lived: Lived) -> dict[str, float]:
     longest("restore", [(one.opened, one.restored) for one in ranks])
     longest("first step", [(one.restored, one.first) for one in ranks])
     longest("training", [(one.first, one.beat) for one in ranks])
+    again = [_replay_seconds(one, replayed) for one in ranks if one.step > one.restored_step]
+    if replayed and again:
+        found[REPLAYED] = max(again)
     if lived.failed is not None:
         last = max((one.beat for one in ranks if one.beat is not None), default=None)
         if last is not None:
-            found["last step to failure noticed"] = max(0.0, lived.failed - last)
+            found[NOTICED] = max(0.0, lived.failed - last)
         found["tear down"] = lived.over - lived.failed
     return found
+
+
+def _replay_seconds(one: Progress, steps: int) -> float:
+    """How long a rank took for so many steps from the restored one on, the first of which may take longer. The others
+    count as long as their mean, with the saves and phases between them."""
+    if one.restored is None or one.first is None or one.beat is None:
+        return 0.0
+    done = one.step - one.restored_step
+    each = (one.beat - one.first) / (done - 1) if done > 1 else 0.0
+    return one.first - one.restored + (min(steps, done) - 1) * each
 
 
 def sentence(one: Attempt, number: int) -> str:

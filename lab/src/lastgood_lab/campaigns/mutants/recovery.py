@@ -23,6 +23,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "slow",
             "quarantine",
             "host_signs",
+            "lost_supervisor",
         ),
         ("a metric is looked at when a save is due", "metrics-checked-at-first-step", Remove()),
         (
@@ -103,6 +104,22 @@ MUTANTS: tuple[Mutant, ...] = (
         ("nodes that come and go use up the restarts", "regrouping-is-no-failure", Remove()),
         ("a suspended node blames the others", "suspended-node-blames-nobody", Never()),
         ("a suspended node trains beside the others", "suspended-node-joins-anew", Never()),
+        (
+            "a process that has the number of a lost supervisor passes for it",
+            "number-of-ended-process-reused",
+            Swap(" and _started(int(pid)) == started", ""),
+        ),
+        (
+            "an attempt that may still run counts as lost",
+            "only-lost-attempts-are-closed",
+            Swap("alive is None and (opened or later)", "alive is None"),
+        ),
+        (
+            "a job forgets the failures of the one that it continues",
+            "lost-attempt-blames-no-program",
+            Never(),
+        ),
+        ("a new job inherits the failures of one that has ended", "job-that-ended-begins-anew", Never()),
         ("two nodes decide about one attempt", "standing-verdict-is-followed", Never()),
     ),
     *table(
