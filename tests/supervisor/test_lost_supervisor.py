@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 import lastgood
 from agents import until
 from commands import Call
-from lastgood.io import processes
+from lastgood.io import heartbeat, processes
 from lastgood.policy.recovery import GAVE_UP, Budget, Outcome, answer, without_progress
 from lastgood.run import access, side_records
 from lastgood.supervisor import attempt_log, job_summary
@@ -220,6 +221,21 @@ def test_an_end_without_a_beginning_hides_no_lost_attempt(run: str) -> None:
         assert [one.job for one in attempt_log.history(tier, opened=True).lost] == ["a"]
 
 
+def test_what_an_attempt_saves_is_not_that_of_the_lost_one(run: str, tmp_path: Path) -> None:
+    """The end of the lost attempt is recorded beside the ranks, which may have saved step 7 already."""
+    page = str(tmp_path / "page")
+    heartbeat.create(page)
+    heartbeat.Heartbeat(page).opened(run)
+    with side_records.opened(run) as tier:
+        attempt_log.begin(tier, beginning("a", 1.0))
+        records = AttemptRecords()
+        records.begin(beginning("b", 2.0, processes.identity()), "")
+        records.shown([heartbeat.read(page)])
+        records.settled(lambda: None)
+        (lost,) = attempt_log.read(tier)
+    assert (lost.job, lost.last_step) == ("a", 0)
+
+
 def test_records_of_runs_from_before_are_read(run: str) -> None:
     """A record of an attempt had no number of its beginning, and a run none of beginnings."""
     with side_records.opened(run) as tier:
@@ -236,6 +252,14 @@ def test_lost_attempts_at_one_step_are_failures_of_machines(run: str) -> None:
             attempt_log.begin(tier, beginning(job, time.time()))
         found = attempt_log.failures(attempt_log.read(tier, opened=True), ranks=2, mtbf=100.0)
     assert found.of_nodes.count == found.all.count == 3
+
+
+def test_an_attempt_that_was_asked_to_end_is_no_failure() -> None:
+    """Its ranks could not save, and were killed by SIGTERM: `lastgood plan` counted that as a failure of the job."""
+    killed = replace(ending("a"), cause=Cause(kind="signal", rank=0, code=-15, what="SIGTERM"))
+    asked = replace(killed, answer="end: the job was asked to end; its node may fail")
+    assert attempt_log.failures([killed], ranks=2, mtbf=None).all.count == 1
+    assert attempt_log.failures([asked], ranks=2, mtbf=None).all.count == 0
 
 
 def test_a_process_is_known_by_its_number_and_its_start() -> None:

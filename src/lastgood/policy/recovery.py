@@ -33,6 +33,7 @@ _HOPELESS = re.compile(
     r"UnknownFormat|NoSuchStep|NotARun|NotWritable|NotInstalled|RunReplaced|NothingGood)\b"
 )
 """The errors of a script before its state is restored that come again each time it is started."""
+ASKED = "the job was asked to end"
 HANG = "hang"
 """the `cause` of an attempt in which ranks hung"""
 USAGE = 2
@@ -142,7 +143,7 @@ def answer(
     if last.code == 0:
         return Answer("end", "the job is done")
     if asked_to_end:
-        return Answer("end", "the job was asked to end")
+        return Answer("end", ASKED)
     if last.code == PREEMPTED:
         return Answer("restart", regrouped) if regrouped else Answer("end", "the ranks were asked to end")
     if hopeless(last):

@@ -28,7 +28,7 @@ from ..io import processes
 from ..policy.failures import Known, Life, observed
 from ..policy.health import Finding
 from ..policy.membership import Spares
-from ..policy.recovery import REMEDIES, Act, Outcome
+from ..policy.recovery import ASKED, REMEDIES, Act, Outcome
 from ..ports import Tier
 from ..records import Generation, Record
 from ..run import side_records
@@ -165,11 +165,12 @@ def read(tier: Tier, opened: bool = False) -> list[Attempt]:
     return [*found.ended, *found.lost]
 
 
-def history(tier: Tier, opened: bool = False) -> History:
+def history(tier: Tier, opened: bool = False, until: float = math.inf) -> History:
     """The attempts of a run. As `side_records.read`.
 
     `opened`: whether the run is open for writing in this process, or in a rank of this supervisor: then those of other
-    machines have ended (default: that is not known).
+    machines have ended (default: that is not known). `until`: seconds since 1970; what was saved later is of another
+    attempt (default: nothing is).
     """
     recorded = side_records.read(tier, FOLDER, Stored)
     ended = _without_repeats([msgspec.structs.replace(one, number=number) for number, one in recorded.items()])
@@ -186,7 +187,7 @@ def history(tier: Tier, opened: bool = False) -> History:
         alive = processes.lives(one.process)
         if alive is False or (alive is None and (opened or later)):  # guard: only-lost-attempts-are-closed
             saved = saved or [*commit.survey(tier).generations.values()]
-            lost.append(_lost(number, one, saved, later[0].began_at if later else math.inf))
+            lost.append(_lost(number, one, saved, later[0].began_at if later else until))
         else:
             answer = "runs" if alive else f"runs, or its supervisor on {one.host} was lost"
             running.append(_without_end(number, one, answer))
@@ -198,6 +199,12 @@ def history(tier: Tier, opened: bool = False) -> History:
 def failures(attempts: Sequence[Attempt], ranks: int, mtbf: float | None) -> Known:
     """What attempts, oldest first, tell about the failures of a job of so many ranks: `policy.failures.observed`."""
 
+    def cause(one: Attempt, kinds: Sequence[str]) -> str:
+        # Ranks that were asked to end, and do not know how to, are killed.
+        if one.cause is None or one.answer.startswith(f"end: {ASKED}"):  # guard: asked-end-is-no-failure
+            return ""
+        return _cause(one) if one.cause.kind in (kinds or (one.cause.kind,)) else ""
+
     def lives(*kinds: str) -> list[Life]:
         """`kinds`: of the causes that count; none given: all of them."""
         return [
@@ -206,7 +213,7 @@ def failures(attempts: Sequence[Attempt], ranks: int, mtbf: float | None) -> Kno
                 ranks=one.ranks,
                 trained=one.restored_step is not None,
                 last_step=one.last_step,
-                cause=_cause(one) if one.cause is not None and one.cause.kind in (kinds or (one.cause.kind,)) else "",
+                cause=cause(one, kinds),
             )
             for one in attempts
         ]

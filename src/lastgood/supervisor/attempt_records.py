@@ -96,16 +96,17 @@ class AttemptRecords:
         try:
             with side_records.opened(run) as tier:
                 if closes:
-                    self.earlier = _closed(tier)
+                    self.earlier = _closed(tier, begun.began_at)
                 return attempt_log.begin(tier, begun)
         except LastgoodError as error:
             reporting.warning(f"the beginning of this attempt was not recorded in {run}: {error}")
             return 0
 
 
-def _closed(tier: Tier) -> list[Attempt]:
-    """Record the end of each attempt that is lost. Returns all that have ended, oldest first."""
-    found = attempt_log.history(tier, opened=True)
+def _closed(tier: Tier, began_at: float) -> list[Attempt]:
+    """Record the end of each attempt that is lost. Returns all that have ended, oldest first. `began_at`: when the
+    present attempt began, which saves meanwhile."""
+    found = attempt_log.history(tier, opened=True, until=began_at)  # guard: own-saves-are-of-no-lost-attempt
     lost = [replace(one, answer="restart: the job was started again") for one in found.lost]
     for one in lost:
         attempt_log.append(tier, one, one.begun)

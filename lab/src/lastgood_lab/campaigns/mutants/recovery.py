@@ -119,6 +119,16 @@ MUTANTS: tuple[Mutant, ...] = (
             "lost-attempt-blames-no-program",
             Never(),
         ),
+        (
+            "a job that somebody has ended counts as a failure",
+            "asked-end-is-no-failure",
+            Swap(' or one.answer.startswith(f"end: {ASKED}")', ""),
+        ),
+        (
+            "what an attempt saves counts for the one before it",
+            "own-saves-are-of-no-lost-attempt",
+            Swap(", until=began_at", ""),
+        ),
         ("a new job inherits the failures of one that has ended", "job-that-ended-begins-anew", Never()),
         ("two nodes decide about one attempt", "standing-verdict-is-followed", Never()),
     ),
