@@ -106,7 +106,7 @@ class AttemptRecords:
 def _closed(tier: Tier, began_at: float) -> list[Attempt]:
     """Record the end of each attempt that is lost. Returns all that have ended, oldest first. `began_at`: when the
     present attempt began, which saves meanwhile."""
-    found = attempt_log.history(tier, opened=True, until=began_at)  # guard: own-saves-are-of-no-lost-attempt
+    found = attempt_log.history(tier, opened=True, until=began_at)  # guard: own-saves-of-no-lost-attempt
     lost = [replace(one, answer="restart: the job was started again") for one in found.lost]
     for one in lost:
         attempt_log.append(tier, one, one.begun)

@@ -126,7 +126,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         (
             "what an attempt saves counts for the one before it",
-            "own-saves-are-of-no-lost-attempt",
+            "own-saves-of-no-lost-attempt",
             Swap(", until=began_at", ""),
         ),
         ("a new job inherits the failures of one that has ended", "job-that-ended-begins-anew", Never()),
