@@ -577,7 +577,7 @@ def test_status_of_a_mistyped_run_is_refused(run: Run, call_json) -> None:
     assert code == 3 and "there is nothing at" in data["message"]
 
 
-def test_an_agent_of_a_mistyped_run_says_so_and_is_no_success(tmp_path: Path, memory: Path, call, caplog) -> None:
+def test_an_agent_of_a_mistyped_run_reports_it_and_fails(tmp_path: Path, memory: Path, call, caplog) -> None:
     """It served an empty memory for ten minutes without a line, and ended with code 0."""
     code, _, err = call("agent", "run", str(tmp_path / "mistyped"), "--linger", "0")
     assert "there is nothing at" in caplog.text and "waits for a training process that makes the run" in caplog.text
