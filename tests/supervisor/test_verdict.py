@@ -137,7 +137,7 @@ def test_a_rank_that_ended_as_it_was_asked_to_has_not_failed(by: int, first: End
     assert cause is not None and cause.what == error.error
 
 
-def test_a_long_cause_is_cut_off_after_a_word() -> None:
+def test_a_long_cause_ends_between_its_words() -> None:
     """It ended in the middle of a word, as in: expected scalar typ..."""
     text = "RuntimeError: " + " ".join(f"word{number}" for number in range(100))
     cut = reported.short(text)
