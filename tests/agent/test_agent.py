@@ -453,6 +453,23 @@ def test_an_agent_of_another_version_is_replaced(run: Run, monkeypatch) -> None:
     assert not os.path.exists(f"/proc/{process}/exe") and steps(run.memory)[-1] == 3
 
 
+@pytest.mark.parametrize(
+    ("data", "reads"),
+    [
+        (b'{"protocol":6,"gone":[1]}', "version 6 of the protocol, an older one; this is version 7"),
+        (b'{"protocol":8,"process":1,"attached":0,"missing":[],"new":0}', "version 8 of the protocol, a newer one"),
+        (
+            b'{"protocol":7,"process":1,"attached":0,"missing":[],"absent2":[]}',
+            "of another version of lastgood: .*absent2",
+        ),
+    ],
+)
+def test_the_version_of_an_agent_is_compared_before_its_fields(data: bytes, reads: str) -> None:
+    """An agent of another version was replaced because of a "ValidationError: unknown field `absent`"."""
+    with pytest.raises(ValueError, match=reads):
+        agent_messages.answer_of(data, 7)
+
+
 def test_a_process_that_attaches_stops_the_copies_before_it_is_answered(run: Run) -> None:
     run.killed_at(3, attached=True)
     with run.opened() as ckpt:
@@ -577,7 +594,7 @@ def test_status_of_a_mistyped_run_is_refused(run: Run, call_json) -> None:
     assert code == 3 and "there is nothing at" in data["message"]
 
 
-def test_an_agent_of_a_mistyped_run_is_no_success(tmp_path: Path, memory: Path, call, caplog) -> None:
+def test_an_agent_of_a_mistyped_run_reports_it_and_fails(tmp_path: Path, memory: Path, call, caplog) -> None:
     """It served an empty memory for ten minutes without a line, and ended with code 0."""
     code, _, err = call("agent", "run", str(tmp_path / "mistyped"), "--linger", "0")
     assert "there is nothing at" in caplog.text and "waits for a training process that makes the run" in caplog.text

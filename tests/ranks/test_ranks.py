@@ -9,13 +9,14 @@ import pytest
 import torch
 
 import lastgood
+from harness import flip
 from lastgood.policy.merge_values import merged, unplaced
 from lastgood.records import Manifest
 from lastgood.run.content import Content
 from lastgood_lab.campaigns.rank_jobs import Pipeline, made, resaved, whole
 from lastgood_lab.ranks import replicas
 from lastgood_lab.worlds import world
-from ranked import ending, trained, trained_in_parts
+from ranked import ending, reports_of_a_restore, trained, trained_in_parts
 
 pytestmark = pytest.mark.slow
 
@@ -74,6 +75,16 @@ def test_a_save_of_any_world_size_loads_exactly_in_any_other(saved, tmp_path, na
 @pytest.mark.parametrize("name", ["two of DDP", "two of FSDP2", "two of tensor parallel", "four of HSDP"])
 def test_an_interrupted_run_continues_like_an_uninterrupted_one(saved, tmp_path, name):
     assert_continues(*WORLDS[name], saved[name], tmp_path)
+
+
+def test_generations_that_all_ranks_step_over_are_reported_once(saved, tmp_path):
+    """Each rank printed: resumed from step 2, stepping over step 4, with the same reason."""
+    root = copied(saved["two of FSDP2"], tmp_path / "run")
+    (file,) = root.glob("gen/000000000004-*/r00001.safetensors")
+    flip(file)
+    first, second = world(2, reports_of_a_restore, "fsdp", root)
+    assert [one for one in first if one.startswith("resumed from step 2, stepping over\n  step 4: ")]
+    assert not [one for one in second if "stepping over" in one]
 
 
 STAGED = {

@@ -279,6 +279,31 @@ def test_a_signal_ends_the_job_with_a_last_save(tmp_path: Path, training: str) -
     assert only.cause is None and only.answer == "end: the job was asked to end"
 
 
+@pytest.mark.parametrize("option", ["--spawn", "--preload=json"])
+def test_the_text_of_an_exit_is_the_cause(tmp_path: Path, option: str) -> None:
+    """Of `raise SystemExit("text")` the report had the exit code only, and an exception without a text left a colon."""
+    program = "import sys; sys.exit('the file of the vocabulary is missing')"
+    found = supervised(option, "--max-restarts", 0, script(tmp_path, program))
+    assert "rank 0 failed first: SystemExit: the file of the vocabulary is missing, before a state" in found.stderr
+    assert "\nthe file of the vocabulary is missing\n" in f"\n{found.stderr}", "Python prints it as ever"
+    found = supervised(option, "--max-restarts", 0, script(tmp_path, "raise KeyboardInterrupt"))
+    assert "rank 0 failed first: KeyboardInterrupt, before a state was restored" in found.stderr
+    found = supervised(option, "--max-restarts", 0, script(tmp_path, "raise SystemExit(7)"))
+    assert "rank 0 failed first: exit code 7, before a state was restored" in found.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_requested_end_names_no_rank_as_failed(tmp_path: Path, number: int) -> None:
+    """SIGTERM to the job was reported as: rank 1 failed first: SIGTERM; SIGINT as: KeyboardInterrupt: , at step 96."""
+    name = script(tmp_path, "import sys, time; open(sys.argv[1], 'w').close(); time.sleep(600)")
+    command = [*SUPERVISOR, name, str(tmp_path / "started")]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as job:
+        until((tmp_path / "started").exists)
+        job.send_signal(number)
+        errors = job.communicate(timeout=60)[1]
+    assert job.returncode == 128 + number and "failed first" not in errors
+
+
 def test_no_rank_outlives_a_killed_supervisor(tmp_path: Path) -> None:
     name = script(
         tmp_path,

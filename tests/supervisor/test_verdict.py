@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -117,6 +118,33 @@ def test_the_lost_node_is_the_cause_and_not_the_ranks_that_lost_it() -> None:
     lived.ended.append(Ended(1, 2.0, 1, "ValueError: a bad batch"))
     cause = reported.cause(lived)
     assert cause is not None and (cause.kind, cause.rank) == ("exception", 1)
+
+
+@pytest.mark.parametrize(
+    ("by", "first"),
+    [
+        (signal.SIGTERM, Ended(1, 1.0, -signal.SIGTERM)),
+        (signal.SIGINT, Ended(1, 1.0, -signal.SIGINT, "KeyboardInterrupt")),
+        (signal.SIGHUP, Ended(1, 1.0, -signal.SIGHUP)),
+    ],
+)
+def test_a_rank_that_ended_as_it_was_asked_to_has_not_failed(by: int, first: Ended) -> None:
+    """The report of a job that was asked to end read: rank 1 failed first: SIGTERM."""
+    assert reported.cause(Lived(0.0, ended=[first], asked_by=by)) is None
+    assert reported.cause(Lived(0.0, ended=[first])) is not None, "nobody has asked it to"
+    error = Ended(0, 0.5, 1, "ValueError: a bad batch")
+    cause = reported.cause(Lived(0.0, ended=[first, error], asked_by=by))
+    assert cause is not None and cause.what == error.error
+
+
+def test_a_long_cause_ends_between_its_words() -> None:
+    """It ended in the middle of a word, as in: expected scalar typ..."""
+    text = "RuntimeError: " + " ".join(f"word{number}" for number in range(100))
+    cut = reported.short(text)
+    assert len(cut) <= reported.LINE_CHARACTERS + 4 and text.startswith(cut.removesuffix(" ...") + " word")
+    assert reported.short(200 * "x") == 160 * "x" + "..."
+    assert reported.short("RuntimeError: \n\n  Sizes differ.\nMore") == "RuntimeError: Sizes differ."
+    assert reported.short("RuntimeError: Sizes differ.\nMore") == "RuntimeError: Sizes differ."
 
 
 def test_the_step_of_a_failure_is_that_of_the_rank_that_failed(tmp_path: Path) -> None:

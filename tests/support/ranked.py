@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import os
 import threading
 import warnings
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from harness import reports
 from lastgood import errors
 from lastgood_lab.campaigns.rank_jobs import PATIENCE, Loop, attempted, made, outcome_of
 from lastgood_lab.worlds import LIMIT_SECONDS
@@ -33,6 +35,15 @@ def trained(rank: int, size: int, kind: str, root: Path, upto: int, **options: A
         dist.barrier() if size > 1 else None  # wait until rank 0 has verified
         assert not losses or ckpt.latest() == upto - upto % 2
     return losses
+
+
+def reports_of_a_restore(rank: int, size: int, kind: str, root: Path) -> list[str]:
+    """Restore. Returns what this rank reports that is no mere information."""
+    import lastgood
+
+    with reports(logging.WARNING) as texts, lastgood.Checkpointer(root, made(kind, size).state) as ckpt:
+        ckpt.restore()
+    return texts
 
 
 def trained_in_parts(rank: int, size: int, root: Path, upto: int) -> None:

@@ -241,7 +241,7 @@ class Checkpointer:
         self._beat.restored(found.step, found.generation)
         if self._log is not None:
             self._log.restored(found.step, found.seconds)
-        report(found, "resumed from")
+        report(found, "resumed from", self._ranks.is_coordinator)
         self._reports.deliver()
         return found
 

@@ -308,9 +308,10 @@ def _wanted_bytes(posts: list[tuple[str, str, int]]) -> Mapping[str, int]:
     return wanted
 
 
-def report(found: Restored, verb: str) -> None:
-    """Report which generations were stepped over, misread, or rebuilt. `verb`: "loaded" or "resumed from"."""
-    if found.stepped_over:
+def report(found: Restored, verb: str, for_all: bool = True) -> None:
+    """Report which generations were stepped over, misread, or rebuilt. `verb`: "loaded" or "resumed from". `for_all`:
+    also what is the same on all ranks, which step over the same generations."""
+    if found.stepped_over and for_all:  # guard: stepped-over-reported-once
         reasons = "\n".join(f"  step {at}: {reason}" for at, reason in found.stepped_over)
         reporting.threat(f"{verb} step {found.step}, stepping over\n{reasons}")
     if found.misread:

@@ -8,6 +8,7 @@ Everything here runs on the training thread.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from typing import Any, TypeVar, cast
@@ -315,13 +316,13 @@ class Restorer:
 
     def _leave_out(self, found: list[Advice]) -> None:
         """Leave out the batches that are to be skipped, if it is known to which sampler they belong."""
-        samplers = samplers_in(self._request.state)
+        samplers, left = samplers_in(self._request.state), Counter[tuple[int, str]]()
         for one in found:
-            if one.skip is None or len(samplers) != 1:
-                continue
-            ids = samplers[0].skip(one.skip.epoch, one.skip.first, one.skip.count)
-            if ids and self._ranks.is_coordinator:
-                reporting.warning(f"{len(ids)} samples are left out, from epoch {one.skip.epoch}: {one.why}")
+            if one.skip is not None and len(samplers) == 1:
+                left[one.skip.epoch, one.why] += len(samplers[0].skip(one.skip.epoch, one.skip.first, one.skip.count))
+        for (epoch, why), samples in left.items():
+            if samples and self._ranks.is_coordinator:
+                reporting.warning(f"{samples:,} samples are left out, from epoch {epoch}: {why}")
 
     def continue_from(self, found: Restored, followed: Followed) -> None:
         """Make the saves that follow descend from the restored generation, or from nothing if there is none.

@@ -41,7 +41,7 @@ from ..format import layout
 from ..ports import Mendable
 from ..records import Record
 from . import paths
-from .agent_messages import AgentSpec, Answer, Copied, KnownPeers, Request, Send, Serve, Work
+from .agent_messages import AgentSpec, Answer, Copied, KnownPeers, Request, Send, Serve, Work, answer_of
 from .peers import Peers, PeerTable
 
 Kind = TypeVar("Kind", bound=Record)
@@ -111,7 +111,7 @@ class AgentLink:
         try:
             error = asked(connection, Request(protocol=PROTOCOL, call="attach")).error
         except (OSError, ValueError) as failure:
-            error = f"{type(failure).__name__}: {failure}"
+            error = str(failure) if type(failure) is ValueError else f"{type(failure).__name__}: {failure}"
         if not error:
             if self._serve is not None and (problem := self._served(connection, self._serve)):
                 self._serve, self._not_serving_because = None, problem
@@ -283,10 +283,7 @@ def _answer(connection: socket.socket) -> Answer:
         data += part
         if len(data) > MESSAGE_LIMIT_BYTES:
             raise ValueError("its answer is too long")
-    answer = msgspec.json.decode(data, type=Answer)  # msgspec's errors are ValueErrors
-    if answer.protocol != PROTOCOL:
-        raise ValueError(f"it speaks version {answer.protocol} of the protocol, and this is version {PROTOCOL}")
-    return answer
+    return answer_of(data, PROTOCOL)
 
 
 def connected(folder: str) -> socket.socket:

@@ -137,3 +137,22 @@ class Answer(Record, frozen=True, kw_only=True):
     error: str = ""
     findings: list[Finding] = msgspec.field(default_factory=list)
     """of the files that it was asked to read"""
+
+
+class _Version(msgspec.Struct, frozen=True):
+    """The part of an answer that every version has. Other fields are passed over."""
+
+    protocol: int
+
+
+def answer_of(data: bytes, protocol: int) -> Answer:
+    """The answer of an agent. `protocol`: the version of this process. Raises ValueError for another one, whatever its
+    fields are, and for what is no answer."""
+    theirs = msgspec.json.decode(data, type=_Version).protocol  # msgspec's errors are ValueErrors
+    if theirs != protocol:  # guard: version-compared-before-fields
+        kind = "an older" if theirs < protocol else "a newer"
+        raise ValueError(f"it speaks version {theirs} of the protocol, {kind} one; this is version {protocol}")
+    try:
+        return msgspec.json.decode(data, type=Answer)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"it is of another version of lastgood: {error}") from error

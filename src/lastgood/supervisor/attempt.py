@@ -92,6 +92,8 @@ class Lived:
     """whether the ranks were asked to save and to end so that more nodes can join"""
     asked: bool = False
     """whether they were, for this or because a node leaves, and the job goes on"""
+    asked_by: int = 0
+    """the signal that has asked this job to end, before a rank had failed; 0: none"""
     slow: list[Slow] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     """signs that a host may fail"""
@@ -241,6 +243,7 @@ class Attempt:
             for number in self._signals.taken():
                 self._pass_on(number)
             if self._signals.end is not None:
+                lived.asked_by = lived.asked_by or (self._signals.end if lived.failed is None else 0)
                 self._ask_to_end()
             if self._hangs(lived, watch) or self._over_elsewhere(lived):
                 return

@@ -96,6 +96,7 @@ def merged(reports: Mapping[int, Report], lost: tuple[int, str] | None) -> Lived
         hang=_hang([one.hang for one in lives if one.hang is not None]),
         lost=lost,
         grows=any(one.grows for one in lives),
+        asked_by=max(one.asked_by for one in lives),
         slow=[slow for one in lives for slow in one.slow],
         findings=[finding for one in lives for finding in one.findings],
         out_of_memory={rank: where for one in lives for rank, where in one.out_of_memory.items()},

@@ -67,11 +67,21 @@ def become_rank(supervisor: int, environment: Mapping[str, str]) -> None:
 
 def run(program: Program) -> None:
     """Run the program as `__main__` in this process. Returns at its end; raises what it raises."""
+    error_file = os.environ.get(ERROR_FILE, "")
+    try:
+        _run(program, error_file)
+    except SystemExit as error:  # Python gives it to no hook
+        if error.code is not None and not isinstance(error.code, int):
+            _write_error(error_file, SystemExit, error, error.__traceback__)
+        raise
+
+
+def _run(program: Program, error_file: str) -> None:
     if cpus := os.environ.pop(CPUS, ""):
         os.sched_setaffinity(0, map(int, cpus.split(",")))
     if program.kind == "command":
         os.execvp(program.name, [program.name, *program.arguments])
-    write_stacks_on_signal(os.environ.get(ERROR_FILE, ""))
+    write_stacks_on_signal(error_file)
     heartbeat.begin()
     _show_name(f"rank{os.environ.get('RANK', '')} {os.path.basename(program.name)}")
     sys.argv = [program.name, *program.arguments]
@@ -144,20 +154,33 @@ def _noting(path: str) -> Hook:
     """
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        while trace is not None and trace.tb_next is not None and _leads_to_program(trace):
-            trace = trace.tb_next
+        trace = _from_program(trace)
         ends = error is getattr(sys, "last_value", None)  # otherwise the program itself prints an error by this hook
-        if ends and path and not os.path.exists(path):
-            lines = "".join(traceback.format_exception(kind, error, trace))
-            extra = {"py_callstack": lines, "timestamp": str(int(time.time())), "monotonic": time.monotonic()}
-            text = {"message": {"message": f"{kind.__name__}: {error}", "extraInfo": extra}}
-            with open(path, "w") as file:
-                json.dump(text, file)
+        if ends:
+            _write_error(path, kind, error, trace)
         sys.__excepthook__(kind, error.with_traceback(trace), trace)
         if ends:
             heartbeat.note_failed()
 
     return hook
+
+
+def _write_error(path: str, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Write the error file, unless the program has written it. `path`: of the file; empty: there is none."""
+    if not path or os.path.exists(path):
+        return
+    lines = "".join(traceback.format_exception(kind, error, _from_program(trace)))
+    extra = {"py_callstack": lines, "timestamp": str(int(time.time())), "monotonic": time.monotonic()}
+    what = f"{kind.__name__}: {error}" if str(error) else kind.__name__
+    with open(path, "w") as file:
+        json.dump({"message": {"message": what, "extraInfo": extra}}, file)
+
+
+def _from_program(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback without the frames that lead to the program."""
+    while trace is not None and trace.tb_next is not None and _leads_to_program(trace):
+        trace = trace.tb_next
+    return trace
 
 
 def _leads_to_program(trace: TracebackType) -> bool:

@@ -50,7 +50,7 @@ def cause(lived: Lived) -> Cause | None:
         one, texts = lived.hang.behind, {str(rank): text for rank, text in lived.hang.stacks.items()}
         what = hang.described(one, lived.hang.silent)
         return Cause(kind="hang", rank=one.signs.rank, code=-signal.SIGKILL, what=what, stacks=texts)
-    if first is None or (lived.asked and first.code == -signal.SIGTERM):
+    if first is None or _ended_as_asked(first, lived):
         return None
     if first.error:
         stack = lived.stacks.get(first.rank, "")
@@ -60,6 +60,13 @@ def cause(lived: Lived) -> Cause | None:
         what = name if where is None else f"{name}: the kernel killed it for memory ({where})"
         return Cause(kind="signal", rank=first.rank, code=first.code, what=what)
     return Cause(kind="exit", rank=first.rank, code=first.code, what=f"exit code {first.code}")
+
+
+def _ended_as_asked(first: Ended, lived: Lived) -> bool:
+    """Whether a rank was ended by the signal that it was sent because the job, or this node, was asked to end."""
+    by = {lived.asked_by, signal.SIGTERM if lived.asked else 0} - {0}
+    interrupted = signal.SIGINT in by and first.error.partition(":")[0] == KeyboardInterrupt.__name__
+    return -first.code in by or interrupted  # guard: asked-end-is-no-failure
 
 
 def outcome(lived: Lived, found: Cause | None, host: str = "") -> Outcome:
@@ -147,9 +154,14 @@ def sentence(one: Attempt, number: int) -> str:
 
 
 def short(what: str) -> str:
-    """The first line of a text, cut off where it is long. `lastgood attempts --json` has all of it."""
-    line = what.splitlines()[0]
-    return line if len(line) <= LINE_CHARACTERS else f"{line[:LINE_CHARACTERS]}..."
+    """The first line of a text, cut off after a word where it is long. `lastgood attempts --json` has all of it."""
+    line, _, rest = what.partition("\n")
+    if rest and line.rstrip().endswith(":"):  # a message that begins with an empty line
+        line = f"{line.rstrip()} {rest.lstrip().partition(chr(10))[0]}"
+    if len(line) <= LINE_CHARACTERS:
+        return line
+    end = line.rfind(" ", LINE_CHARACTERS // 2, LINE_CHARACTERS + 1)
+    return f"{line[:LINE_CHARACTERS]}..." if end < 0 else f"{line[:end]} ..."
 
 
 def _last(lived: Lived, found: Cause | None) -> Progress | None:

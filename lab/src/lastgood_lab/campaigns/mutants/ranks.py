@@ -11,6 +11,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "ranks",
         RANKS,
         ("rank 0 gives up at the nonce of a dead process, and reads no newer one", "late-rank-awaited", Remove()),
+        ("each rank reports what all step over", "stepped-over-reported-once", Swap(" and for_all", "")),
         ("the joined ranks do not learn which ranks are missing", "absent-ranks-published", Remove()),
         ("all rendezvous have the same name", "unique-rendezvous-name", Instead('name = "0"')),
         (
