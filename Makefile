@@ -65,6 +65,7 @@ prove: .venv/.ready
 	$(BIN)/python -m lastgood_lab.campaigns.memory_kills
 	$(BIN)/python -m lastgood_lab.campaigns.memory_soak
 	$(BIN)/python -m lastgood_lab.campaigns.node_commit
+	$(BIN)/python -m lastgood_lab.campaigns.node_commit --parity --schedules 100000
 	$(BIN)/python -m lastgood_lab.campaigns.nodes
 	$(BIN)/python -m lastgood_lab.campaigns.ranks
 	$(BIN)/python -m lastgood_lab.campaigns.requests

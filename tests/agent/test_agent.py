@@ -19,6 +19,7 @@ import pytest
 import lastgood
 from agents import agent, answers, ended, state, until
 from harness import flip, one_place, reported, steps
+from lastgood.cli import agent as agent_cli
 from lastgood.format import layout
 from lastgood.io.files import Lock
 from lastgood.run import access, agent_link, agent_messages, lower_place, memory_place
@@ -279,6 +280,21 @@ def test_a_save_that_a_deleted_run_never_had_keeps_the_memory(run: Run, call, ca
         shutil.rmtree(run.memory)
         assert process.wait(60) == 0
     assert steps(run.home.with_name("kept"))[-1] == 3
+
+
+def test_a_save_that_a_deleted_run_had_lost_before_keeps_the_memory(run: Run) -> None:
+    """The disk at home went back to an older snapshot after an agent had found everything there. What was noted before
+    still counted when it was not mounted any more: the memory went, with the only copy of the newest save."""
+    run.killed_at(3)
+    copied_by_an_agent(run)
+    (copy,) = run.home.glob("gen/*3-*")
+    shutil.rmtree(copy)
+    with contextlib.closing(Lock(str(run.home / access.LOCK))), agent(run.memory):
+        until(lambda: state(run.memory).missing)
+    run.home.rename(run.home.with_name("unmounted"))
+    with agent(run.memory, linger_seconds=0.0) as process:
+        until(lambda: process.poll() is not None or state(run.memory).absent)
+        assert process.poll() is None and steps(run.memory)[-1] == 3
 
 
 def test_a_home_that_another_process_writes_to_is_left_alone(run: Run) -> None:
@@ -549,6 +565,37 @@ def test_an_agent_in_the_foreground_reports_how_it_ended(run: Run, call_json) ->
     run.killed_at(2)
     code, data = call_json("agent", "run", str(run.home), "--linger", "0")
     assert code == 0 and data["removed"] and steps(run.home) == [2]
+
+
+def test_status_of_a_mistyped_run_is_refused(run: Run, call_json) -> None:
+    """It showed a memory of 0 bytes without an agent, with code 0, whatever the path was."""
+    with lastgood.Checkpointer(run.home, Training().state) as ckpt:
+        ckpt.save(1)
+    code, data = call_json("agent", "status", str(run.home))
+    assert code == 0 and data["runs"][0]["agent"] == "none", "a run without memory is no mistake"
+    code, data = call_json("agent", "status", f"{run.home}x")
+    assert code == 3 and "there is nothing at" in data["message"]
+
+
+def test_an_agent_of_a_mistyped_run_says_so_and_is_no_success(tmp_path: Path, memory: Path, call, caplog) -> None:
+    """It served an empty memory for ten minutes without a line, and ended with code 0."""
+    code, _, err = call("agent", "run", str(tmp_path / "mistyped"), "--linger", "0")
+    assert "there is nothing at" in caplog.text and "waits for a training process that makes the run" in caplog.text
+    assert code == 3 and "no training process has made it" in err
+    assert not (tmp_path / "mistyped").exists() and not any((memory / f"lastgood-{os.geteuid()}").iterdir())
+
+
+def test_an_agent_may_be_started_before_its_run_is_made(run: Run, monkeypatch, call) -> None:
+    """As the unit of systemd and the sidecar of Kubernetes do."""
+    real = agent_cli.serve
+
+    def trained(*arguments: object) -> bool:
+        with lastgood.Checkpointer(run.home, Training().state) as ckpt:
+            ckpt.save(1)
+        return real(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(agent_cli, "serve", trained)
+    assert call("agent", "run", str(run.home), "--linger", "0")[0] == 0
 
 
 def test_an_agent_removes_no_folder_that_has_replaced_its_own(run: Run) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,14 @@ import lastgood
 from agents import state, until
 from harness import flip, one_place, steps
 from lastgood.agent import works
+from lastgood.agent.server import Server
 from lastgood.errors import Cancelled
 from lastgood.format import commit
+from lastgood.io.files import Lock
 from lastgood.run import agent_link, memory_place, reader, verify
 from lastgood.run.agent_link import PROTOCOL
 from lastgood.run.agent_messages import Request, Work
+from lastgood.run.paths import Place
 from training import Training
 
 pytestmark = pytest.mark.slow
@@ -122,6 +126,30 @@ def test_work_stops_when_its_training_process_ends(job: Job, monkeypatch) -> Non
         assert noticed.wait(60) and agent.running()
         ends.set()
         assert job_.result() == ([], "it was stopped") and not agent.running() and woken.wait(60)
+
+
+def test_an_agent_waits_for_the_end_of_work_without_polling(memory: Path, monkeypatch) -> None:
+    """While a work that nobody waited for any more read from a node that hung, its agent kept a processor busy."""
+    folder, timeouts = str(memory / "run"), list[float | None]()
+    os.mkdir(folder)
+    lock = Lock(os.path.join(folder, agent_link.LOCK))
+    server = Server(Place(folder, "memory"), lock, agent_link.listening(folder), 0.0, 0.0)
+    work, stopped = Future[works.Done](), threading.Event()
+    server._works._unfinished[work] = stopped
+    stopped.set()
+    select = server._selector.select
+
+    def selected(timeout: float | None = None) -> object:
+        timeouts.append(timeout)
+        if len(timeouts) == 1:
+            work.set_result(([], "it was stopped"))
+            server._wake()
+        return select(timeout)
+
+    monkeypatch.setattr(server._selector, "select", selected)
+    server.run()
+    lock.close()
+    assert timeouts[0] is None and not os.path.exists(folder), "then it has ended as usual"
 
 
 def test_a_training_process_may_end_between_a_work_and_its_answer(job: Job) -> None:

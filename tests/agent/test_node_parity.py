@@ -22,6 +22,7 @@ from lastgood.coordination.rounds import RankGroup
 from lastgood.format import commit, layout, stripe_layout
 from lastgood.io.checksum import digest
 from lastgood.io.memory_files import MemoryFiles
+from lastgood.limits import WORKERS
 from lastgood.policy.placement import Node, groups
 from lastgood.policy.stripes import stripe_sets
 from lastgood.records import (
@@ -41,8 +42,9 @@ from lastgood.records import (
 from lastgood.run import paths
 from lastgood.run.agent_link import AgentLink
 from lastgood.run.node_copies import CopyMaker
-from lastgood.run.node_disks import NodeDisks, NodeFiles, NodeLinks, Nodes
+from lastgood.run.node_disks import NodeDisks, NodeFiles, NodeLinks, Nodes, NodeView
 from lastgood.run.node_parity import ParityMaker, rebuilder
+from lastgood.run.node_transfer import Carrier, Transfer
 from lastgood.run.peers import FileCall, PeerNode, Peers, PeerTable, StripeMember, StripeOrder
 from lastgood.run.planned_save import RunOptions
 from lastgood.storage.directory import Disk
@@ -245,6 +247,26 @@ def test_a_node_that_cannot_be_reached_has_lost_nothing(cluster: Cluster) -> Non
     assert cluster.files(0) == before
 
 
+def test_a_node_that_falls_silent_is_waited_for_once(cluster: Cluster, monkeypatch) -> None:
+    """An agent hung while what a lost node had was computed. Each chunk asked it anew and waited a minute for it,
+    though the other nodes had cells enough: hours for a part of some GB."""
+    cluster.protect()
+    before = cluster.files(0)
+    cluster.lose(0)
+    read, waited = Peers.read, set[str]()
+
+    def silent(self: Peers, node: PeerNode, extent: Extent, mv: memoryview) -> None:
+        if node.name == "1" and not extent.blob.endswith(".json"):
+            waited.add(f"{extent.blob} {extent.offset}")
+            raise errors.TimedOut("a request to 1 took longer than 60 s")
+        read(self, node, extent, mv)
+
+    monkeypatch.setattr(Peers, "read", silent)
+    cluster.rebuild(0)
+    assert cluster.files(0) == before
+    assert 0 < len(waited) <= WORKERS, "each thread waits for its first chunk at most"
+
+
 def test_a_damaged_file_is_made_whole_where_it_lies(cluster: Cluster) -> None:
     cluster.protect()
     before = cluster.files(1)
@@ -358,6 +380,37 @@ def test_a_node_whose_agent_does_not_listen_has_no_part_in_parity(cluster: Clust
         cluster.disk(2).put_new(f"{layout.folder(AT)}/{name}", data)
     assert some.outlives(cluster.generation) and copies[1].outlives(cluster.generation)
     assert not every.outlives(cluster.generation) and not copies[0].outlives(cluster.generation)
+
+
+def test_chunks_for_a_node_wait_once_for_an_agent_that_is_silent(cluster: Cluster, monkeypatch) -> None:
+    """Each chunk that several ranks of a node wanted asked an agent that hung anew, and waited a minute for it; also
+    when no other node had the file, so that the restore had failed."""
+    for name, data in cluster.files(1).items():
+        cluster.disk(2).put_new(f"{layout.folder(AT)}/{name}", data)
+    read, asked = Peers.read, list[str]()
+
+    def silent(self: Peers, node: PeerNode, extent: Extent, mv: memoryview) -> None:
+        asked.append(node.name)
+        if node.name == "1":
+            raise errors.TimedOut("a request to 1 took longer than 60 s")
+        read(self, node, extent, mv)
+
+    monkeypatch.setattr(Peers, "read", silent)
+    links = NodeLinks(table=PeerTable(job=JOB, key=KEY, nodes=cluster.nodes), peers=cluster.peers)
+    view = NodeView(cluster.disk(0), Nodes(tuple(range(NODES))), True, links)
+    records = {name: data for rank in range(NODES) for name, data in cluster.files(rank).items() if "manifest" in name}
+    view.shown.show(cluster.generation, {name: len(data) for name, data in records.items()}, records)
+    carrier, wanted = Carrier(view, [], RankGroup(0, NODES, Board(), "run")), {"0": {"r00001.safetensors": [*range(8)]}}
+
+    def carry(*holders: int) -> dict[str, int]:
+        named = {layout.blob_name(rank): [rank] for rank in range(NODES)} | {"r00001.safetensors": [*holders]}
+        return carrier.carry(Transfer(number=0, at=AT, place=None, wanted=wanted, holders=named), lambda: False)
+
+    assert carry(1, 2) == {"other nodes": LENGTHS[1]} and asked == ["1", *"2" * 8]
+    asked.clear()
+    with pytest.raises(errors.TierDown):
+        carry(1)
+    assert asked == ["1"]
 
 
 def test_what_no_node_has_is_rebuilt_where_an_agent_listens() -> None:

@@ -410,7 +410,7 @@ def test_whole_copies_stay_while_a_node_is_left_out_of_newer_ones(tmp_path: Path
     gate = Gate()
     known.below, gate.whole = [below], {generation.step}
     gate.reached.set()
-    later = [structs.replace(generation, commit=structs.replace(generation.commit, step=step)) for step in (2, 3, 4)]
+    later = [structs.replace(generation, commit=structs.replace(generation.commit, step=step)) for step in (2, 3, 4, 5)]
     copies_ = NodeCopies(known, lambda _: gate, Outcomes(str(tmp_path)))
     try:
         for one in later[:2]:
@@ -418,13 +418,15 @@ def test_whole_copies_stay_while_a_node_is_left_out_of_newer_ones(tmp_path: Path
             assert copies_.offer(one).result(20) is None
         held = [one.step for one in (generation, *later) if one.id in known.held]
         assert held == [1, 3], "a newer one with copies of some nodes takes the place of one of its kind only"
-        below.record(structs.replace(later[0], verified=True))
-        known.record(later[2])
-        copies_.offer(later[2]).result(20)
-        assert [one.step for one in (generation, *later) if one.id in known.held] == [4], "below it is newer"
+        for one, verified, left in ((later[2], False, [1, 4]), (later[3], True, [5])):
+            below.record(structs.replace(later[0], verified=verified))
+            known.record(one)
+            copies_.offer(one).result(20)
+            held = [one.step for one in (generation, *later) if one.id in known.held]
+            assert held == left, "it goes once a newer one was read back below"
     finally:
         copies_.close()
-    assert later[2].id not in known.held
+    assert later[3].id not in known.held
 
 
 def test_a_generation_that_is_to_be_rebuilt_is_held_from_the_opening_on(tmp_path: Path, generation: Generation) -> None:

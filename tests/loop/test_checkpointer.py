@@ -251,6 +251,14 @@ def test_save_once_at_an_existing_step_supersedes_it(tmp_path: Path) -> None:
     assert state["w"].tolist() == [1, 1, 1]
 
 
+@pytest.mark.parametrize("loss", [torch.ones(1), "0.5", [0.5]])
+def test_a_metric_that_is_no_number_is_refused_at_the_first_step(tmp_path: Path, loss: object) -> None:
+    """It was refused when the first save was due, after a thousand steps of which nothing was saved."""
+    opened = lastgood.Checkpointer(tmp_path / "run", {"x": torch.ones(2)}, cadence=lastgood.Every(steps=1000))
+    with opened as ckpt, pytest.raises(errors.Refused, match="'loss' is"):
+        ckpt.step(1, metrics={"loss": loss})
+
+
 def test_retention_counts_and_milestones_and_metrics(tmp_path: Path) -> None:
     state = {"w": torch.zeros(3)}
     keep = lastgood.Keep(last=2, every=10, milestones=(3,), best=("loss", "min", 1))

@@ -95,7 +95,7 @@ def test_a_loop_that_has_saved_nothing_good_starts_over(tmp_path: Path, bad: dic
     that is kept for people, and restores found nothing good."""
     loop = Loop(tmp_path, bad, lastgood.Sentinel(every=5, spike=5), every)
     with loop.ckpt:
-        with pytest.raises(TrainingDiverged, match="is to be started again"):
+        with pytest.raises(TrainingDiverged, match="Start the process again"):
             loop.train(40)
         with pytest.raises(NothingGood, match="Start the process again"):
             loop.train(40)  # its state has diverged
@@ -169,6 +169,25 @@ def test_a_comparison_under_way_is_read_before_a_save_and_at_the_end(
             ckpt.close() if end == "close" else ckpt.save(5)
     ckpt.close()
     assert [one.suspect.step for one in advice.read(access.for_reading(tmp_path)) if one.suspect] == [5]
+
+
+def test_a_device_that_has_failed_keeps_no_run_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA reports what a kernel did at the next wait for it, here that of close(): it raised before it had waited for
+    the saves in flight, and the run stayed locked."""
+
+    def synchronize() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    taken, failed = sentinel._Seen.taken, SimpleNamespace(synchronize=synchronize)
+    monkeypatch.setattr(sentinel._Seen, "taken", lambda self: taken(self)._replace(copied=failed))
+    state = {"model": torch.nn.Linear(2, 2)}
+    ckpt = lastgood.Checkpointer(tmp_path, state, sentinel=SENTINEL, cadence=lastgood.Every(steps=3))
+    for n in range(1, 6):
+        ckpt.step(n, metrics={"loss": 1.0})
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        ckpt.close()
+    with lastgood.Checkpointer(tmp_path, state) as again:
+        assert again.restore().step == 3
 
 
 def test_a_loop_whose_good_generation_was_deleted_does_not_start_over(tmp_path: Path) -> None:

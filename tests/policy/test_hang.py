@@ -76,7 +76,8 @@ def test_a_report_names_the_place_where_the_rank_hangs() -> None:
     text = described(Stuck(TRAINS, state="D", stack=OWN), found)
     assert text == (
         'hangs in the step after step 7, at "/home/me/train.py", line 20 in batch: it waits for a disk, or another '
-        "device (no progress for 300.0 s; limit 200.0 s)"
+        "device (no progress for 300.0 s; limit 200.0 s; name what takes long with ckpt.phase(), or raise "
+        "--hang-timeout)"
     )
 
 

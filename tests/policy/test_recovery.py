@@ -73,6 +73,25 @@ def test_a_remedy_that_is_not_possible_is_passed_over() -> None:
     assert after("restart", "restart", restored_step=0, batches_known=False) == "end"
 
 
+def test_a_failure_before_any_step_leaves_out_no_batches() -> None:
+    """A typo in a script, in the first step after a restore, took 30 samples from the training for good, and marked
+    one generation after the other as suspect."""
+    first = {"restored_step": 12}  # FAILS has completed step 12
+    assert after("restart", "restart", **first) == "back"
+    again = [replace(FAILS, restored_step=12, followed=one) for one in ("restart", "restart", "back")]
+    found = answer([*again, replace(FAILS, restored_step=8, last_step=8)], Budget())
+    assert found.act == "end" and found.withdraws, "it fails without the suspect generation too"
+    assert "before a step was completed" in found.why
+    assert answer([*again, FAILS], Budget()).act == "skip", "training came to the same step from the one before"
+
+
+def test_a_hang_leaves_out_no_batches() -> None:
+    """An evaluation without a name took longer than the limit, and 16 samples were left out for good."""
+    hang = {"cause": "hang"}
+    assert after("restart", "restart", **hang) == "back"
+    assert after("restart", "restart", "back", **hang) == "end"
+
+
 def test_a_user_chooses_what_is_tried() -> None:
     alike = [FAILS] * 3
     assert answer(alike, Budget(remedies=("skip",))).act == "skip"
@@ -105,6 +124,9 @@ def test_what_would_fail_in_the_same_way_again_is_not_started_again(error: str, 
 def test_steps_that_are_trained_again_are_counted() -> None:
     assert replayed_steps([FAILS]) == 0 == replayed_steps([FAILS, replace(FAILS, restored_step=None)])
     assert replayed_steps([FAILS, FAILS]) == 2
+    assert replayed_steps([FAILS], before=11) == 1, "of an earlier job"
+    far = replace(FAILS, last_step=90)
+    assert [replayed_steps([far, FAILS]), replayed_steps([far, FAILS, far])] == [2, 80], "no more than it has trained"
 
 
 def test_pauses_grow_to_a_bound() -> None:

@@ -19,6 +19,14 @@ def test_saves_whose_agents_are_killed_are_all_committed(tmp_path: Path, memory:
     assert all(found.samples.values())
 
 
+def test_no_deletion_in_the_directory_stays_unfinished(tmp_path: Path, memory: Path) -> None:
+    """The soak counted files in memory only, and passed while each deleted generation left two files at home."""
+    soak = Soak(tmp_path / "run", memory, 1, steps_to_home=10)
+    soak.run(60, 0)
+    assert not soak.problems and soak.samples["directory"][-1].generations >= 1
+    assert soak.half_deleted() == 0
+
+
 def test_what_grows_is_reported(tmp_path: Path, memory: Path) -> None:
     soak = Soak(tmp_path / "run", memory, 1)
     soak.samples["agent"] = [Sample(100_000 + 1000 * number, 10, 50, 5) for number in range(100)]

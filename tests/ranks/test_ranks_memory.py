@@ -174,6 +174,21 @@ def test_a_node_whose_agent_does_not_listen_is_left_out_alone(tmp_path: Path, me
     assert all(len(one) == 2 for one in holders(8)), "the next opening asks that agent again"
 
 
+def test_copies_from_before_stay_where_one_agent_of_two_listens(tmp_path: Path, memory: Path) -> None:
+    """The last save that lay on both nodes was deleted for one that did not, and with the node both were lost."""
+    nodes, home = ["a", "b"], tmp_path / "home"
+
+    def life(upto: int, left_out: str = "") -> list[int]:
+        world(2, died_beside_left_out, nodes, memory, home, upto, left_out, dies=(0, 1))
+        return [one["step"] for one in found_beside_left_out(home, 2)]
+
+    life(6)
+    assert life(7, "b") == [6, 6] and steps(home) == [4]
+    shutil.rmtree(folder(home, "b", memory))
+    assert life(8) == [6, 6]
+    assert steps(folder(home, "a", memory))[-1] == 8 and 6 not in steps(folder(home, "a", memory))
+
+
 @pytest.mark.parametrize("which", [0, -1], ids=["first", "last"])
 def test_a_damaged_copy_is_mended_from_another_node(tmp_path: Path, memory: Path, which: int) -> None:
     """Of four nodes with three copies. A rank asked for a mark that only other nodes have, and all ranks were left half

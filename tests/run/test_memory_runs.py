@@ -122,6 +122,24 @@ def test_a_milestone_is_kept_at_home_and_leaves_memory(run: Run) -> None:
     assert 2 in steps(run.home)
 
 
+def test_deleted_generations_leave_no_files_behind_while_a_job_runs(run: Run, call_json) -> None:
+    """GOING.json and the manifest of each deleted generation stayed at home until the next opening.
+
+    A job of one process copies from memory to home. The manifest was created after the newest listing of its folder,
+    and the deletion skipped a file that this listing lacked, as if it were in a pack.
+    """
+    with run.opened(home_every=1, retention=lastgood.Keep(last=1)) as ckpt:
+        ckpt.restore()
+        for step in range(1, 8):
+            run.training.step()
+            ckpt.step(step).result()
+        ckpt.wait()
+        code, listed = call_json("ls", str(run.home))
+        states = {row["step"]: row["state"] for row in listed["generations"]}
+        assert code == 0 and "deleting" not in states.values() and 7 in states and len(states) <= 3
+        assert {folder.name[:12] for folder in (run.home / "gen").iterdir()} == {f"{step:012}" for step in states}
+
+
 def test_after_a_restart_of_the_machine_the_home_is_restored(run: Run) -> None:
     run.train(5)
     ended(str(run.memory))  # nothing else changes these folders
@@ -340,6 +358,19 @@ def test_the_memory_of_another_run_is_not_loaded(run: Run) -> None:
     shutil.rmtree(run.home)
     lastgood.save(run.home, {"n": 1}, step=1)
     assert lastgood.load(run.home).restored.step == 1
+
+
+def test_what_another_user_may_have_put_into_memory_is_not_loaded(run: Run, call) -> None:
+    """Any user can make the folder of another one in /dev/shm who has none there. A copy of the run with a newer step
+    of other weights was loaded from it in place of the newest step at home."""
+    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    lastgood.save(run.home, Training().state, step=0)
+    assert subprocess.run([sys.executable, "-c", KILLED, path, str(run.home)]).returncode == -signal.SIGKILL
+    run.memory.parent.chmod(0o770)
+    assert lastgood.load(run.home).restored.step < 7 and lastgood.open(run.home).generation().step < 7
+    assert "which is newer" not in call("ls", str(run.home))[1]
+    run.memory.parent.chmod(0o700)
+    assert lastgood.load(run.home).restored.step == 7
 
 
 def test_a_part_of_a_newer_save_in_memory_is_named_and_not_read(tmp_path, memory, call, call_json) -> None:

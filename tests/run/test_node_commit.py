@@ -1,4 +1,4 @@
-"""The commit among agents, peers and a coordinator that may die: a slice of the campaign that explores it."""
+"""The commit among agents, peers and a coordinator that may die: slices of the campaign that explores it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lastgood.errors import CommitUnknown, TierDown
 from lastgood.io.files import PosixFiles
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
-from lastgood_lab.campaigns.node_commit import explore, without
+from lastgood_lab.campaigns.node_commit import COPIES, PARITY, Subject, explore, without
 from lastgood_lab.plain import save
 
 
@@ -26,8 +26,16 @@ def test_no_schedule_of_a_slice_breaks_a_rule() -> None:
     assert len(found.outcomes) > 1, "some nodes are lost with what was saved, most are not"
 
 
-def test_a_seed_gives_the_same_schedule_again() -> None:
-    assert explore(range(7, 10)).digests == explore(range(7, 10)).digests
+def test_no_schedule_with_parity_breaks_a_rule() -> None:
+    """The shapes of the slice are all that the campaign has: "2+1" on three and four nodes, "2+2" on four."""
+    found = explore(range(14, 18), PARITY)
+    assert not found.problems
+    assert len(set(found.digests)) > 30, "most schedules differ"
+
+
+@pytest.mark.parametrize(("subject", "seeds"), [(COPIES, range(7, 10)), (PARITY, range(1))], ids=["copies", "parity"])
+def test_a_seed_gives_the_same_schedule_again(subject: Subject, seeds: range) -> None:
+    assert explore(seeds, subject).digests == explore(seeds, subject).digests
 
 
 def test_the_copies_of_a_generation_outlive_the_next_commit() -> None:
@@ -35,7 +43,7 @@ def test_the_copies_of_a_generation_outlive_the_next_commit() -> None:
 
     The seed is one whose schedule shows it: `node_commit --search` without the safeguard finds others.
     """
-    assert not explore(range(236, 237)).problems
+    assert not explore(range(8, 9)).problems
 
 
 def test_agents_that_need_one_lock_try_again_at_different_moments() -> None:
@@ -72,7 +80,16 @@ def test_an_unknown_commit_stays_if_the_store_is_down_too(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("guard", ["uncommit-before-delete", "commit-copied-after-all-parts"])
-def test_a_removed_safeguard_is_found(guard: str) -> None:
-    count, what = without(guard, schedules=3000)
+@pytest.mark.parametrize(
+    ("guard", "subject"),
+    [
+        ("uncommit-before-delete", COPIES),
+        ("commit-copied-after-all-parts", COPIES),
+        ("stripes-carry-manifests", PARITY),
+        ("manifest-beside-its-files", PARITY),
+        ("lost-node-is-no-damage", PARITY),
+    ],
+)
+def test_a_removed_safeguard_is_found(guard: str, subject: Subject) -> None:
+    count, what = without(guard, schedules=3000, subject=subject)
     assert count > 0, what

@@ -746,6 +746,18 @@ def test_retention_removes_packs_from_a_directory(tmp_path, in_memory):
     assert not (tmp_path / "home" / layout.folder(one.id)).exists()
 
 
+@pytest.mark.parametrize("kind", ["directory", "bucket"])
+def test_a_file_created_after_the_newest_listing_is_deleted(tmp_path, bucketlike, kind):
+    """It counted as a part of a pack, and stayed: a manifest that was created after its folder was listed."""
+    folder = layout.folder(GenerationId(step=3, incarnation="0123abcd"))
+    with home(tmp_path) as directory:
+        tier = directory if kind == "directory" else bucketlike
+        tier.list(folder)
+        tier.put_new(f"{folder}/r00000.manifest.json", b"{}")
+        tier.delete(f"{folder}/r00000.manifest.json")
+        assert not tier.list(folder)
+
+
 class Failing(Objects):
     """Objects of which one call fails, before or after its effect."""
 

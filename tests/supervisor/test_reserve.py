@@ -108,6 +108,15 @@ def test_an_older_copy_goes_though_the_run_has_deleted_its_generation(home: Path
     assert there(home) == {4}
 
 
+def test_a_copy_that_somebody_has_removed_is_made_anew(home: Path, memory: Path) -> None:
+    """systemd removes what a user has in /dev/shm when he logs out. The node then waited with nothing in memory."""
+    reserve = Reserve(str(home))
+    reserve.refresh()
+    shutil.rmtree(held(home))
+    reserve.refresh()
+    assert there(home) == {4}
+
+
 def by_hand(call_json: Callable[..., tuple[int, object]], home: Path, *step: str) -> None:
     assert call_json("agent", "stage", str(home), *step)[0] == 0
 
@@ -158,6 +167,18 @@ def test_memory_is_not_removed_while_an_agent_or_a_process_has_it(home: Path, me
     with contextlib.closing(Lock(str(held(home) / access.LOCK))):
         assert staged.remove_unneeded() == []
     assert staged.remove_unneeded() == [str(held(home))] and not held(home).exists()
+
+
+@pytest.mark.parametrize("is_link", [True, False], ids=["link", "file"])
+def test_nothing_is_removed_through_what_another_user_has_made(home, tmp_path, memory, is_link: bool) -> None:
+    """Any user can make a name in /dev/shm. Folders of the victim went that lay behind a link, if their names ended in
+    .removed; and a file in place of the folder ended the supervisor with an error in place of its exit code."""
+    (victim := tmp_path / "thesis.removed").mkdir()
+    above = Path(memory_place.folder_of_user())
+    above.symlink_to(tmp_path) if is_link else above.write_text("")
+    with unneeded_removed(str(home)) as hold:
+        hold()
+    assert victim.exists()
 
 
 # ---- before a copy ---------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,74 @@ def test_variables_of_torchrun_are_defaults(script: str) -> None:
     assert parsed(["-m", "json.tool"], {}).program.kind == "module"
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("PET_HANG_TIMEOUT", "abc", "^PET_HANG_TIMEOUT: 'abc' is not a number of seconds"),
+        ("PET_MASTER_PORT", "99999", "^PET_MASTER_PORT: '99999' is no port"),
+        ("PET_UNHEALTHY", "leav", "^PET_UNHEALTHY: 'leav' is none of its values. Did you mean leave"),
+        ("PET_SPAWN", "true", "^PET_SPAWN: 'true' is neither 1 nor 0"),
+        ("PET_NPROC_PER_NODE", "many", r"many \(--nproc-per-node comes from PET_NPROC_PER_NODE\)"),
+        ("PET_RDZV_BACKEND", "etcd", r"etcd is not done \(--rdzv-backend comes from PET_RDZV_BACKEND\)"),
+    ],
+)
+def test_a_wrong_variable_is_named_and_not_only_its_option(name: str, text: str, says: str, script: str) -> None:
+    """The error spoke of --hang-timeout, which stood nowhere. PET_UNHEALTHY=leav and PET_SPAWN=true changed nothing."""
+    with pytest.raises(Refused, match=says):
+        parsed([script], {name: text})
+
+
+def test_a_flag_replaces_a_variable_that_is_wrong(script: str) -> None:
+    assert parsed(["--hang-timeout", "5", script], {"PET_HANG_TIMEOUT": "abc"}).limits.least_seconds == 5.0
+
+
+def test_the_long_limit_of_a_hang_is_never_below_that_of_a_step(script: str) -> None:
+    """`--hang-long-timeout 1 --hang-timeout 60` was accepted: a first step of two seconds would have been a hang."""
+    with pytest.raises(Refused, match="--hang-long-timeout 1 is less than --hang-timeout 60"):
+        parsed(["--hang-long-timeout", "1", script], {})
+    assert parsed(["--hang-timeout", "7200", script], {}).limits.long_seconds == 7200.0
+    assert parsed(["--hang-timeout", "30", script], {}).limits.long_seconds == 3600.0
+    assert parsed(["--hang-timeout", "0", "--hang-long-timeout", "1", script], {}).limits.long_seconds == 1.0
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--log-dir", "/proc/x"],
+        ["--log-dir", "/proc"],
+        ["--log-dir", "SCRIPT"],
+        ["--log-dir", "SCRIPT/x"],
+        ["--log-dir", "FOLDER", "--rdzv-id", 300 * "x"],
+        ["--records", "/proc/x"],
+        ["--records", "/proc"],
+        ["--records", "SCRIPT/x"],
+        ["--health-file", "FOLDER"],
+        ["--health-file", "SCRIPT/x"],
+        ["--health-file", "FOLDER/socket"],
+        ["--policy", "/proc/x"],
+        ["--policy", "FOLDER"],
+        ["--policy", "SCRIPT/x"],
+        ["--nnodes", "1:2", "--stage", "SCRIPT"],
+    ],
+)
+def test_files_and_folders_that_cannot_be_used_are_refused(given: list[str], script: str, tmp_path: Path, call) -> None:
+    """`--log-dir /proc/x` ended with a traceback and code 1, and `--records /proc` was reported at the end only."""
+    (tmp_path / "logs").mkdir()
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(str(tmp_path / "logs" / "socket"))
+        named = [text.replace("SCRIPT", script).replace("FOLDER", str(tmp_path / "logs")) for text in given]
+        code, _, err = call("run", *named, script)
+    assert code == 3 and "Nothing was" in err and "Traceback" not in err
+    assert [one.name for one in (tmp_path / "logs").iterdir()] == ["socket"]
+
+
+def test_folders_for_output_that_are_not_there_are_made(script: str, tmp_path: Path, call) -> None:
+    given = ["--log-dir", str(tmp_path / "a/b"), "--records", str(tmp_path / "c/d"), "--rdzv-id", "x/y"]
+    assert call("run", *given, "--no-python", "true")[0] == 0
+    assert [one.name[:2] for one in (tmp_path / "a/b/x").iterdir()] == ["y_"]
+    assert [one.name for one in (tmp_path / "c/d").iterdir()] == ["supervisor.json"]
+
+
 def redirects(text: str, script: str) -> dict[int, int]:
     job: Job = parsed(["--nproc-per-node=2", "--redirects", text, script], {})
     return dict(job.outputs.redirects)
@@ -63,6 +132,14 @@ def redirects(text: str, script: str) -> dict[int, int]:
 def test_output_of_some_ranks_may_go_to_files(script: str) -> None:
     assert redirects("3", script) == {0: 3, 1: 3}
     assert redirects("0:1,1:2", script) == {0: 1, 1: 2}
+
+
+@pytest.mark.parametrize("backend", ["etcd", "etcd-v2", "zzz"])
+def test_another_rendezvous_is_refused_whatever_the_number_of_nodes(backend: str, script: str) -> None:
+    """With one node --rdzv-backend etcd, or a mistyped one, was accepted, and failed once the job had more nodes."""
+    for nodes in ("1", "2", "1:4"):
+        with pytest.raises(Refused, match=f"--rdzv-backend {backend} is not done"):
+            parsed(["--nnodes", nodes, "--rdzv-backend", backend, script], {})
 
 
 @pytest.mark.parametrize(
@@ -93,7 +170,10 @@ def test_output_of_some_ranks_may_go_to_files(script: str) -> None:
         (["--log-dir", "SCRIPT", "SCRIPT"], "no folder"),
         (["--spawn", "--preload", "json", "SCRIPT"], "contradict"),
         (["--slow-factor", "0.5", "SCRIPT"], "slow-factor"),
-        (["--remedies", "none,back", "SCRIPT"], "none"),
+        (["--remedies", "none,back", "SCRIPT"], "'none,back': none stands alone, for no remedy at all"),
+        (["--remedies", "skip,none", "SCRIPT"], "'skip,none': none stands alone"),
+        (["--master-port", "99999", "SCRIPT"], "'99999' is no port: give a whole number from 0 to 65535"),
+        (["--master-port", "-1", "SCRIPT"], "'-1' is no port"),
         (["--redirects", "7", "SCRIPT"], "--redirects 7"),
         (["--redirects", "5:1", "SCRIPT"], "--redirects 5:1"),
         (["--no-python", "-m", "SCRIPT"], "contradict"),
@@ -106,6 +186,8 @@ def test_output_of_some_ranks_may_go_to_files(script: str) -> None:
     ],
 )
 def test_what_cannot_be_meant_or_is_not_done_is_refused_by_name(arguments: list[str], says: str, script: str) -> None:
+    """`--master-port 99999` failed three times with code 9, and none,back was answered: 'none' is no remedy. Did you
+    mean none?"""
     with pytest.raises(Refused, match=says) as found:
         parsed([script if one == "SCRIPT" else one for one in arguments], {})
     assert found.value.safe == "Nothing was started." or "Nothing was touched" in found.value.safe

@@ -31,7 +31,8 @@ NAMES = ["RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "
 RANK = f"""
 import json, os, signal, sys, time
 attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
-signal.signal(signal.SIGTERM, lambda *_: sys.exit({PREEMPTED}))
+code = 1 if os.path.exists("unsaved") else {PREEMPTED}
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(code))
 seen = {{name: os.environ[name] for name in {NAMES!r}}} | {{"node": os.environ["LASTGOOD_NODE"]}}
 with open(f"attempt-{{attempt}}-{{rank}}.new", "w") as file:
     json.dump(seen, file)
@@ -44,7 +45,7 @@ if os.path.exists(f"fail-{{attempt}}-{{rank}}"):
 while not os.path.exists("done"):
     time.sleep(0.02)
     if os.path.exists(f"over-{{attempt}}"):  # a signal of one node reaches the ranks of all, as a Checkpointer does it
-        sys.exit({PREEMPTED})
+        sys.exit(code)
 """
 
 
@@ -158,6 +159,7 @@ def test_expected_spare_nodes_are_counted_and_one_takes_over(nodes: Nodes, memor
     assert not [one for one in memory.glob("lastgood-*/*") if one.is_dir()]
     records = json.loads((nodes.folder / "logs/supervisor.json").read_text())["attempts"]
     assert [one["spares"] for one in records] == [{"waiting": 1, "expected": 1}, {"waiting": 2, "expected": 1}]
+    assert all(one["phases"]["rendezvous"] > 0 for one in records)
 
 
 @pytest.mark.parametrize("nodes", ["1:2"], indirect=True)
@@ -189,6 +191,18 @@ def test_a_node_on_which_failures_begin_is_left_out(nodes: Nodes) -> None:
     why = "b is left out: the last 2 failures that point to a machine began on b (SIGKILL at step 0, SIGBUS at step 0)"
     assert f"this node (b) has left the job: {why}" in nodes.log("b")
     assert f"restart: {why}" in nodes.log("a")
+
+
+@pytest.mark.parametrize("nodes", ["2"], indirect=True)
+def test_a_job_that_was_asked_to_end_on_one_node_is_given_up_on_none(nodes: Nodes) -> None:
+    """The other node ended with 9, and without a word: a scheduler does not start a job again that was given up."""
+    nodes.touch("unsaved")
+    first, second = nodes.start("a", "--nproc-per-node", "1"), nodes.start("b", "--nproc-per-node", "1")
+    nodes.seen(0, 2)
+    first.send_signal(signal.SIGTERM)
+    nodes.touch("over-0")
+    assert first.wait(60) == second.wait(60) == 128 + signal.SIGTERM
+    assert "the job was asked to end, on another node" in nodes.log("b")
 
 
 @pytest.mark.parametrize("nodes", ["2"], indirect=True)

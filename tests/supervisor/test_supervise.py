@@ -241,6 +241,22 @@ def test_a_batch_that_fails_each_time_is_left_out_and_the_audit_balances(tmp_pat
     assert "from step 3, stepping over" in done.stderr, "the suspect generation was not restored again"
 
 
+def test_a_typo_in_the_script_costs_no_samples_and_no_generation(tmp_path: Path) -> None:
+    """It fails in the first step after each restore. That left out the batches of the step for good, and marked the
+    newest generation as suspect, so that the mended script went on from an older one."""
+    run, mended = tmp_path / "run", script(tmp_path, POISON)
+    assert supervised(mended, run, 12, -1).returncode == 0
+    typo = tmp_path / "typo.py"
+    typo.write_text(POISON.replace("optimizer.zero_grad()", "optimizer.zero_gard()"))
+    done = supervised(typo, run, 20, -1)
+    assert done.returncode == GAVE_UP and "failed before a step was completed" in done.stderr, done.stderr
+    acts = [one.answer.partition(":")[0] for one in attempt_log.read(access.for_reading(run))]
+    assert acts == ["end", "restart", "restart", "back", "end"]
+    done = supervised(mended, run, 20, -1)
+    assert done.returncode == 0 and "audit True 160 0 False" in done.stdout, done.stderr
+    assert attempt_log.read(access.for_reading(run))[-1].restored_step == 12
+
+
 def test_a_run_without_a_good_generation_ends_with_one_report(tmp_path: Path, training: str) -> None:
     run = tmp_path / "run"
     assert supervised("--nproc-per-node", 2, training, run, 6).returncode == 0

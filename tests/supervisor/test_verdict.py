@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import pytest
 
+from lastgood.io import heartbeat
 from lastgood.policy.blame import Ended
 from lastgood.policy.membership import Bounds, Spares
 from lastgood.supervisor import reported
@@ -115,6 +117,25 @@ def test_the_lost_node_is_the_cause_and_not_the_ranks_that_lost_it() -> None:
     lived.ended.append(Ended(1, 2.0, 1, "ValueError: a bad batch"))
     cause = reported.cause(lived)
     assert cause is not None and (cause.kind, cause.rank) == ("exception", 1)
+
+
+def test_the_step_of_a_failure_is_that_of_the_rank_that_failed(tmp_path: Path) -> None:
+    """A rank raised after its backward pass, while the other one completed the step: the batches of the next step were
+    left out, which had not failed."""
+    lived = Lived(0.0, ended=[Ended(0, 1.0, 1, "AssertionError: loss")])
+    for rank, (step, window) in enumerate([(49, 49), (50, 50)]):
+        page = str(tmp_path / str(rank))
+        heartbeat.create(page)
+        beat = heartbeat.Heartbeat(page)
+        beat.restored(step, position=heartbeat.Position(0, window, 1))
+        lived.progress.append(heartbeat.read(page)._replace(rank=rank))
+    cause = reported.cause(lived)
+    found = reported.outcome(lived, cause)
+    assert found.last_step == 49 and found.batches_known
+    lived.progress.reverse()
+    assert reported.outcome(lived, cause) == found
+    lived.ended.clear()
+    assert reported.outcome(lived, None).last_step == 50
 
 
 def test_a_node_that_comes_later_has_the_verdict_of_its_job(nodes: list[SeveralNodes]) -> None:

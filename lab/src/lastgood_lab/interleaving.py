@@ -111,6 +111,11 @@ class Scheduler:
         self.actors.append(actor)
         return actor
 
+    def later(self, points: int, event: Callable[[], object]) -> None:
+        """Let something happen after so many points."""
+        self.events.append((self.count + points, event))
+        self.events.sort(key=lambda one: one[0])
+
     def run(self) -> None:
         """Let the actors run. Returns when none is left."""
         if self.actors:
@@ -261,9 +266,10 @@ class Threads:
     def Event(self) -> _Event:
         return _Event(self._world.scheduler)
 
-    @staticmethod
-    def get_ident() -> int:
-        return 0
+    def get_ident(self) -> int:
+        """The same in each play of a schedule: names of files are made of it."""
+        actor = self._world.scheduler.current
+        return 0 if actor is None else 1 + int(actor.number)
 
 
 class _Thread:

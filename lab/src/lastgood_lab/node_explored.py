@@ -8,20 +8,24 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from lastgood.agent import drain, nodes, server, works
+from lastgood.agent import drain, nodes, parity_files, server, works
 from lastgood.coordination import rounds
+from lastgood.engine import stripes
 from lastgood.engine.inline_executor import Inline
 from lastgood.run import (
     agent_link,
     agent_work,
+    copying,
     known,
     node_copies,
     node_disks,
+    pack_copies,
     part_copies,
     paths,
     peers,
     rank_requests,
 )
+from lastgood.storage import directory
 
 from . import plain
 from .interleaving import ActorExecutor, Clock, Threads
@@ -75,6 +79,9 @@ def _of_a_run(world: World) -> Names:
     return {
         rounds: {"threading": threads, "time": clock},
         known: {"threading": threads},
+        directory: {"threading": threads},
+        copying: {"threading": threads},
+        pack_copies: {"threading": threads},
         node_disks: {"threading": threads},
         node_copies: {"threading": threads, "time": clock},
         rank_requests: {"threading": threads, "time": clock},
@@ -98,6 +105,8 @@ def _of_agents(world: World) -> Names:
             "Server": lambda address, me, security, service, **_: WireServer(world, address, security, service),
         },
         drain: {"access": Access(world), "Arena": world.arenas, "ThreadPoolExecutor": _inline},
+        parity_files: {"Arena": world.arenas, "ThreadPoolExecutor": _inline},
+        stripes: {"Arena": world.arenas},
         works: {
             "access": Access(world),
             "Arena": world.arenas,

@@ -1,14 +1,15 @@
 """A training job of a schedule: its ranks open a run on the memory of several nodes, save to it, and may die anywhere.
 
 The calls are those of a Checkpointer without a training loop and without threads for the bytes: RunWriter and Follower,
-NodeDisks and NodeView, NodeCopies, the copies to a place below with the part of each rank, and the link to the agent.
+NodeDisks and NodeView, NodeCopies with copies or parity, the copies to a place below with the part of each rank, and
+the link to the agent. Where nodes share parity, what was lost is rebuilt before the restore, or copied from the home.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from functools import partial
+from concurrent.futures import Future
 from typing import Any
 
 from lastgood.coordination.rounds import RankGroup
@@ -17,7 +18,7 @@ from lastgood.engine.inline_executor import Inline
 from lastgood.errors import Damaged, LastgoodError
 from lastgood.policy.retention import Keep
 from lastgood.records import Generation, GenerationId
-from lastgood.run import node_copies, node_opening
+from lastgood.run import node_copies, node_opening, node_parity
 from lastgood.run.access import LOCK
 from lastgood.run.agent_link import AgentLink
 from lastgood.run.agent_messages import Serve
@@ -25,14 +26,17 @@ from lastgood.run.candidates import Candidates
 from lastgood.run.copying import Copying, complete
 from lastgood.run.follower import Follower
 from lastgood.run.known import Environment
-from lastgood.run.node_copies import CopyMaker, CopySender, NodeCopies
+from lastgood.run.node_copies import CopyMaker, CopySender, Maker, NodeCopies
 from lastgood.run.node_disks import SUBJECT, NodeDisks, NodeFiles, NodeLinks, Nodes, NodeView
+from lastgood.run.node_parity import NodeRebuild, ParityBuilder, ParityMaker, sets_among
 from lastgood.run.outcomes import Outcomes
 from lastgood.run.part_copies import OtherRanks, PartServer
 from lastgood.run.paths import MEMORY
 from lastgood.run.peers import PeerNode, PeerTable
 from lastgood.run.places import unite
+from lastgood.run.planned_save import RunOptions
 from lastgood.run.rank_requests import Requests, RequestServer
+from lastgood.run.verify import Stop
 from lastgood.run.writer import RunWriter
 
 from .interleaving import Process
@@ -56,12 +60,18 @@ def given(at: GenerationId, rank: int) -> State:
     return {f"w{rank}": f"{at} {rank} ".encode() * 150}
 
 
+def saved(generation: Generation) -> State:
+    """What all ranks have saved of a generation."""
+    return {name: data for one in generation.commit.seals for name, data in given(generation.id, one.rank).items()}
+
+
 class Job:
     """One opening of a run.
 
-    `leaders`: for each rank the lowest rank of its node. `machines`: for each rank the number of its machine. `copies`:
-    on how many nodes each file is to lie. `resumes`: the generation whose incarnation it continues; None: it restores
-    what it finds in memory and in the home. `below`: whether it copies to the home itself. `steps`: that it saves.
+    `leaders`: for each rank the lowest rank of its node. `machines`: for each rank the number of its machine.
+    `options`: of which the copies and the parity among nodes count. `resumes`: the generation whose incarnation it
+    continues; None: it restores what it finds in memory and in the home. `below`: whether it copies to the home itself.
+    `steps`: that it saves.
     """
 
     def __init__(
@@ -71,22 +81,31 @@ class Job:
         leaders: Sequence[int],
         machines: Sequence[int],
         steps: Sequence[int],
-        copies: int = 1,
+        options: RunOptions,
         resumes: GenerationId | None = None,
         below: bool = False,
     ) -> None:
-        self.world, self.name, self.steps, self.copies, self.below = world, name, steps, copies, below
+        self.world, self.name, self.steps, self.options, self.below = world, name, steps, options, below
         self._nodes, self._machines, self._resumes = Nodes(tuple(leaders)), machines, resumes
         self.processes = [Process(f"{name}{rank}", machine) for rank, machine in enumerate(machines)]
         nodes = [
             PeerNode(leader=one, name=f"n{machines[one]}", domain="", host=f"n{machines[one]}", port=LISTEN_PORT)
             for one in sorted(set(leaders))
         ]
-        self._table = PeerTable(job=name, key="00" * 32, nodes=nodes) if copies > 1 and len(nodes) > 1 else None
+        several = options.copies_among_nodes > 1 and len(nodes) > 1
+        self._table = PeerTable(job=name, key="00" * 32, nodes=nodes) if several else None
+        self._code = options.code_among(len(nodes)) if several else None
+        self._rebuilds = several and options.node_parity is not None
         self._environment = Environment(
             new_id=lambda: name * 8, wall_seconds=lambda: 0.0, monotonic_seconds=lambda: 0.0, pause=lambda _: None
         )
         self.restored: GenerationId | None = None
+        self.offered: Generation | None = None
+        """what is in memory at the beginning, and is to have copies or parity"""
+        self.protected = False
+        """whether these were reported as made"""
+        self.errors = list[str]()
+        """what has ended processes of the job, the first one first"""
 
     def start(self) -> None:
         for rank, process in enumerate(self.processes):
@@ -103,8 +122,11 @@ class Job:
         group = RankGroup(
             rank, len(self.processes), JobStore(self.world, self.name), f"run/{self.name}", RANK_SECONDS, nodes=()
         )
-        with contextlib.suppress(LastgoodError, OSError), contextlib.ExitStack() as held:
-            body(rank, group, held)
+        try:
+            with contextlib.ExitStack() as held:
+                body(rank, group, held)
+        except (LastgoodError, OSError) as error:
+            self.errors.append(f"{type(error).__name__}: {error}")
         self.world.kill(self.processes[rank])  # its threads and connections end with it
 
     def _opened(self, rank: int, held: contextlib.ExitStack) -> tuple[Any, NodeLinks]:
@@ -150,13 +172,12 @@ class Job:
         run = RunWriter(
             tier, INLINE, keep=KEEP_MEMORY, ranks=group, environment=self._environment, resumes=self._resumes
         )
-        below = self._restored(run, group, home)
-        copies = None
-        if self._table is not None:
-            maker = partial(CopyMaker, tier, self._table, self.copies, group)
-            copies = NodeCopies(run.known, maker, Outcomes(HOME))
-            if (newest := run.known.newest_restorable()) is not None:
-                copies.offer(newest)
+        below = self._settled(run, home)
+        group.topic("opened").agree(None, lambda _: run.shared_survey() if below is not None else None)
+        copies = self._copies(run, group)
+        if below is not None:
+            self._restore(run, below, group)
+        protected, died_before = self._offered(run, copies), world.ledger.died
         parts = OtherRanks(group, "0", tier) if self.below else None
         for step in self.steps:
             if (one := self._saved(run, group, step)) is not None:
@@ -165,16 +186,17 @@ class Job:
                 links.agent.check()
         if copies is not None:
             copies.wait(30.0)
+            if self.offered is not None and protected.done() and protected.exception() is None:
+                self.protected = True
+                world.ledger.report_copies(self.offered.id, died_before)
             copies.close()
-        if parts is not None:
-            parts.end()
-        if requests is not None:
-            requests.end()
+        for asking in (parts, run.mender.others, run.mender.nodes, requests):
+            if asking is not None:
+                asking.end()
 
-    def _restored(self, run: RunWriter, group: RankGroup, home: Any) -> RunWriter | None:
-        """Settle both places, choose what to continue, and begin an incarnation. Returns the writer of the home."""
+    def _settled(self, run: RunWriter, home: Any) -> RunWriter | None:
+        """Settle both places. Returns the writer of the home; None in a job that goes on in its incarnation."""
         if self._resumes is not None:
-            group.topic("opened").agree(None, lambda _: None)
             return None
         below = RunWriter(home, INLINE, keep=KEEP_HOME, ranks=SingleRank(), environment=self._environment)
         run.known.below = [below.known]
@@ -182,15 +204,44 @@ class Job:
         node_opening.complete_records(run.tier, run.known)
         node_opening.note_lost_parts(run.known)
         below.remove_unfinished_copies()
-        group.topic("opened").agree(None, lambda _: run.shared_survey())
-        one, _ = restored([run, below])
-        self.restored = one.id if one else None
-        self.world.ledger.hold_restored(self.restored)
-        group.topic("restored").agree(None, lambda _: None)
+        return below
+
+    def _copies(self, run: RunWriter, group: RankGroup) -> NodeCopies | None:
+        """What makes copies or parity behind the saves. Where nodes share parity, what was lost can be rebuilt too."""
+        tier, table, code = run.tier, self._table, self._code
+        if table is None:
+            return None
+        assert isinstance(tier, NodeDisks)
+        if self._rebuilds:
+            run.mender.nodes = NodeRebuild(tier, table, group)
+            run.mender.others = OtherRanks(group, "front", tier)
+
+        def maker(stop: Stop) -> Maker:
+            if code is not None:
+                return ParityMaker(tier, table, code, group, stop)
+            return CopyMaker(tier, table, self.options.copies_among_nodes, group, stop)
+
+        self.world.ledger.begin_copies()
+        return NodeCopies(run.known, maker, Outcomes(HOME))
+
+    def _offered(self, run: RunWriter, copies: NodeCopies | None) -> Future[None]:
+        """Let the copies or the parity of what is in memory be made. The result ends when they are."""
+        self.offered = run.known.newest_restorable() if copies is not None else None
+        return Future() if copies is None or self.offered is None else copies.offer(self.offered)
+
+    def _restore(self, run: RunWriter, below: RunWriter, group: RankGroup) -> None:
+        """Rebuild what was lost, choose what to continue, read it, and begin an incarnation."""
         ledger = self.world.ledger
+        if self._rebuilds:
+            for one, other in ((run, below), (below, run)):
+                one.mender.sources = [other.tier]
+                one.mender.mend_known(None, self.world.arenas(0, 0))
+        found, state = restored([run, below])
+        self.restored = found.id if found else None
+        ledger.hold_restored(self.restored, found is None or state == saved(found))
+        group.topic("restored").agree(None, lambda _: run.shared_survey())
         ledger.orders[self.name * 8], ledger.jobs[self.name * 8] = 1 + max(ledger.orders.values()), self.restored
         run.begin(self.restored)
-        return below
 
     def _after(
         self,
@@ -223,24 +274,23 @@ class Job:
         disk, links = self._opened(rank, held)
         if self._resumes is None:
             group.topic("locked").agree(None, lambda _: None)
-        view = NodeView(disk, self._nodes, leads, links)
+        view, home = NodeView(disk, self._nodes, leads, links), self.world.home(shared=True)
         servers = list[Any]()
         if leads:
             view.server = RequestServer(group, SUBJECT, NodeFiles(disk))
             servers.append(view.server)
-            if self._table is not None and links.agent is not None:
-                sender = CopySender(links.agent, self._table, rank)
-                servers.append(RequestServer(group, node_copies.SUBJECT, sender))
+            servers += self._agent_servers(group, links)
         if self.below:
-            home = self.world.home(shared=True)
             servers.append(PartServer(home, "0", [view], group, Workers()))  # type: ignore[arg-type]
+        if self._rebuilds:
+            servers.append(PartServer(view, "front", [home], group, Workers()))  # type: ignore[arg-type]
         run = Follower(view, INLINE, group, environment=self._environment)
         if self._resumes is not None:
             group.topic("opened").agree(None, lambda _: None)
             run.known.begin(run.known.survey.incarnations[self._resumes.incarnation])
         else:
             run.adopt(group.topic("opened").agree(None, lambda _: None))
-            group.topic("restored").agree(None, lambda _: None)
+            run.adopt(group.topic("restored").agree(None, lambda _: None))
             run.begin(None)
         for step in self.steps:
             self._saved(run, group, step)
@@ -248,6 +298,21 @@ class Job:
                 links.agent.check()
         for one in servers:
             one.close()
+
+    def _agent_servers(self, group: RankGroup, links: NodeLinks) -> list[RequestServer]:
+        """What the leader of a node does for copies, or for parity."""
+        agent, table = links.agent, self._table
+        if agent is None or table is None:
+            return []
+        if self._code is None:
+            servers = [RequestServer(group, node_copies.SUBJECT, CopySender(agent, table, group.rank))]
+        else:
+            builder = ParityBuilder(agent, table, group.rank, sets_among(table, self._code))
+            servers = [RequestServer(group, node_parity.SUBJECT, builder)]
+        if self._rebuilds:
+            builder = ParityBuilder(agent, table, group.rank)
+            servers.append(RequestServer(group, node_parity.REBUILD_SUBJECT, builder))
+        return servers
 
 
 def restored(runs: Sequence[Any]) -> tuple[Generation | None, State]:

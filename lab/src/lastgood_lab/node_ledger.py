@@ -6,13 +6,20 @@ a file of a rank      never changes while COMMIT and its manifest are beside it,
 an agent              removes no COMMIT, and accepts no file of a generation without one
 a removal             leaves the newest generation that can be restored, or a newer one. If a machine dies while
                       requests to remove are on their way, only what had copies counts
-a death               leaves it too, if its copies were reported, and no more nodes died than these survive
+a removal of COMMIT   by a job that makes copies or parity leaves the newest generation that survives a lost node, or a
+                      newer one that does: one that the job has found, or that has all its copies or parity. If a
+                      machine has died since the job began, or parity was damaged, it may not be known which these are
+a death               leaves it too, if its copies or its parity were reported, and no more nodes died than these
+                      survive
+a report of them      is true: without any nodes, as many as they survive, the generation can still be restored
+a restore             gives each rank the bytes that it has saved
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from typing import Any
 
 import msgspec
@@ -22,9 +29,10 @@ from lastgood.records import Commit, GenerationId
 from lastgood.run.peers import FileCall
 
 from .interleaving import Process
+from .node_stripes import Names, SealedFiles
 from .shared_files import Content, SharedFiles
 
-Rule = Callable[[], None] | None
+Rule = Callable[[], object] | None
 
 
 @dataclass
@@ -45,13 +53,23 @@ class Ledger:
     reported: set[GenerationId] = field(default_factory=set)
     """those that a save has returned"""
     copied: dict[GenerationId, int] = field(default_factory=dict)
-    """those whose copies were reported as made -> the number of nodes that had died before"""
+    """those whose copies or parity were reported as made -> the number of nodes that had died when they were begun"""
+    losses: int = 1
+    """how many nodes may die after such a report"""
     replaced: dict[GenerationId, set[Process]] = field(default_factory=dict)
     """those without copies that a newer one had replaced when a machine died -> the processes that lived then"""
+    damaged: set[GenerationId] = field(default_factory=set)
+    """those of which a file of parity was damaged"""
     died: int = 0
+    """machines, and files of parity that were damaged"""
+    died_before_job: int | None = None
+    """how many had died when the newest job began, if it makes copies or parity"""
+    found: set[GenerationId] = field(default_factory=set)
+    """those that were committed by then"""
     all_sealed: bool = False
     """whether a generation counts too that all ranks have sealed and that no save has returned"""
     agents: list[Process] = field(default_factory=list)
+    _files: dict[GenerationId, SealedFiles] = field(default_factory=dict)
 
     def continued(self, world: Any) -> Ledger:
         """The same in another schedule that begins where this one has ended."""
@@ -66,7 +84,11 @@ class Ledger:
             reported=set(self.reported),
             copied=dict(self.copied),
             replaced={},
+            damaged=set(self.damaged),
+            died_before_job=None,
+            found=set(),
             agents=[],
+            _files=dict(self._files),
         )
 
     # ---- what can be restored ------------------------------------------------------------------------------
@@ -116,13 +138,19 @@ class Ledger:
             and all(self._whole(at, name, there) for name in self.files_of(at))
         )
 
-    def in_memory(self, at: GenerationId) -> bool:
-        places = self.folders_of(at)
-        committed = at in self.commits and any(layout.COMMIT in there for there in places.values())
-        return committed and all(
-            any(self._whole(at, manifest, there) and self._whole(at, blob, there) for there in places.values())
-            for manifest, blob in self.parts_of(at)
-        )
+    def in_memory(self, at: GenerationId, without: Collection[int] = ()) -> bool:
+        """Whether the memory of the nodes has a generation, or can give it back, if some of them are lost."""
+        places = [there for node, there in self.folders_of(at).items() if node not in without]
+        committed = at in self.commits and any(layout.COMMIT in there for there in places)
+        return committed and all(self._has_part(at, manifest, blob, places) for manifest, blob in self.parts_of(at))
+
+    def _has_part(self, at: GenerationId, manifest: str, blob: str, places: Collection[Names]) -> bool:
+        """Whether the files of a rank lie on a node, or can be computed from parity."""
+        if any(self._whole(at, manifest, there) and self._whole(at, blob, there) for there in places):
+            return True
+        if at not in self._files:
+            self._files[at] = SealedFiles({name: data for (one, name), data in self.sealed.items() if one == at})
+        return self._files[at].can_be_rebuilt(manifest, places)
 
     def folders_of(self, at: GenerationId) -> dict[int, Any]:
         """Node -> what its memory has of a generation."""
@@ -169,8 +197,12 @@ class Ledger:
                     self._wrong(f"{path} was removed while node {node} has its COMMIT")
         if file == layout.COMMIT and self.world.me().name.startswith("agent"):
             self._wrong(f"{path} was removed by {self.world.me().name}")
-        if file == layout.COMMIT or file[0] == "r":
-            return self._keeps(f"{path} was removed by {self.world.me().name}", every=True)
+        if file == layout.COMMIT or file[0] in "rs":
+            what = f"{path} was removed by {self.world.me().name}"
+            rules = [self._keeps(what, every=True)]
+            if file == layout.COMMIT and root != "/home/run" and self.died == self.died_before_job:
+                rules.append(self._protects(what))
+            return lambda: [rule() for rule in rules if rule is not None]
         return None
 
     def _linked(self, root: str, at: GenerationId, file: str, data: bytes, beside: Any) -> Rule:
@@ -211,6 +243,27 @@ class Ledger:
 
         return rule
 
+    def _protects(self, what: str) -> Rule:
+        before = self.surviving()
+        if before is None or any(self.rank_of(at) > self.rank_of(before) for at in self.damaged):
+            return None  # parity of a newer one is not read before it counts
+
+        def rule() -> None:
+            after = self.surviving()
+            if after is None or self.rank_of(after) < self.rank_of(before):
+                self._wrong(f"{what}: {before} would have survived a lost node, and now {after}")
+
+        return rule
+
+    def surviving(self) -> GenerationId | None:
+        """The newest generation that is left whichever node is lost: one that the newest job has found, or with as many
+        lost nodes as its copies or its parity are to survive."""
+        for at in self._lineage():
+            nodes = combinations(self.nodes, 1 if at in self.found else self.losses)
+            if self.in_home(at) or all(self.in_memory(at, lost) for lost in nodes):
+                return at
+        return None
+
     def _wrong(self, what: str) -> None:
         self.world.scheduler.fail(what)
 
@@ -234,6 +287,10 @@ class Ledger:
 
     # ---- what is reported, and what dies -------------------------------------------------------------------
 
+    def begin_copies(self) -> None:
+        """The newest job begins to make copies or parity."""
+        self.died_before_job, self.found = self.died, set(self.commits)
+
     def report(self, at: GenerationId) -> None:
         """A save has returned."""
         self.reported.add(at)
@@ -241,33 +298,43 @@ class Ledger:
         if not self.died and (best is None or self.rank_of(best) < self.rank_of(at)):
             self._wrong(f"{at} was reported as committed, and cannot be restored")
 
-    def hold_restored(self, found: GenerationId | None) -> None:
-        """A job that opens the run continues this generation."""
+    def hold_restored(self, found: GenerationId | None, is_exact: bool) -> None:
+        """A job that opens the run continues this generation. `is_exact`: whether its bytes are those of the save."""
         best = self.best()
         if best is not None and (found is None or self.rank_of(found) < self.rank_of(best)):
             self._wrong(f"{best} can be restored, and a job continues {found}")
+        if not is_exact:
+            self._wrong(f"{found} is restored with other bytes than were saved")
 
     def report_copies(self, at: GenerationId, died_before: int) -> None:
-        """The copies of a generation were reported as made. `died_before`: how many machines had died at its commit.
+        """The copies or the parity of a generation were reported as made. `died_before`: how many machines had died
+        when they were begun.
 
-        A machine that died since may have taken some of them with it.
+        A machine that died since may have taken some of them with it, before or after they were complete.
         """
-        missing = self.held_once(at)
-        if not missing:
-            self.copied[at] = self.died
+        fatal = self.lost_with(at)
+        if at in self.damaged:  # what is there is not read for such a report
+            return
+        if not fatal:
+            seen = self.died if self.best() == at else died_before  # what a newer one replaces is not looked at
+            self.copied[at] = max(seen, self.copied.get(at, 0))
         elif self.died == died_before:
-            self._wrong(f"the copies of {at} were reported, and {missing} lies on one node")
+            self._wrong(f"the copies of {at} were reported, and it is lost with {' and '.join(map(str, fatal))}")
 
-    def held_once(self, at: GenerationId) -> str:
-        """A part of a generation that lies on fewer than two nodes; "" if there is none, or a newer one has come."""
-        best, places = self.best(), self.folders_of(at)
+    def lost_with(self, at: GenerationId) -> tuple[int, ...]:
+        """Nodes, as many as may be lost, without which a generation cannot be restored from memory; () if there are
+        none, or a newer one has come, or an agent has removed its memory, because the home has it."""
+        best = self.best()
         if best is not None and self.rank_of(best) > self.rank_of(at):
-            return ""
-        for manifest, blob in self.parts_of(at):
-            held = [one for one in places.values() if self._whole(at, manifest, one) and self._whole(at, blob, one)]
-            if len(held) < 2:
-                return manifest
-        return ""
+            return ()
+        if self.in_home(at) and not all(self.folders_of(at).values()):
+            return ()
+        return next((lost for lost in combinations(self.nodes, self.losses) if not self.in_memory(at, lost)), ())
+
+    def damage(self, at: GenerationId) -> None:
+        """A file of parity was damaged: it is as good as lost."""
+        self.died += 1
+        self.damaged.add(at)
 
     def lose(self, node: int, before: GenerationId | None) -> None:
         """The memory of a node is gone, with the machine. `before`: the newest that could be restored until then."""
@@ -278,5 +345,5 @@ class Ledger:
                 self.replaced[at] = self.replaced.get(at, set()) | alive
         best = self.best()
         for at, died_before in self.copied.items():
-            if self.died - died_before <= 1 and (best is None or self.rank_of(best) < self.rank_of(at)):
+            if self.died - died_before <= self.losses and (best is None or self.rank_of(best) < self.rank_of(at)):
                 self._wrong(f"node {node} died, and with it {at}, whose copies were reported")

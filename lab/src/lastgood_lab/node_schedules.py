@@ -3,28 +3,30 @@
 One schedule has two acts. In the first a job saves to the memory of its nodes, with deaths and disturbed messages; it
 ends with the last process of the job. In the second, agents that are started anew copy what is left to the home, with
 deaths, and perhaps with a job that follows. Every first act is continued by several second ones.
+
+Where nodes share parity, a job follows more often, which rebuilds what lost nodes had, and at the end another one, to
+which nothing happens.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from lastgood.errors import LastgoodError, NothingGood
-from lastgood.format import layout
+from lastgood.format import layout, stripe_layout
 from lastgood.records import GenerationId
-from lastgood.run import node_opening
 from lastgood.run.agent_messages import AgentSpec, CopyTo
-from lastgood.run.known import Environment, KnownRun
-from lastgood.run.node_disks import FileRequest, NodeDisks, NodeFiles, Nodes
+from lastgood.run.planned_save import RunOptions
 
 from .interleaving import Process
-from .node_job import KEEP_HOME, Job, given, restored
+from .node_endings import WATCH_POINTS, make_folders, opened, reopened, until_ended
+from .node_job import KEEP_HOME, Job, saved
 from .node_ledger import Ledger
 from .node_world import HOME_URL, World, start_agent
-from .shared_files import Folders
+from .shared_files import Content, Folders
 
 SPEC = AgentSpec(format=layout.FORMAT, places=[CopyTo(url=HOME_URL, keep=KEEP_HOME)], order=0, spill=None)
 QUIET_SECONDS = 8.0
@@ -33,19 +35,31 @@ PATIENCE_SECONDS = 300.0
 """The same while the agents have all that they need for the newest generation: they disturb each other at times."""
 NOISE = ((0.0, 0.0), (0.0, 0.0), (0.03, 0.0), (0.1, 0.0), (0.0, 0.1), (0.0, 0.3), (0.04, 0.1))
 """The shares of messages that something happens to: in the store of the job, between agents."""
+EVENT_POINTS, FOLLOWED_POINTS = 250, 1800
+"""Deaths and the job that follows come before this point of a second act; deaths with parity before the other one."""
+COMMITTED_POINTS = 300
+"""The part of a job that follows a commit: deletions, and parity."""
+DEATHS = "all", "coordinator", "rank", "agent", "node", "node of the coordinator", "all", "agent"
+PARITY_DEATHS = *DEATHS, "node", "damage"
 FIRST = GenerationId(step=10, incarnation="a" * 8)
 
 
 class Shape(NamedTuple):
-    """`leaders`: for each rank the lowest rank of its node. `copies`: on how many nodes each file is to lie."""
+    """`leaders`: for each rank the lowest rank of its node. `copies`: on how many nodes each file is to lie. `parity`:
+    among the nodes, in place of copies, as "2+1"; None: there is none."""
 
     leaders: tuple[int, ...]
     copies: int = 1
+    parity: str | None = None
 
     @property
     def machines(self) -> list[int]:
         order = sorted(set(self.leaders))
         return [order.index(one) for one in self.leaders]
+
+    @property
+    def options(self) -> RunOptions:
+        return RunOptions(copies=self.copies, node_parity=self.parity)
 
 
 SHAPES = (
@@ -58,12 +72,20 @@ SHAPES = (
     Shape((0, 1, 2)),
     Shape((0, 1, 2), 2),
 )
+PARITY_SHAPES = (
+    Shape((0, 1, 2), parity="2+1"),
+    Shape((0, 1, 1, 3), parity="2+1"),
+    Shape((0, 1, 2, 3), parity="2+1"),
+    Shape((0, 1, 2, 3), parity="2+2"),
+)
+"""The least that shares parity; parts of different lengths; more nodes than a stripe has cells; two losses."""
 
 
 @dataclass
 class Scene:
     """What is left between two acts: names and contents of all file systems, and the ledger."""
 
+    shape: Shape
     folders: dict[str, Folders]
     ledger: Ledger
     digest: int
@@ -84,11 +106,11 @@ class Finished(NamedTuple):
 
 
 class Explorer:
-    """Plays schedules. `world` is explored (node_world.explored). `finishes_sealed`: whether a generation that all
-    ranks have sealed, and nobody has committed, is to become durable too."""
+    """Plays schedules. `world` is explored (node_explored.py). `shapes`: of the jobs. `finishes_sealed`: whether a
+    generation that all ranks have sealed, and nobody has committed, is to become durable too."""
 
-    def __init__(self, world: World, finishes_sealed: bool = False) -> None:
-        self._world, self._finishes_sealed = world, finishes_sealed
+    def __init__(self, world: World, shapes: Sequence[Shape] = SHAPES, finishes_sealed: bool = False) -> None:
+        self._world, self._shapes, self._finishes_sealed = world, shapes, finishes_sealed
         self._scenes: dict[Shape, Scene] = {}
         self._ends: dict[int, list[str]] = {}
         self._story = list[str]()
@@ -102,10 +124,11 @@ class Explorer:
             folders: dict[str, Folders] = {f"m{node}": _empty(f"/m{node}") for node in set(machines)}
             folders["home"] = _empty("/home")
             ledger = Ledger(self._world, sorted(set(machines)), SPEC, 1000.0, orders={"none": 0})
+            ledger.losses = max(shape.options.copies_among_nodes - 1, 1)
             self._world.begin(random.Random(1), folders, ledger, (0.0, 0.0))
-            job = Job(self._world, "a", shape.leaders, machines, [FIRST.step], shape.copies, below=True)
-            self._until_ended(job)
-            self._scenes[shape] = self._left(ledger)
+            job = Job(self._world, "a", shape.leaders, machines, [FIRST.step], shape.options, below=True)
+            until_ended(self._world, job)
+            self._scenes[shape] = self._left(shape, ledger)
             if not (ledger.in_home(FIRST) and ledger.in_memory(FIRST)):
                 self._scenes[shape].problems.append("a job to which nothing happens does not save")
         return self._scenes[shape]
@@ -114,7 +137,7 @@ class Explorer:
 
     def first_act(self, seed: int) -> Scene:
         chance = random.Random(seed)
-        shape = chance.choice(SHAPES)
+        shape = chance.choice(self._shapes)
         before = self.scene(shape)
         if before.problems:
             return before
@@ -124,47 +147,27 @@ class Explorer:
         world.begin(chance, _copied(before.folders), ledger, chance.choice(NOISE))
         ledger.agents = [start_agent(world, node, ledger.linger_seconds) for node in ledger.nodes]
         below = chance.random() < 0.25
-        job = Job(world, "a", shape.leaders, shape.machines, steps, shape.copies, resumes=FIRST, below=below)
+        job = Job(world, "a", shape.leaders, shape.machines, steps, shape.options, resumes=FIRST, below=below)
         self._story = [f"{shape}, steps {steps}, below {below}"]
         most = len(steps) * before.points // 2
         deaths = [
-            (chance.randrange(most), self._death(chance, [job])) for _ in range(chance.choice((0, 1, 1, 1, 2, 3)))
+            (chance.randrange(most), self._death(chance, [job], shape))
+            for _ in range(chance.choice((0, 1, 1, 1, 2, 3)))
         ]
         world.scheduler.events = sorted(deaths, key=lambda one: one[0])
-        self._until_ended(job)
-        return self._left(ledger)
+        until_ended(world, job)
+        return self._left(shape, ledger)
 
-    def _until_ended(self, job: Job) -> None:
-        scheduler, chance = self._world.scheduler, self._world.scheduler.chance
-
-        def watch() -> None:
-            """Look at each few points whether the job has ended; its agents then go on for a while."""
-            if job.alive:
-                scheduler.events.append((scheduler.count + 5, watch))
-            else:
-                scheduler.events.append((scheduler.count + chance.randrange(150), self._abort))
-            scheduler.events.sort(key=lambda one: one[0])
-
-        scheduler.events.append((0, watch))
-        scheduler.events.sort(key=lambda one: one[0])
-        scheduler.over = lambda until: not job.alive
-        job.start()
-        scheduler.run()
-
-    def _abort(self) -> None:
-        self._world.scheduler.aborted = True
-
-    def _left(self, ledger: Ledger) -> Scene:
-        world = self._world
+    def _left(self, shape: Shape, ledger: Ledger) -> Scene:
+        world, scheduler = self._world, self._world.scheduler
         folders = {top: files.copied() for top, files in world.files.items()}
-        return Scene(
-            folders, ledger, world.scheduler.digest, world.scheduler.count, world.scheduler.problems, tuple(self._story)
-        )
+        story = tuple(self._story)
+        return Scene(shape, folders, ledger, scheduler.digest, scheduler.count, scheduler.problems, story)
 
     # ---- deaths --------------------------------------------------------------------------------------------
 
-    def _death(self, chance: random.Random, jobs: list[Job]) -> Callable[[], None]:
-        kind = chance.choice(("all", "coordinator", "rank", "agent", "node", "node of the coordinator", "all", "agent"))
+    def _death(self, chance: random.Random, jobs: list[Job], shape: Shape) -> Callable[[], None]:
+        kind = chance.choice(DEATHS if shape.parity is None else PARITY_DEATHS)
         pick = chance.random()
 
         def strike() -> None:
@@ -178,6 +181,8 @@ class Explorer:
             elif kind.startswith("node"):
                 leads = kind != "node" and bool(jobs)
                 self.lose_node(jobs[-1].processes[0].node if leads else ledger.nodes[int(pick * len(ledger.nodes))])
+            elif kind == "damage":
+                self._damage(pick, chance.random())
             elif processes:
                 chosen = {"all": processes, "coordinator": processes[:1]}.get(kind)
                 for one in chosen or [processes[int(pick * len(processes))]]:
@@ -191,6 +196,26 @@ class Explorer:
         world.kill(agent)
         if not attended:
             ledger.agents.append(start_agent(world, agent.node, ledger.linger_seconds))
+
+    def _damage(self, pick: float, place: float) -> None:
+        """Flip a bit in a file of parity: of a cell, of a copy of a manifest, or of the record."""
+        world = self._world
+        folders = {
+            path: names
+            for node in world.ledger.nodes
+            for path, names in sorted(world.files[f"m{node}"].folders.items())
+            if any(map(stripe_layout.is_record, names))
+        }
+        files = [(path, name) for path, names in folders.items() for name in sorted(names) if _is_parity(name, names)]
+        if files:
+            path, name = files[int(pick * len(files))]
+            before, at = folders[path][name], layout.parse_folder(path.rpartition("/")[2])
+            assert before is not None and at is not None
+            after = Content(bytes(before.data))  # acts share the contents of files
+            after.data[int(place * len(after.data))] ^= 1
+            folders[path][name] = after
+            self._story.append(f"{path}/{name} is damaged")
+            world.ledger.damage(at)
 
     def lose_node(self, node: int) -> None:
         """A machine dies with its memory and all its processes. Its place is empty then."""
@@ -213,11 +238,8 @@ class Explorer:
         scheduler, self._story = world.scheduler, [*scene.story, "then"]
         ledger.linger_seconds = chance.choice((0.0, 1000.0))
         ledger.agents = [start_agent(world, node, ledger.linger_seconds) for node in ledger.nodes]
-        jobs = list[Job]()
-        events = [(chance.randrange(250), self._death(chance, jobs)) for _ in range(chance.choice((0, 0, 1, 1, 2)))]
-        if chance.random() < 0.2:
-            events.append((chance.randrange(250), lambda: self._follows(chance, jobs)))
-        quiet = [0.0]
+        jobs, shape = list[Job](), scene.shape
+        events, quiet = self._events(chance, shape, jobs), [0.0]
 
         def timed(event: Callable[[], None]) -> Callable[[], None]:
             def happens() -> None:
@@ -243,29 +265,65 @@ class Explorer:
         problems = [*scheduler.problems]
         digest, outcome = hash((scene.digest, scheduler.digest)), "violation"
         if not problems:
-            problems, outcome = self._judged(ledger)
+            problems, outcome = self._judged(shape, ledger)
         return Finished(digest, problems, outcome, "; ".join(self._story))
 
-    def _follows(self, chance: random.Random, jobs: list[Job]) -> None:
+    def _events(self, chance: random.Random, shape: Shape, jobs: list[Job]) -> list[tuple[int, Callable[[], None]]]:
+        """Deaths of a second act, and the job that follows. Where nodes share parity one is often lost before it."""
+        points, follows = (EVENT_POINTS, 0.2) if shape.parity is None else (FOLLOWED_POINTS, 0.7)
+        deaths = range(chance.choice((0, 0, 1, 1, 2)))
+        events = [(chance.randrange(points), self._death(chance, jobs, shape)) for _ in deaths]
+        if chance.random() < follows:
+            events.append((chance.randrange(EVENT_POINTS), lambda: self._follows(shape, jobs)))
+        if shape.parity is not None and chance.random() < 0.5:
+            node = chance.choice(self._world.ledger.nodes)
+            events.append((0, lambda: self._lose(node, "first")))
+        if shape.parity is not None and chance.random() < 0.3:
+            pick, place = chance.random(), chance.random()
+            events.append((0, lambda: self._damage(pick, place)))
+        return events
+
+    def _lose(self, node: int, when: str) -> None:
+        self._story.append(f"node {node} is lost {when}")
+        self.lose_node(node)
+
+    def _follows(self, shape: Shape, jobs: list[Job]) -> None:
         """A job opens the run: on all machines, or on all but one, whose agent goes on."""
-        world, ledger = self._world, self._world.ledger
+        world, ledger, chance = self._world, self._world.ledger, self._world.scheduler.chance
         if len(ledger.nodes) > 1 and chance.random() < 0.3:
             ledger.nodes.remove(chance.choice(ledger.nodes))
             ledger.died += 1  # for this job: it does not see that memory
             self._story.append(f"without another node than {ledger.nodes}")
         self._story.append(f"a job follows at point {world.scheduler.count}")
-        for node in ledger.nodes:
-            files = world.files[f"m{node}"]
-            files.folders.setdefault(f"/m{node}/run", {})
-            files.folders[f"/m{node}"].setdefault("run", None)
+        make_folders(world, ledger.nodes)
         step = 10 + max(at.step for at in ledger.commits)
-        job = Job(world, "b", range(len(ledger.nodes)), [*ledger.nodes], [step], chance.choice((1, 2)))
+        options = shape.options if shape.parity else RunOptions(copies=chance.choice((1, 2)))
+        job = Job(world, "b", range(len(ledger.nodes)), [*ledger.nodes], [step], options)
         jobs.append(job)
         job.start()
+        if shape.parity is not None and chance.random() < 0.3:
+            self._lose_after_commit(job)
+
+    def _lose_after_commit(self, job: Job) -> None:
+        """Lose a node soon after the next commit of a job: before its parity is made, while it is, or after it."""
+        ledger, scheduler = self._world.ledger, self._world.scheduler
+        chance, before = scheduler.chance, len(ledger.commits)
+
+        def strike() -> None:
+            if job.alive:
+                self._lose(chance.choice(ledger.nodes), f"at point {scheduler.count}, after a commit")
+
+        def watch() -> None:
+            if len(ledger.commits) > before:
+                scheduler.later(chance.randrange(COMMITTED_POINTS), strike)
+            elif job.alive:
+                scheduler.later(WATCH_POINTS, watch)
+
+        scheduler.later(WATCH_POINTS, watch)
 
     # ---- the end -------------------------------------------------------------------------------------------
 
-    def _judged(self, ledger: Ledger) -> tuple[list[str], str]:
+    def _judged(self, shape: Shape, ledger: Ledger) -> tuple[list[str], str]:
         """What is wrong at the end of a schedule, and what became of the newest generation."""
         best, world = ledger.best(), self._world
         drained = best is not None and ledger.in_home(best)
@@ -273,15 +331,25 @@ class Explorer:
         lost = best is None or ledger.rank_of(best) < ledger.rank_of(newest)
         outcome = "lost with its nodes" if lost else "in the home" if drained else "in memory only"
         outcome = f"the newest that a save returned (step {newest.step}) is {outcome}"
-        key = hash((_state(world), best, drained, len(ledger.nodes)))
+        key = hash((shape.parity, _state(world), best, drained, *ledger.nodes))
         if key not in self._ends:
             world.scheduler.quiet, world.scheduler.aborted = True, False
-            self._ends[key] = self._wrong_at_end(ledger, best, drained)
+            problems = list[str]()
+            if best is not None and not drained and self._must_be_home(ledger, best):
+                problems.append(f"{best} is in memory, and its agents leave it there")
+            if self._finishes_sealed:
+                problems += self._unfinished(ledger, best)
+            if shape.parity is None:
+                problems += self._wrong_at_end(ledger, best)
+            else:
+                problems += reopened(world, ledger, shape.options, best)
+            self._ends[key] = problems
         return self._ends[key], outcome
 
-    def _wrong_at_end(self, ledger: Ledger, best: GenerationId | None, drained: bool) -> list[str]:
+    def _wrong_at_end(self, ledger: Ledger, best: GenerationId | None) -> list[str]:
+        """What is wrong with what the next opening finds."""
         try:
-            generation, state = self._opened(ledger)
+            generation, state = opened(self._world, ledger)
         except NothingGood as error:
             return [f"{best} can be restored, and a restore says: {error}"] if best else []
         except LastgoodError as error:
@@ -289,16 +357,8 @@ class Explorer:
         problems = list[str]()
         if best is not None and (generation is None or ledger.rank_of(generation.id) < ledger.rank_of(best)):
             problems.append(f"{best} can be restored, and a restore finds {generation and generation.id}")
-        if generation is not None:
-            wanted = {
-                name: data for one in generation.commit.seals for name, data in given(generation.id, one.rank).items()
-            }
-            if state != wanted:
-                problems.append(f"{generation.id} is restored with other bytes than were saved")
-        if best is not None and not drained and self._must_be_home(ledger, best):
-            problems.append(f"{best} is in memory, and its agents leave it there")
-        if self._finishes_sealed:
-            problems += self._unfinished(ledger, best)
+        if generation is not None and state != saved(generation):
+            problems.append(f"{generation.id} is restored with other bytes than were saved")
         return problems
 
     def _must_be_home(self, ledger: Ledger, best: GenerationId) -> bool:
@@ -333,35 +393,14 @@ class Explorer:
             return []
         return [f"{newest} was sealed by all ranks, and its agents leave it in memory"]
 
-    def _opened(self, ledger: Ledger) -> tuple:  # type: ignore[type-arg]
-        """What the next job would restore from what is left, by the code of its opening. Nothing is changed."""
-        world, nodes = self._world, ledger.nodes
-        disks = [world.memory(node, shared=True) for node in nodes]
-        leaders = Nodes(tuple(range(len(nodes))))
-        tier = NodeDisks(disks[0], leaders, _Asked(disks[1:]) if disks[1:] else None)  # type: ignore[arg-type]
-        environment = Environment(wall_seconds=lambda: 0.0, monotonic_seconds=lambda: 0.0)
-        front, below = KnownRun(tier, environment), KnownRun(world.home(), environment)
-        front.below = [below]
-        node_opening.note_lost_parts(front)
-        return restored([front, below])
-
-
-class _Asked:
-    """Stands for `Requests` at the end of a schedule: the disks of the others answer at once."""
-
-    def __init__(self, disks: list) -> None:  # type: ignore[type-arg]
-        self._served = [NodeFiles(one) for one in disks]
-        self._request = FileRequest(call="list")
-
-    def ask(self, request: FileRequest) -> None:
-        self._request = request
-
-    def answers(self) -> list[object]:
-        return [one.served(self._request, lambda: False) for one in self._served]
-
 
 def _empty(top: str) -> Folders:
     return {top: {"run": None}, f"{top}/run": {}}
+
+
+def _is_parity(name: str, names: Mapping[str, Content | None]) -> bool:
+    """Whether a file is one of parity that is complete, or the record of one."""
+    return stripe_layout.is_record(name) or stripe_layout.record_name(name) in names
 
 
 def _copied(folders: dict[str, Folders]) -> dict[str, Folders]:

@@ -5,14 +5,16 @@ A mover: which generations are to be copied is decided in policy/places.py.
 Invariants
   1. Nothing is deleted anywhere, and no place is made: a place that does not exist any more is reported.
   2. A place is opened for writing only while no other process has it open, so no running job is disturbed.
-  3. Memory is given up for a place where the run is not any more only if that place had all that is in memory.
+  3. Memory is given up for a place where the run is not any more only if that place had all that is in memory, when it
+     could be read last.
   4. Of several nodes each copies the files that its ranks wrote. COMMIT is created by the one that finds the manifests
      of all ranks there; a manifest is created after the files that it describes are durable.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, cast
 
@@ -24,8 +26,8 @@ from ..policy.places import lacking, merged
 from ..policy.retention import Keep
 from ..ports import Mendable, Tier
 from ..records import Generation, intact
-from ..run import access, copying, pack_copies, paths
-from ..run.agent_messages import AgentSpec, CopyTo
+from ..run import access, agent_link, copying, pack_copies, paths
+from ..run.agent_messages import AgentSpec, Copied, CopyTo
 from ..run.reader import read_all
 
 PARTS = 3
@@ -33,11 +35,10 @@ PARTS = 3
 
 
 class Drained(NamedTuple):
-    """What an attempt has found. `missing`: what places lack, each with the reason. `whole`: the places that have all
-    that they are to have. `absent`, `deleted`: as in `Answer`; what an absent place lacks is `missing` too."""
+    """What an attempt has found. `missing`: what places lack, each with the reason. `absent`, `deleted`: as in
+    `Answer`; what an absent place lacks is `missing` too."""
 
     missing: list[str]
-    whole: list[str]
     absent: list[str]
     deleted: list[str]
 
@@ -47,13 +48,41 @@ def committed(memory: Tier) -> list[str]:
     return sorted(name for name in memory.list("gen") if layout.COMMIT in memory.list(f"gen/{name}"))
 
 
-def drained(memory: Tier, spec: AgentSpec, copied: Mapping[str, Collection[str]], stop: Callable[[], bool]) -> Drained:
-    """Copy what the places lack.
+class Notes:
+    """What agents of a folder have found copied: the record COPIED, and what this one notes in it.
 
-    `memory`: the tier in memory. `copied`: `Copied.places`. `stop`: polled before each chunk; once it is true,
-    Cancelled is raised.
+    `memory`: the tier in memory; of a disk nothing is noted, because it is never removed.
     """
-    found = Drained([], [], [], [])
+
+    def __init__(self, memory: Mendable) -> None:
+        self._memory, self._folder = memory, memory.place.removeprefix(paths.MEMORY)
+        self._in_memory = paths.in_memory(memory.place)
+        self._places = dict(agent_link.read_copied(self._folder).places)
+
+    def of(self, url: str) -> list[str]:
+        """As `Copied.places`."""
+        return self._places.get(url, [])
+
+    def note(self, url: str, folders: list[str]) -> None:
+        """Note what a place has; [] if it lacks something. Raises nothing: without a record memory is kept longer."""
+        if not self._in_memory or self.of(url) == folders:
+            return
+        self._places[url] = folders
+        with contextlib.suppress(LastgoodError):
+            try:
+                agent_link.write_copied(self._memory, Copied(format=layout.FORMAT, places=self._places))
+            except LastgoodError:
+                self._memory.delete(agent_link.COPIED)  # what was noted before may not be true any more
+
+
+def drained(memory: Mendable, spec: AgentSpec, here: list[str], stop: Callable[[], bool]) -> Drained:
+    """Copy what the places lack, and note which of them lack nothing.
+
+    `memory`: the tier in memory. `here`: what was committed there before. `stop`: polled before each chunk; once it is
+    true, Cancelled is raised.
+    """
+    notes = Notes(memory)
+    found = Drained([], [], [])
     for place in spec.places:
         if stop():
             raise Cancelled("the copies were stopped")
@@ -63,15 +92,15 @@ def drained(memory: Tier, spec: AgentSpec, copied: Mapping[str, Collection[str]]
             return stop() or wanted()
 
         try:
-            lacks = _drained_to(place, memory, spec.order, gives_way)
+            lacks = _drained_to(place, memory, spec.order, notes, gives_way)
             found.missing.extend(lacks)
-            found.whole.extend([] if lacks else [place.url])
+            notes.note(place.url, [] if lacks else here)
         except Cancelled:
             if stop():
                 raise
             found.missing.append(f"{place.url}: another process opens it, or it was moved away")
         except NotARun as error:
-            if set(committed(memory)) <= set(copied.get(place.url, ())):  # guard: deleted-place-had-everything
+            if set(committed(memory)) <= set(notes.of(place.url)):  # guard: deleted-place-had-everything
                 found.deleted.append(place.url)
             else:
                 found.absent.append(place.url)
@@ -81,7 +110,7 @@ def drained(memory: Tier, spec: AgentSpec, copied: Mapping[str, Collection[str]]
     return found
 
 
-def _drained_to(place: CopyTo, memory: Tier, order: int, stop: Callable[[], bool]) -> list[str]:
+def _drained_to(place: CopyTo, memory: Tier, order: int, notes: Notes, stop: Callable[[], bool]) -> list[str]:
     here, reading = commit.survey(memory), access.for_reading(place.url)
     there = commit.survey(reading)
     run = copying.run_of(here)
@@ -92,6 +121,7 @@ def _drained_to(place: CopyTo, memory: Tier, order: int, stop: Callable[[], bool
     order, missing = max(order, here.order), list[str]()
     while wanted := _wanted(memory, here, there, place.keep):
         one = wanted[0]
+        notes.note(place.url, [])  # guard: lacking-place-has-not-everything
         del here.generations[one.id]  # the next one is chosen without it, for it may turn out to be unfit
         if lacks := _waits_for(memory, reading, one):
             missing.append(f"{place.url}: {one.id} lacks {lacks}, which other nodes have")

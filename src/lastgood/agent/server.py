@@ -31,14 +31,14 @@ from threading import Event
 import msgspec
 
 from .. import reporting
-from ..errors import Cancelled, LastgoodError
+from ..errors import Cancelled
 from ..io.files import Lock, PosixFiles
 from ..io.memory_files import MemoryFiles
 from ..ports import Mendable
 from ..records import Finding, prepare
-from ..run import access, agent_link, memory_place, paths
+from ..run import access, memory_place, paths
 from ..run.agent_link import LINGER_SECONDS, LOCK, MESSAGE_LIMIT_BYTES, PROTOCOL, SPEC, listening, read_spec, user_of
-from ..run.agent_messages import AgentSpec, Answer, KnownPeers, Request
+from ..run.agent_messages import Answer, KnownPeers, Request
 from ..run.lower_place import PAUSES_SECONDS, pause_seconds
 from ..run.packed import PackedTier
 from ..storage.directory import Disk
@@ -90,7 +90,7 @@ class Server:
         self._clients: dict[socket.socket, Client] = {}
         self._stop = Event()
         self._copies: Future[Drained] | None = None
-        self._found = Drained([], [], [], [])
+        self._found = Drained([], [], [])
         """the result of the last attempt"""
         self._copied: list[str] = []
         """the generations that were committed here when everything was copied"""
@@ -147,7 +147,7 @@ class Server:
                 self._receive(self._clients[key.fileobj])
 
     def _timeout_seconds(self) -> float | None:
-        if self._attached() or self._copies is not None:
+        if self._attached() or self._copies is not None or self._works.running():  # guard: agent-waits-for-work
             return None
         until = self._kept_until if self._next_at is None else self._next_at
         return max(0.0, until - time.monotonic())
@@ -295,20 +295,10 @@ class Server:
         spec, tier, self._copied = read_spec(self._folder), self._tier(), []
         here = committed(tier)
         if spec is None:
-            found = Drained([f"{SPEC} cannot be read, which names the places below"] if here else [], [], [], [])
+            found = Drained([f"{SPEC} cannot be read, which names the places below"] if here else [], [], [])
         else:
-            found = self._drained(tier, spec, here)
+            found = drained(tier, spec, here, self._stop.is_set)
         self._copied = [] if found.missing else here
-        return found
-
-    def _drained(self, tier: Mendable, spec: AgentSpec, here: list[str]) -> Drained:
-        """As `drained`. The places that have all of `here`, what was committed in memory before, are noted there."""
-        before = agent_link.read_copied(self._folder)
-        found = drained(tier, spec, before.places, self._stop.is_set)
-        now = msgspec.structs.replace(before, places=before.places | dict.fromkeys(found.whole, here))
-        if self._in_memory and now != before:
-            with contextlib.suppress(LastgoodError):  # without it memory is kept longer, if a place is deleted
-                agent_link.write_copied(tier, now)
         return found
 
     def _tier(self) -> Mendable:
@@ -331,7 +321,7 @@ class Server:
             self._answer_waiting()
             return
         except Exception as error:  # noqa: BLE001 - everything is kept, and the next attempt may succeed
-            self._found = Drained([f"{type(error).__name__}: {error}"], [], [], [])
+            self._found = Drained([f"{type(error).__name__}: {error}"], [], [])
         now, missing = time.monotonic(), "; ".join(self._found.missing)
         if not missing:
             self._next_at, self._failures, self._kept_until = None, 0, now + self._linger_seconds

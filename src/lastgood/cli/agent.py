@@ -11,6 +11,7 @@ import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from .. import reporting
 from ..agent.server import serve
 from ..errors import NotARun, Refused, TierDown
 from ..format import commit
@@ -34,8 +35,10 @@ def status(
 ) -> Answer:
     """The memory of the runs of this user on this machine, and its agents. Exit code 5 if an agent does not answer.
 
-    RUN may also be a directory that each node has for itself.
+    RUN may also be a directory that each node has for itself. Exit code 3 if there is no such run.
     """
+    if run and (nothing := _nothing_at(run)):
+        raise nothing
     rows = [state_of(folder) for folder in ([_place_of(run).root] if run else _folders())]
     silent = [row for row in rows if row["agent"] == "silent"]
     return Answer({"runs": rows}, _view(rows), TierDown.exit_code if silent else 0)
@@ -51,16 +54,25 @@ def run(
 ) -> Answer:
     """Be the agent of RUN in the foreground, for a service manager. Ends when everything is copied, or on SIGTERM.
 
-    RUN is the home of a run that is saved to memory, or a directory that each node has for itself.
+    RUN is the home of a run that is saved to memory, or a directory that each node has for itself. A run that does not
+    exist yet is waited for; exit code 3 if none has come before the agent ends.
     """
     place = _place_of(run)
     folder = place.root
+    absent = _nothing_at(run)
+    if absent:
+        reporting.warning(
+            f"{absent.what}, and no memory of it on this machine: this agent waits for a training process that makes "
+            f"the run, and ends after {linger_seconds:.0f} s without one. If the run exists, check the path."
+        )
     if place.kind == "memory":
         memory_place.make(folder)
     served = serve(place.url, linger_seconds)
     kept = os.path.isdir(folder)
     if not served:
         raise TierDown(f"{folder} has an agent already", safe="It goes on.", todo="lastgood agent status shows it.")
+    if absent and not kept and (nothing := _nothing_at(run)):  # guard: agent-without-run-fails
+        raise NotARun(f"{nothing.what}, and no training process has made it", safe=nothing.safe, todo=nothing.todo)
     text = "nothing was removed; the next opening of the run continues from it" if kept else "its memory is removed"
     return Answer({"folder": folder, "removed": not kept}, Text(f"{folder}: {text}"))
 
@@ -193,6 +205,19 @@ def _place_of(run: str) -> paths.Place:
     if place.kind == "memory" or (place.kind == "directory" and agent_link.read_spec(place.root) is not None):
         return place
     return paths.parsed(memory_place.url_of(run))
+
+
+def _nothing_at(run: str) -> NotARun | None:
+    """The error that there is neither a run nor memory of one; None: there is, or its place cannot be asked now."""
+    if os.path.isdir(_place_of(run).root):
+        return None
+    try:
+        access.for_reading(run)
+    except NotARun as error:
+        return error
+    except TierDown:
+        pass
+    return None
 
 
 def _is_in_memory(folder: str) -> bool:

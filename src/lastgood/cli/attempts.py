@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import msgspec
 from rich.console import Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from ..policy.health import described
 from ..policy.membership import Spares
 from ..run import access, side_records
 from ..supervisor import attempt_log, reported
-from ..supervisor.attempt_log import Attempt
+from ..supervisor.attempt_log import SUPERVISOR, Attempt, Cause
+from ..supervisor.reported import PHASES, REPLAYED
 from .answer import Answer
 from .arguments import Json, Run
 from .terminal import clean
@@ -23,14 +26,16 @@ def attempts(run: Run, as_json: Json = False) -> Answer:
     """The attempts of RUN under `lastgood run`: when, from which step to which, why each failed, and what followed."""
     access.for_reading(run)  # raises what is wrong with the path
     with side_records.opened(run) as tier:
-        found = attempt_log.read(tier)
+        ended, lost, running = attempt_log.history(tier)
+    now = time.time()
+    found = [*ended, *lost, *(msgspec.structs.replace(one, seconds=max(0.0, now - one.began_at)) for one in running)]
     return Answer({"attempts": msgspec.to_builtins(found)}, _view(found))
 
 
-def _view(found: list[Attempt]) -> RenderableType:
+def _view(found: Sequence[Attempt]) -> RenderableType:
     if not found:
         return Text(
-            "no attempt was recorded: `lastgood run` has not started this run, or none of its attempts has ended"
+            "no attempt was recorded: `lastgood run` has not started this run, or none of its attempts has opened it"
         )
     reserve = ["spares"] if any(one.spares for one in found) else []
     table = new_table("attempt", "began", "seconds", "steps", "replayed", *reserve, "failed first", "then")
@@ -42,15 +47,34 @@ def _view(found: list[Attempt]) -> RenderableType:
             "none" if one.restored_step is None else f"{one.restored_step} to {one.last_step}",
             str(one.replayed_steps),
             *([_spares(one.spares)] if reserve else []),
-            clean("" if one.cause is None else f"rank {one.cause.rank}: {reported.short(one.cause.what)}"),
+            clean("" if one.cause is None else _failed(one.cause)),
             clean(one.answer),
         )
-    names = dict.fromkeys(name for one in found for name in one.phases)
-    spent = [f"{name} {sum(one.phases.get(name, 0.0) for one in found):.1f} s" for name in names]
-    text = f"{plural(len(found), 'attempt')}. Time of the slowest rank in each, added up: {', '.join(spent)}."
+    names = [name for name in PHASES if any(name in one.phases for one in found)]
+    spent = {name: sum(one.phases.get(name, 0.0) for one in found) for name in names}
+    again = f", of these {spent[REPLAYED]:.1f} s in steps that were trained again" if REPLAYED in spent else ""
+    added = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in spent.items() if name != REPLAYED)
+    text = f"{plural(len(found), 'attempt')}. Time of the slowest rank in each, added up: {added or '0 s'}{again}."
     slow = [Text(f"attempt {one.number}: {clean(part.what)}.") for one in found for part in one.slow]
     signs = [Text(f"attempt {one.number}: {clean(described(part))}") for one in found for part in one.findings]
-    return Group(table, *slow, *signs, Text(text))
+    return Group(table, Text(), _phases(found, names), Text(), *slow, *signs, Text(text))
+
+
+def _phases(found: Sequence[Attempt], names: Sequence[str]) -> Table:
+    """The seconds of each phase in each attempt."""
+    table = new_table("seconds of attempt", *names)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for one in found:
+        seconds = [f"{one.phases[name]:.1f}" if name in one.phases else "" for name in names]
+        table.add_row(str(one.number), *seconds)
+    return table
+
+
+def _failed(cause: Cause) -> str:
+    """What failed first."""
+    what = reported.short(cause.what)
+    return what if cause.kind == SUPERVISOR else f"rank {cause.rank}: {what}"
 
 
 def _spares(spares: Spares | None) -> str:

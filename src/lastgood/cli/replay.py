@@ -104,8 +104,9 @@ def _played(command: list[str], start: dict[str, Any], log: Path) -> None:
         except OSError as error:
             raise Refused(f"{command[0]} cannot be started: {error.strerror}", safe="RUN was only read.") from error
     if code:
+        tail = log.read_text(errors="replace")[-TAIL_CHARACTERS:]
         raise Refused(
-            f"the command ended with status {code}:\n{clean(log.read_text(errors='replace')[-TAIL_CHARACTERS:])}",
+            f"the command ended with status {code}:\n" + "\n".join(map(clean, tail.splitlines())),
             safe="RUN was only read.",
             todo="Give the command with which the training is started, after --.",
         )

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from ..supervisor import arguments
+from ..supervisor import arguments, output_folders
 from ..supervisor.supervise import Supervisor
 
 
@@ -18,6 +18,7 @@ def run(context: typer.Context) -> int:
     `lastgood run --help` lists the options.
     """
     job = arguments.parsed(context.args)
+    output_folders.require_writable(job)
     if job.policy:
         _report(job.policy)
     return Supervisor(job, ["lastgood", "run", *context.args], _report).supervise()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -135,6 +136,15 @@ class _Found(NamedTuple):
     record: StripeFile
 
 
+class _Source(NamedTuple):
+    """A place that has a cell of a stripe, the number of the cell, its file, and what reads it."""
+
+    tier: Tier
+    cell: int
+    file: str
+    read: Callable[[], memoryview]
+
+
 class Rebuilt:
     """`ports.Tier` for reading one generation: its chunks and manifests as parity among nodes gives them.
 
@@ -152,6 +162,8 @@ class Rebuilt:
         """place and file (\"\": its listing) -> the first reason why it was not used"""
         self._outage = ""
         """which node could not be read, and why"""
+        self._unread = set[str]()
+        """the places that could not be read; for each chunk they are asked last: one that hangs costs a timeout"""
         self._holders = dict[str, list[Tier]]()
         self._sets = dict[str, list[_Found]]()
         """part of their names that the files of a set share -> its files"""
@@ -175,6 +187,7 @@ class Rebuilt:
             self.passed_over.setdefault((tier.place, name), error)
             if not is_damage(error):
                 self._outage = f"{tier.place} cannot be read: {error.what}"
+                self._unread.add(tier.place)  # guard: silent-node-asked-last
 
     def _note(self, tier: Tier, listing: Mapping[str, int | None]) -> None:
         for name, length in listing.items():
@@ -252,20 +265,29 @@ class Rebuilt:
         wanted = next(
             at for at, one in enumerate(stripe.cells) if one and (one.blob, one.offset) == (name, extent.offset)
         )
-        for at, cell in enumerate(stripe.cells):
-            holders = self._holders.get(cell.blob, []) if cell is not None else [found[0].tier]
-            for tier in holders if at != wanted else ():
-                with self._passing_over(tier, cell.blob if cell is not None else ""):
-                    cells[at] = read_cell(tier, self._folder, cell, stripe.length, record.digest)
-                    break
-        for one in found:
-            if len(cells) < record.data and record.data + one.record.index not in cells:
-                with self._passing_over(one.tier, one.name):
-                    cells[record.data + one.record.index] = self._parity_cell(one, number)
+        for one in sorted(self._sources(found, number), key=lambda one: one.tier.place in self._unread):
+            if one.cell != wanted and one.cell not in cells and len(cells) < record.data:
+                with self._passing_over(one.tier, one.file):
+                    cells[one.cell] = one.read()
         lost, data = stripe.cells[wanted], Code(record.data, record.parity).decode(cells)[wanted][: extent.length]
         if lost is None or digest(record.digest, data) != lost.digest:
             raise BeyondRepair(f"{name} at {extent.offset:,} is not what was lost", safe="Nothing was changed.")
         return data
+
+    def _sources(self, found: Sequence[_Found], number: int) -> Sequence[_Source]:
+        """What has the cells of a stripe, each place by itself."""
+        record, stripe = found[0].record, found[0].record.stripes[number]
+        read = partial(read_cell, folder=self._folder, length=stripe.length, algorithm=record.digest)
+        data = [
+            _Source(tier, at, cell.blob if cell else "", partial(read, tier, cell=cell))
+            for at, cell in enumerate(stripe.cells)
+            for tier in (self._holders.get(cell.blob, []) if cell else [found[0].tier])
+        ]
+        parity = [
+            _Source(one.tier, record.data + one.record.index, one.name, partial(self._parity_cell, one, number))
+            for one in found
+        ]
+        return [*data, *parity]
 
     def _parity_cell(self, one: _Found, number: int) -> memoryview:
         stripe, offset = one.record.stripes[number], stripe_layout.cell_offsets(one.record)[number]

@@ -106,6 +106,8 @@ class Progress(NamedTuple):
     """how long the rank may take to write what it holds when another one has died; 0.0: it does not"""
     written: float | None = None
     """when it has done so, or has found that another rank does"""
+    rank: int | None = None
+    """None: not known"""
 
 
 class Heartbeat:

@@ -258,7 +258,7 @@ class Checkpointer:
 
             ckpt.step(step, metrics={"loss": loss})
         """
-        n = self._advance(n)
+        n = self._advance(n, metrics)
         self._beat.step(n)
         if self._log is not None:
             self._log.step(n, metrics)
@@ -295,7 +295,7 @@ class Checkpointer:
 
             ckpt.save(step, milestone=True).result()  # waits until it is durable
         """
-        n, found = self._advance(n), numbers(metrics)
+        n, found = self._advance(n, metrics), numbers(metrics)
         self._surface()
         self._divergence.settle()
         require(
@@ -422,13 +422,13 @@ class Checkpointer:
             self._ending.report()
         self._pipeline.reported()
 
-    def _advance(self, n: int) -> int:
+    def _advance(self, n: int, metrics: Mapping[str, Any] | None) -> int:
         """Check that step `n` may follow, record that it is completed, and return it as an int."""
         self._progress.called = True
         self._require_open()
         self._saver.require_idle()
         n = self._progress.checked(n)
-        self._saver.examine()
+        self._saver.examine(metrics)
         self._progress.advance(n)
         if self._just_in_time is not None:
             self._just_in_time.note(n)

@@ -18,15 +18,21 @@ def numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     `metrics`: name -> number, or tensor or numpy array of shape []; None means no metrics. Raises Refused, with the
     name of the metric, for anything else.
     """
+    found = checked(metrics)
+    left_out = {name: value for name, value in found.items() if not math.isfinite(value)}
+    if metrics is not None and left_out:
+        named = [f"{name} is {None if metrics[name] is None else value}" for name, value in left_out.items()]
+        reporting.info(f"metrics left out: {', '.join(named)}")
+    return {name: value for name, value in found.items() if name not in left_out}
+
+
+def checked(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """The same with NaN and infinity, and NaN for None. Raises as `numbers`."""
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
         raise _refused(f"metrics={metrics!r}")
-    found = {name: number(name, value) for name, value in metrics.items()}
-    left_out = [f"{name} is {value}" for name, value in found.items() if not math.isfinite(value)]
-    if left_out:
-        reporting.info(f"metrics left out: {', '.join(left_out)}")
-    return {name: value for name, value in found.items() if math.isfinite(value)}
+    return {name: number(name, value) for name, value in metrics.items()}
 
 
 def number(name: str, value: Any) -> float:

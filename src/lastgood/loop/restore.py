@@ -268,19 +268,35 @@ class Restorer:
         except Unavailable as error:
             self._pipeline.outcomes.put(error)
             return msgspec.to_builtins(Followed())
-        anew = never_good(self.run.survey, {one.suspect for one in found if one.suspect and one.from_start})
-        for one in found:
-            candidates = choose(self.run.survey, None).candidates
-            if one.suspect not in candidates:
-                continue
-            if len(candidates) == 1 and not anew:  # guard: only-good-generation-stays
-                reporting.warning(f"{one.suspect} is suspect, and the only good one: it is restored again. {one.why}")
-                continue
-            suspect = self.run.survey.generations[one.suspect]
-            self.run.mark(suspect, [advice.finding(one)])  # guard: suspect-generation-marked
+        suspects = advice.suspects(found)
+        anew = never_good(self.run.survey, {one.suspect for one in suspects if one.suspect and one.from_start})
+        for one in suspects:
+            self._set_aside(one, anew)
         if anew:
             reporting.warning("training has diverged before anything good was saved: it starts from the beginning")
         return msgspec.to_builtins(Followed(advice=found, from_start=anew))
+
+    def _set_aside(self, one: Advice, anew: bool) -> None:
+        """Let this restore take another generation than the suspect one of this advice. `anew`: whether it may take
+        none at all.
+
+        What a Sentinel has found is marked. What a supervisor suspects is marked once training has come past the step
+        at which it failed, without that generation: until then the script may be to blame.
+        """
+        candidates, at = choose(self.run.survey, None).candidates, one.suspect
+        assert at is not None
+        passed = bool(candidates) and candidates[0].step > one.step
+        if at not in candidates:
+            known = self.run.survey.generations.get(at)
+            if one.by == "supervisor" and passed and known is not None and known.restorable:
+                self._pipeline.places.mark_suspect(at, advice.finding(one))  # guard: proven-suspect-marked
+        elif one.by == "supervisor" and passed:
+            return  # the job has gone on from it all the same
+        elif len(candidates) == 1 and not anew:  # guard: only-good-generation-stays
+            reporting.warning(f"{at} is suspect, and the only good one: it is restored again. {one.why}")
+        else:
+            # guard: suspect-generation-marked
+            self._pipeline.places.mark_suspect(at, advice.finding(one), durably=one.by == "sentinel")
 
     def started_over(self, followed: Followed) -> Restored | None:
         """The result of a restore where training has diverged before anything good was saved; None elsewhere.

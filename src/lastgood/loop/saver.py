@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from .. import reporting
 from ..coordination.announcements import Announcements
@@ -42,6 +43,7 @@ from ..state.live_check import Numbers
 from .adaptive_interval import Pace
 from .copy_pace import CopyPace
 from .load import LoadRequest
+from .metrics import checked
 from .options import Options
 from .reports import Reports
 from .save_planner import SavePlanner
@@ -71,7 +73,7 @@ class Saver:
         """whether the training thread is reading the state for a save: no other call of the user may come now"""
         self.half_loaded = False
         """whether the live state is a part of a step, after a restore that failed half way: then nothing is saved"""
-        self.examined = False
+        self.examined = self._examined_metrics = False
         """whether `examine` has checked the state, or a restore has"""
         self.last: Save | None = None
         """the newest save that was started since the run was opened or restored"""
@@ -122,12 +124,16 @@ class Saver:
         """Raises Refused while a save reads the state: a signal handler may have interrupted it."""
         require(not self.busy, "a save was asked for while the state is copied", "In a signal handler set a flag only.")
 
-    def examine(self) -> None:
+    def examine(self, metrics: Mapping[str, Any] | None) -> None:
         """Before the first save: raise what every save would, and report the bound of the disk space.
 
         Raises NotRestored, Unstorable with everything that cannot be stored, and Refused for a pattern that matches no
-        name. Only the first call examines anything; after NotRestored, the next call does so again.
+        name, and for `metrics` that are no numbers. Only the first call examines anything; after NotRestored, the next
+        call does so again.
         """
+        if not self._examined_metrics:
+            checked(metrics)  # guard: metrics-checked-at-first-step
+            self._examined_metrics = True
         if self.examined:
             return
         self._pipeline.run.known.require_restored()  # guard: forgotten-restore-refused

@@ -65,7 +65,7 @@ class DivergenceCheck:
         self._progress, self._ranks, self._beat = progress, ranks, beat
         self._pending: tuple[_Values, dict[int, Skip]] | None = None
         """what is to be compared once a device has copied it: metrics, and the windows that their steps have trained"""
-        self._at_end: TrainingDiverged | None = None
+        self._at_end: Exception | None = None
         self.restart()
 
     def restart(self) -> None:
@@ -114,12 +114,13 @@ class DivergenceCheck:
                 self._stop(self._progress.step, first)
 
     def end(self) -> None:
-        """When the run is closed, and no exception ends the loop: end a comparison that is under way. See `report`."""
+        """When the run is closed, and no exception ends the loop: end a comparison that is under way. What it raises,
+        also a device that has failed, is raised by `report`, once the run is closed."""
         try:
             if sys.exc_info()[0] is None:
                 self.settle()
-        except TrainingDiverged as error:
-            self._at_end = error
+        except Exception as error:  # noqa: BLE001 - `report` raises it
+            self._at_end = error  # guard: failed-comparison-closes-run
 
     def report(self) -> None:
         """Raise what `end` has found."""
@@ -174,7 +175,7 @@ class DivergenceCheck:
             return f"Restore a step before {first}: restore(step=...).", False
         if not permitted:
             return f"Batches were left out {len(before)} times (Sentinel.at_most): look at the data.", False
-        again, back = "the process is to be started again: it begins at step 0", "restore() goes back to before step"
+        again, back = "Start the process again: it begins at step 0", "restore() goes back to before step"
         where = again if from_start else f"{back} {first}"
         return f"{where}, and leaves its batches out: `lastgood run` calls for it.", True
 
@@ -254,8 +255,9 @@ class _Seen:
         """The first bad step of this rank; None if there is none. Waits until `values` are on the host."""
         for n, numbers in values.numbers():
             if self._bad is None and self._is_bad(numbers):
-                pairs = zip(self._names, numbers, self._means, strict=True)
-                listed = ", ".join(f"{name} {value:.6g} (mean {mean:.6g})" for name, value, mean in pairs)
+                means = [f" (mean {mean:.6g})" if self._count else "" for mean in self._means]
+                pairs = zip(self._names, numbers, means, strict=True)
+                listed = ", ".join(f"{name} {value:.6g}{mean}" for name, value, mean in pairs)
                 self._bad = n, f"step {n}: {listed}"
             else:
                 old = DECAY if self._count else 0.0

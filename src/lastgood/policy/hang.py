@@ -179,4 +179,7 @@ def described(one: Stuck, silent: Silent | None) -> str:
     state = f": it {STATES[one.state]}" if one.state in STATES else ""
     if silent is None:
         return f"hangs {where}{call}{state} (others have waited for it until their timeout)"
-    return f"hangs {where}{call}{state} (no progress for {silent.seconds:.1f} s; limit {silent.limit_seconds:.1f} s)"
+    limit = f"limit {silent.limit_seconds:.1f} s"
+    if one.signs.where == STEP:
+        limit += "; name what takes long with ckpt.phase(), or raise --hang-timeout"
+    return f"hangs {where}{call}{state} (no progress for {silent.seconds:.1f} s; {limit})"

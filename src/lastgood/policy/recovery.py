@@ -6,7 +6,8 @@ user says so.
 
 Attempts that fail at the same step with the same cause fail because of the state or of the batches, and not of the
 machine. After so many of them the job goes on from the generation before; if it fails there again, without the batches
-of that step; if it fails there again, it is given up.
+of that step; if it fails there again, it is given up. A failure before any step is completed may as well come from the
+script, and a hang from an evaluation that has no name: then no batches are left out, which would be missing for good.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ _HOPELESS = re.compile(
     r"UnknownFormat|NoSuchStep|NotARun|NotWritable|NotInstalled|RunReplaced|NothingGood)\b"
 )
 """The errors of a script before its state is restored that come again each time it is started."""
+HANG = "hang"
+"""the `cause` of an attempt in which ranks hung"""
 USAGE = 2
 """the exit code of argparse for arguments that a script does not take"""
 
@@ -76,7 +79,8 @@ class Budget:
 class Outcome:
     """How one attempt has ended.
 
-    `restored_step`: from which it went on; None: it failed before. `last_step`: the newest step that it completed.
+    `restored_step`: from which it went on; None: it failed before. `last_step`: the newest step that was completed, by
+    the rank that failed first.
     `saved_step`: the newest step that it has saved; 0: none.
     `code`: of the rank that failed first; 0: all ranks have ended regularly. `cause`: equal for failures of one kind;
     empty if it is not known. `error`: type and message of the exception. `batches_known`: whether it is known with
@@ -95,14 +99,21 @@ class Outcome:
     host: str = ""
     left_out: str = ""
 
+    @property
+    def trained(self) -> bool:
+        """Whether a step was completed after the restore."""
+        return self.restored_step is not None and self.last_step > self.restored_step
+
 
 @dataclass(frozen=True)
 class Answer:
-    """What follows. `why`: for the log. `pause_seconds`: before a restart."""
+    """What follows. `why`: for the log. `pause_seconds`: before a restart. `withdraws`: whether the generation that the
+    job has gone back from is not to blame: it failed in the same way without it."""
 
     act: Act
     why: str
     pause_seconds: float = 0.0
+    withdraws: bool = False
 
     @property
     def restart(self) -> bool:
@@ -111,13 +122,19 @@ class Answer:
 
 
 def answer(
-    outcomes: Sequence[Outcome], budget: Budget, asked_to_end: bool = False, regrouped: str = "", left_out: str = ""
+    outcomes: Sequence[Outcome],
+    budget: Budget,
+    asked_to_end: bool = False,
+    regrouped: str = "",
+    left_out: str = "",
+    earlier: Sequence[Outcome] = (),
 ) -> Answer:
     """What follows the last of these attempts. `outcomes`: all attempts so far, oldest first; at least one.
 
     `asked_to_end`: whether the supervisor was asked to end. `regrouped`: why the ranks were asked to save and to end,
     although the job goes on, on other nodes (default: it was for the end of the job). `left_out`: why a node leaves
-    the job, which goes on without it (default: none does).
+    the job, which goes on without it (default: none does). `earlier`: the failures of jobs that this one continues,
+    because their supervisors were lost, oldest first (default: there are none); they are no restarts of this job.
 
     Example: after one attempt with code 0 the job is done.
     """
@@ -135,6 +152,7 @@ def answer(
         return Answer("end", f"{budget.restarts} restarts are allowed")
     if left_out:  # guard: broken-node-uses-no-budget
         return Answer("restart", left_out)
+    outcomes = [*earlier, *outcomes]
     alike = _alike(outcomes)
     if len(alike) >= budget.without_progress:
         return _remedy(alike, budget)
@@ -143,6 +161,8 @@ def answer(
         where = "before a state was restored" if last.restored_step is None else f"after step {last.restored_step}"
         return Answer("end", f"{same} attempts in a row failed {where}, and nothing newer was saved")
     pause = min(budget.pause_seconds * 2 ** (same - 2), budget.longest_pause_seconds) if same > 1 else 0.0
+    if last.saved_step > (last.restored_step or 0):
+        return Answer("restart", f"it has saved step {last.saved_step}", pause)
     return Answer("restart", f"failure {same} of {budget.without_progress} without a newer saved step", pause)
 
 
@@ -152,10 +172,13 @@ def hopeless(one: Outcome) -> bool:
 
 
 def _alike(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """The last attempts in a row that failed at the same step with the same cause, after they had restored a state."""
+    """The last attempts in a row that failed with the same cause, after they had restored a state: at the same step, or
+    each before it had completed any."""
     last, found = outcomes[-1], list[Outcome]()
     for one in reversed(outcomes):
-        if not one.cause or one.restored_step is None or (one.last_step, one.cause) != (last.last_step, last.cause):
+        if not one.cause or one.restored_step is None or one.cause != last.cause:
+            break
+        if one.last_step != last.last_step and (one.trained or last.trained):  # guard: first-steps-fail-alike
             break
         found.insert(0, one)
     return found
@@ -164,15 +187,22 @@ def _alike(outcomes: Sequence[Outcome]) -> list[Outcome]:
 def _remedy(alike: Sequence[Outcome], budget: Budget) -> Answer:
     """What is tried against a failure that comes again at the same step. `alike`: the attempts with this failure."""
     last, tried = alike[-1], [one.followed for one in alike[:-1]]
-    what = f"{len(alike)} attempts in a row failed after step {last.last_step} with the same cause"
+    trained = any(one.trained for one in alike)
+    where = f"after step {last.last_step}" if trained else "before a step was completed,"
+    what = f"{len(alike)} attempts in a row failed {where} with the same cause"
+    # A hang is an evaluation without a name, or a machine, rather than a batch.
+    possible = {"back": bool(last.restored_step), "skip": last.batches_known and trained and last.cause != HANG}
     for act in budget.remedies:
-        possible = bool(last.restored_step) if act == "back" else last.batches_known
-        if act not in tried and possible:  # guard: each-remedy-tried-once
+        if act not in tried and possible[act]:  # guard: each-remedy-tried-once
             how = "from the generation before" if act == "back" else f"without the batches after step {last.last_step}"
             return Answer(act, f"{what}: it goes on {how}")
     done = [one for one in budget.remedies if one in tried]
     names = {"back": "going back one generation", "skip": "leaving out its batches"}
-    return Answer("end", f"{what}{', also after ' if done else ''}{' and '.join(names[one] for one in done)}")
+    withdraws = "back" in done and not trained  # guard: failure-without-it-clears-it
+    ending = f"{what}{', also after ' if done else ''}{' and '.join(names[one] for one in done)}"
+    if done and not withdraws:
+        ending += "; once the cause is mended, delete what the folder advice of the run says of it"
+    return Answer("end", ending, withdraws=withdraws)
 
 
 def without_progress(outcomes: Sequence[Outcome]) -> int:
@@ -198,8 +228,10 @@ def without_progress(outcomes: Sequence[Outcome]) -> int:
     return count
 
 
-def replayed_steps(outcomes: Sequence[Outcome]) -> int:
-    """How many steps the last attempt has trained again that the one before had completed."""
-    if len(outcomes) < 2 or outcomes[-1].restored_step is None:
-        return 0
-    return max(0, outcomes[-2].last_step - outcomes[-1].restored_step)
+def replayed_steps(outcomes: Sequence[Outcome], before: int = 0) -> int:
+    """How many steps the last attempt has trained again that one before it had completed.
+
+    `before`: the newest step that the last attempt of an earlier job had completed (default: there was none).
+    """
+    last, completed = outcomes[-1], max([before, *(one.last_step for one in outcomes[:-1])])
+    return 0 if last.restored_step is None else max(0, min(completed, last.last_step) - last.restored_step)

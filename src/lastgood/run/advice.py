@@ -5,6 +5,8 @@ A restore of the newest generation follows all of it; one of a step that is aske
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from ..ports import Tier
@@ -27,7 +29,8 @@ class Advice(Record, frozen=True, kw_only=True):
     """One piece of it. `by`: "supervisor" or "sentinel". `step`: at which training failed. `why`: for people.
 
     `suspect`: the generation that is not restored any more; None: there is none. `skip`: None: nothing is left out.
-    `from_start`: whether nothing was saved before `step` since training began.
+    `from_start`: whether nothing was saved before `step` since training began. `withdrawn`: whether the generation is
+    not to blame, whatever was said of it before.
     """
 
     format: int
@@ -39,6 +42,7 @@ class Advice(Record, frozen=True, kw_only=True):
     suspect: GenerationId | None = None
     skip: Skip | None = None
     from_start: bool = False
+    withdrawn: bool = False
 
 
 def append(tier: Tier, advice: Advice) -> None:
@@ -49,6 +53,12 @@ def append(tier: Tier, advice: Advice) -> None:
 def read(tier: Tier) -> list[Advice]:
     """The advice of a run, oldest first. As `side_records.read`."""
     return [*side_records.read(tier, FOLDER, Advice).values()]
+
+
+def suspects(found: Sequence[Advice]) -> list[Advice]:
+    """Of all advice, oldest first, the last word about each suspect generation, but for those that are withdrawn."""
+    last = {one.suspect: one for one in found if one.suspect is not None}
+    return [one for one in last.values() if not one.withdrawn]  # guard: withdrawn-advice-not-followed
 
 
 def finding(advice: Advice) -> Finding:

@@ -142,7 +142,9 @@ def newest_good(tier: Tier, memory: Tier | None, reading: Reading) -> Original:
     """
     why, survey = list[str](), commit.survey(tier)
     for one, found in [(tier, survey), *([(memory, _whole(memory))] if memory is not None else [])]:
-        for at in restore.choose(found, None).candidates:
+        chosen = restore.choose(found, None)
+        why += [f"  step {at.step} in {one.place}: {reason}" for at, reason in chosen.passed_over]
+        for at in chosen.candidates:
             if at not in found.generations:
                 continue  # its commit cannot be read
             generation = found.generations[at]

@@ -15,7 +15,7 @@ from ..errors import LastgoodError
 from ..format import commit
 from ..policy.restore import choose
 from ..ports import Tier
-from . import access, paths
+from . import access, memory_place, paths
 
 
 class Left(NamedTuple):
@@ -46,7 +46,8 @@ def newer_in_memory(listed: Collection[str], looked_at: Collection[Tier]) -> lis
     looked at. Raises nothing."""
     known, found = {one.place for one in looked_at}, list[Left]()
     others = [one for one in listed if paths.in_memory(one) and one not in known]
-    others = [one for one in others if os.path.isdir(paths.parsed(one).root)]
+    roots = {one: paths.parsed(one).root for one in others}
+    others = [one for one, root in roots.items() if os.path.isdir(root) and memory_place.is_private(root)]
     if not others:
         return []
     here = [*map(_newest, looked_at)]

@@ -61,9 +61,15 @@ def folder_of(last_place: str | os.PathLike[str], environ: Mapping[str, str] = o
 
 
 def folders() -> list[str]:
-    """The folders of all runs of this user in the memory of this machine, and those that are being removed."""
-    with contextlib.suppress(FileNotFoundError, PermissionError):  # another user may have made the folder above
-        return sorted(one.path for one in os.scandir(folder_of_user()) if one.is_dir(follow_symlinks=False))
+    """The folders of all runs of this user in the memory of this machine, and those that are being removed.
+
+    Empty where the folder above is not of this user: another one may have made it, or a file, or a link to elsewhere.
+    """
+    above = folder_of_user()
+    with contextlib.suppress(FileNotFoundError):
+        found = os.lstat(above)
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():  # guard: folders-of-this-user-only
+            return sorted(one.path for one in os.scandir(above) if one.is_dir(follow_symlinks=False))
     return []
 
 
@@ -89,8 +95,7 @@ def make(root: str) -> None:
         kind = file_system(parent)
     except OSError as error:
         raise os_errors.at_path(error, root) from error
-    # guard: memory-of-another-user-refused
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    if not _is_private(found):  # guard: memory-of-another-user-refused
         raise NotWritable(
             f"{parent} belongs to user {found.st_uid} and has the mode {stat.S_IMODE(found.st_mode):o}: others could "
             "read or change the state",
@@ -110,6 +115,14 @@ def make(root: str) -> None:
         raise os_errors.at_path(error, root) from error
 
 
+def is_private(root: str) -> bool:
+    """Whether the folder above that of a run is of this user alone: what lies there was written by this user."""
+    try:
+        return _is_private(os.lstat(os.path.dirname(root)))
+    except OSError:
+        return False
+
+
 def file_system(path: str) -> str:
     """The type of the file system of `path`, such as "tmpfs". Empty where the system does not list its mounts."""
     device = os.stat(path).st_dev
@@ -123,6 +136,10 @@ def file_system(path: str) -> str:
     except (OSError, IndexError):
         pass
     return ""
+
+
+def _is_private(found: os.stat_result) -> bool:
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
 
 
 def _make(folder: str) -> None:

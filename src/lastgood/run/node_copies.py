@@ -16,7 +16,7 @@ Invariants
      takes the newer one with it.
   6. A node whose agent does not listen (peer_opening.py) is left out: it sends and receives nothing, and the copies of
      the others make no save survive the loss of a node. A generation from before that does not need that node stays
-     until a place below has a newer one.
+     until a place below has a newer one; also where too few agents listen to make any copy.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import msgspec
 
 from ..coordination.rounds import RankGroup
 from ..errors import Cancelled, LastgoodError, Overtaken
+from ..format import layout, stripe_layout
 from ..policy.placement import Node, copies, missing_copies
 from ..records import Generation, GenerationId, Record
 from . import paths
@@ -82,7 +83,7 @@ class Maker(Protocol):
     """What makes the redundancy of a generation in the memory of other nodes."""
 
     place: str
-    """its name among the places of a save: as `place_of`"""
+    """its name among the places of a save: as `place_of`; empty: it makes nothing"""
 
     def make(self, generation: Generation, stop: Stop) -> None:
         """Make what is missing of it. Raises Cancelled once `stop()` is true."""
@@ -121,6 +122,30 @@ class CopyMaker:
 
     def end(self) -> None:
         self._requests.end()
+
+
+class NothingMaker:
+    """A `Maker` for nodes of which fewer than two have agents that listen. `disks`: of all nodes.
+
+    It makes nothing. What has copies or parity from before survives the loss of a node, and newer saves do not.
+    """
+
+    place = ""
+
+    def __init__(self, disks: NodeDisks) -> None:
+        self._disks = disks
+
+    def make(self, generation: Generation, stop: Stop) -> None:
+        """Nothing can be made."""
+
+    def outlives(self, generation: Generation) -> bool:
+        held = self._disks.held(generation).values()
+        if all(sum(one.rank in ranks for ranks in held) > 1 for one in generation.commit.seals):
+            return True
+        return any(map(stripe_layout.is_record, self._disks.list(layout.folder(generation.id))))
+
+    def end(self) -> None:
+        """Nobody was asked for anything."""
 
 
 class NodeCopies:
@@ -201,7 +226,7 @@ class NodeCopies:
         """Whether a lost node that is left out now would take the run back to this generation, if it is kept."""
         one = self._source.survey.generations.get(at)
         below = [dict(place.survey.generations) for place in self._source.below]
-        if one is None or any(found >= at and other.restorable for of in below for found, other in of.items()):
+        if one is None or any(found >= at and other.good for of in below for found, other in of.items()):
             return False
         return self._maker.outlives(one)
 
@@ -255,8 +280,9 @@ class NodeCopies:
                 self._waiting, self._failures = None, 0
                 self._source.held.discard(generation.id, self)
                 copied.set_result(None)
-                seconds = time.monotonic() - begun
-                self._source.emit("copied", generation.id, seconds=seconds, size=generation.bytes, detail=self.place)
+                if self.place:
+                    seconds, size = time.monotonic() - begun, generation.bytes
+                    self._source.emit("copied", generation.id, seconds=seconds, size=size, detail=self.place)
             self._changed.notify_all()
 
 

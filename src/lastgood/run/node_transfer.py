@@ -83,6 +83,8 @@ class Carrier:
 
     def __init__(self, tier: NodeTier, below: Sequence[Tier], ranks: RankGroup) -> None:
         self._tier, self._below, self._ranks = tier, below, ranks
+        self._silent = set[str]()
+        """the nodes whose agents could not be read: they are asked last, because one that hangs costs a timeout"""
 
     def served(self, request: Any, stop: Stop) -> Any:
         return self.carry(msgspec.convert(request, Transfer), stop)
@@ -109,6 +111,8 @@ class Carrier:
         chunks, givers = _in_order(_union(one.wanted.values()), manifests), self._givers(one)
         for chunk in sorted(chunks, key=lambda chunk: bool(givers[chunk.blob.name])):
             at, length = offsets.get((chunk.blob.name, chunk.number)), chunk.extent.length
+            if failed is not None and givers[chunk.blob.name]:  # guard: failed-transfer-asks-no-agent
+                break  # no leader waits for what agents give
             try:
                 if stop():
                     raise Cancelled("the restore was interrupted")
@@ -156,11 +160,12 @@ class Carrier:
         first, peers = one.number % len(givers), self._tier.links.peers
         assert peers is not None, "each leader has connections where there is a table"
         problem: LastgoodError | None = None
-        for node in [*givers[first:], *givers[:first]]:
+        for node in sorted([*givers[first:], *givers[:first]], key=lambda node: node.name in self._silent):
             try:
                 peers.read(node, extent, into)
             except LastgoodError as error:
                 problem = error
+                self._silent.add(node.name)  # guard: silent-giver-asked-last
             else:
                 return
         assert problem is not None, "a file that is asked for has a holder"

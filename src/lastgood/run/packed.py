@@ -139,11 +139,7 @@ class PackedTier:
     def delete(self, name: str) -> None:
         """As `ports.Tier`, for objects. What is only in a pack goes with the pack."""
         folder, _, own = name.rpartition("/")
-        with self._lock:
-            known = self._folders.get(folder)
-        if known is not None and may_be_packed(own) and own not in known.objects:
-            return
-        self._inner.delete(name)
+        self._inner.delete(name)  # also a name that the newest listing lacks: it may have been created since
         with self._lock:
             if (known := self._folders.get(folder)) is not None:
                 left = {other: one for other, one in known.objects.items() if other != own}

@@ -34,7 +34,7 @@ from .follower import Follower
 from .known import Environment
 from .left_behind import newer_in_memory
 from .lower_place import LowerPlace
-from .node_copies import CopyMaker, CopySender, Maker, NodeCopies
+from .node_copies import CopyMaker, CopySender, Maker, NodeCopies, NothingMaker
 from .node_disks import NodeDisks, NodeView
 from .node_parity import NodeRebuild, ParityBuilder, ParityMaker, sets_among
 from .node_transfer import Carried, Carrier, Chunks, NodeTransfers
@@ -98,6 +98,16 @@ class Places:
         """Record what was found where the generation was read. As `Marks.conclude`."""
         self.writer_of(generation.id).conclude(generation, findings)
 
+    def mark_suspect(self, at: GenerationId, finding: Finding, durably: bool = True) -> None:
+        """Mark a generation in each place that has it. `durably` (default True): False: in this process only."""
+        for one in self._writers():
+            with one.known.lock:
+                generation = one.known.survey.generations.get(at)
+                if generation is not None and not durably:
+                    one.known.record(judged(generation, [finding]))
+            if generation is not None and durably:
+                one.conclude(generation, [finding])
+
     def mend(self, generation: Generation, arena: Arena, stop: Stop = never) -> bool:
         """Mend a generation where it was read. Returns whether it is whole now, there or in another place.
 
@@ -158,7 +168,7 @@ class Places:
         place = holder(below, generation.id)
         whole = place is not None and below[place][generation.id].restorable
         again, self._carried = generation.id == self._carried, generation.id  # what came before may be damaged
-        below_first = self.copies is None
+        below_first = not isinstance(self.front.tier, NodeDisks) or self.front.tier.links.table is None
         first, second = (place, None) if below_first else (None, place)
         if not whole:
             first = second = None
@@ -193,7 +203,7 @@ class Places:
         offered = {one.tier.place: one.offer(generation, pinned) for one in self.below}
         if self.copies is not None:
             offered[self.copies.place] = self.copies.offer(generation)
-        return {place: copied for place, copied in offered.items() if copied is not None}
+        return {place: copied for place, copied in offered.items() if place and copied is not None}
 
     def add(self, at: GenerationId) -> dict[str, Future[None]]:
         """Copy a generation, or labels that were added to it, to all places below. Returns as `offer`."""
@@ -263,10 +273,7 @@ def opened_front(
 
 
 class Below:
-    """The places below, opened before the front is settled; the coordinator claims them for writing.
-
-    `saving`: whether a save is in flight; the training process reads no old generations then.
-    """
+    """The places below, opened before the front is settled; the coordinator claims them. `saving`: as in `Scrubbing`."""
 
     def __init__(
         self, options: RunOptions, storage: contextlib.ExitStack, ranks: AnyRanks, saving: Callable[[], bool]
@@ -316,16 +323,21 @@ class Below:
         return Places(front, places, transfers=transfers, copies=self._copies(front, outcomes, pools))
 
     def _copies(self, front: RunWriter, outcomes: Outcomes, pools: contextlib.ExitStack) -> NodeCopies | None:
-        """What copies to other nodes, where their agents serve each other."""
+        """What copies to other nodes, where their agents serve each other; else what keeps the copies that are left."""
         tier, ranks = front.tier, self._ranks
-        if not isinstance(tier, NodeDisks) or tier.links.table is None or not isinstance(ranks, RankGroup):
+        if not isinstance(tier, NodeDisks) or not isinstance(ranks, RankGroup):
             return None
-        table, code = tier.links.table, self._run.code_among(len(tier.links.table.nodes))
-        front.mender.nodes = NodeRebuild(tier, table, ranks)
-        pools.callback(front.mender.nodes.end)
+        table = tier.links.table
+        if table is not None:
+            front.mender.nodes = NodeRebuild(tier, table, ranks)
+            pools.callback(front.mender.nodes.end)
+        elif not tier.nodes.others or self._run.copies_among_nodes < 2:  # guard: copies-from-before-stay
+            return None
 
         def maker(stop: Stop) -> Maker:
-            if code is not None:
+            if table is None:
+                return NothingMaker(tier)
+            if (code := self._run.code_among(len(table.nodes))) is not None:
                 return ParityMaker(tier, table, code, ranks, stop)
             return CopyMaker(tier, table, self._run.copies_among_nodes, ranks, stop)
 

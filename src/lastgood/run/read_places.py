@@ -105,12 +105,13 @@ class RunOfPlaces(ReadOnlyRun):
 
 
 def _memory_of(tier: Tier) -> Tier | None:
-    """The memory of a run on this machine; None if there is none."""
+    """The memory of a run on this machine; None if there is none, or if another user may have written it."""
     if paths.in_memory(tier.place):
         return None
     url = memory_place.url_of(tier.place)
     folder = paths.parsed(url).root
-    return access.for_reading(url) if os.path.isdir(os.path.join(folder, "gen")) else None
+    is_there = os.path.isdir(os.path.join(folder, "gen")) and memory_place.is_private(folder)  # guard: own-memory-read
+    return access.for_reading(url) if is_there else None
 
 
 def _is_whole(survey: commit.Survey, one: Generation) -> bool:

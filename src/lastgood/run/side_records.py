@@ -1,6 +1,7 @@
 """Records beside the generations of a run, for what happens to the job around it: attempts, and advice for restores.
 
     attempts/000001.json   one attempt of a job, written when it has ended (supervisor/attempt_log.py)
+    begun/000001.json      that an attempt has begun, and, in a second one, that its state is restored
     advice/000001.json     what a later restore is to do differently (advice.py)
 
 They are numbered, created whole, never changed, and need no lock: of two that come at once, each gets a number.
@@ -36,25 +37,36 @@ def opened(run: str) -> Iterator[Tier]:
         yield Disk(PosixFiles(), place.root, shared=True)
 
 
-def append(tier: Tier, folder: str, record: Record) -> None:
-    """Create a record with the next number of its folder. Raises what `put_new` raises."""
+def append(tier: Tier, folder: str, record: Record) -> int:
+    """Create a record with the next number of its folder. Returns the number. Raises what `put_new` raises."""
     for left in reversed(range(TRIES)):
-        last = max((int(name[:6]) for name in tier.list(folder) if name[:6].isdecimal()), default=0)
+        number = newest(tier, folder) + 1
         try:
-            tier.put_new(f"{folder}/{last + 1:06d}.json", layout.encode(record))
-            return
+            tier.put_new(f"{folder}/{number:06d}.json", layout.encode(record))
+            break
         except NameTaken:
             if not left:
                 raise
+    return number
 
 
-def read(tier: Tier, folder: str, kind: type[T]) -> dict[int, T]:
-    """Number -> record of a folder, oldest first. Damaged ones are left out.
+def newest(tier: Tier, folder: str) -> int:
+    """The number of the newest record of a folder; 0: there is none. Raises Unavailable."""
+    return max(map(_number, tier.list(folder)), default=0)
+
+
+def read(tier: Tier, folder: str, kind: type[T], after: int = 0) -> dict[int, T]:
+    """Number -> record of a folder, oldest first. Damaged ones are left out. `after`: only of greater numbers.
 
     Raises UnknownFormat if a newer version wrote one of them, and Unavailable.
     """
     found = dict[int, T]()
     for name, length in sorted(tier.list(folder).items()):
-        if name[:6].isdecimal() and (one := commit.read_hint(tier, f"{folder}/{name}", length, kind)) is not None:
-            found[int(name[:6])] = one
+        if _number(name) > after and (one := commit.read_hint(tier, f"{folder}/{name}", length, kind)) is not None:
+            found[_number(name)] = one
     return found
+
+
+def _number(name: str) -> int:
+    """The number of a record, from the name of its file; 0 for any other file."""
+    return int(name[:6]) if name[:6].isdecimal() else 0

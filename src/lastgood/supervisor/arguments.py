@@ -7,7 +7,9 @@ What torchrun takes and this supervisor does not do is refused by name.
 from __future__ import annotations
 
 import argparse
+import errno
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from ..policy.recovery import Budget
 from ..policy.slow import Pace
 from ..run import paths
 from . import devices, policy_file
+from .option_values import fault
 from .options import parser, split, variable
 from .outputs import PREFIX, STDERR, STDOUT, TEMPLATE, Outputs
 from .policy_file import Policy
@@ -87,7 +90,19 @@ def parsed(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) ->
     given = without_defaults.parse_args(own)
     path = policy_file.found(getattr(given, "policy", environ.get("PET_POLICY")))
     policy = None if path is None else policy_file.read(path, known)
-    args = parser(environ, policy).parse_args(own)
+    try:
+        _check_variables(known, given, environ)
+        args = parser(environ, policy).parse_args(own)
+        return _job(args, rest, environ, "" if policy is None else _in_use(policy, given, environ))
+    except Refused as error:
+        sources = _sources(error.what, given, environ, policy)
+        if not sources or type(error) is not Refused:
+            raise
+        raise Refused(f"{error.what} ({sources})", safe=error.safe, todo=error.todo) from error
+
+
+def _job(args: argparse.Namespace, rest: list[str], environ: Mapping[str, str], policy: str) -> Job:
+    """What the options say. `rest`: the arguments of the script. `policy`: as in Job. Raises Refused."""
     _refuse(args)
     name = args.training_script
     kind: Literal["module", "command", "script"] = (
@@ -109,12 +124,12 @@ def parsed(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) ->
             without_progress=args.without_progress,
             remedies=args.remedies,
         ),
-        limits=Limits(args.hang_timeout, times=args.hang_factor, long_seconds=args.hang_long_timeout),
+        limits=_limits(args.hang_timeout, args.hang_factor, args.hang_long_timeout),
         pace=Pace(args.slow_factor, args.slow_window),
         master=(args.master_addr, args.master_port),
         role=args.role,
         run_id=args.rdzv_id,
-        log_dir=None if args.log_dir == os.devnull else args.log_dir,
+        log_dir=None if args.log_dir in ("", os.devnull) else args.log_dir,
         outputs=_outputs(args, ranks, environ),
         bindings=devices.bindings(args.numa_binding, ranks) if args.numa_binding else [],
         virtual_local_rank=args.virtual_local_rank,
@@ -129,8 +144,33 @@ def parsed(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) ->
         health_seconds=args.health_seconds,
         unhealthy=args.unhealthy,
         quarantine_after=args.quarantine_after,
-        policy="" if policy is None else _in_use(policy, given, environ),
+        policy=policy,
     )
+
+
+def _check_variables(
+    known: Mapping[str, argparse.Action], given: argparse.Namespace, environ: Mapping[str, str]
+) -> None:
+    """Raise Refused for a variable of the environment that an option does not take, where no flag replaces it.
+
+    argparse asks neither whether a default is one of the choices, nor anything of switches.
+    """
+    for option in known.values():
+        text = environ.get(variable(option.dest))
+        if text is not None and not hasattr(given, option.dest) and (why := fault(option, text)):
+            todo = f"Correct or unset {variable(option.dest)}; a flag replaces it."
+            raise Refused(f"{variable(option.dest)}: {why}", safe="Nothing was started.", todo=todo)
+
+
+def _sources(what: str, given: argparse.Namespace, environ: Mapping[str, str], policy: Policy | None) -> str:
+    """Where the options that an error names come from, if not from the command line."""
+    found = dict[str, str]()
+    for dest in (name.replace("-", "_") for name in re.findall(r"--([a-z_-]+)", what)):
+        if not hasattr(given, dest) and variable(dest) in environ:
+            found[dest] = variable(dest)
+        elif not hasattr(given, dest) and policy is not None and dest in policy.values:
+            found[dest] = policy.path
+    return ", ".join(f"--{dest.replace('_', '-')} comes from {source}" for dest, source in found.items())
 
 
 def _in_use(policy: Policy, given: argparse.Namespace, environ: Mapping[str, str]) -> str:
@@ -160,13 +200,8 @@ def _refuse(args: argparse.Namespace) -> None:
             safe="Nothing was started.",
             todo="Give the seconds between two examinations.",
         )
-    folder = os.path.dirname(os.path.abspath(args.health_file or "."))
-    if os.path.isdir(args.health_file or "") or not os.path.isdir(folder):
-        raise Refused(
-            f"--health-file {args.health_file}: there can be no such file",
-            safe="Nothing was started.",
-            todo="Give the path of a file, which may be absent, in a folder that exists.",
-        )
+    if args.health_file:
+        _require_readable(args.health_file)
     if args.logs_specs:
         raise Refused(
             f"`lastgood run` does not do --logs-specs {args.logs_specs}: it names a class of torchrun's agent",
@@ -177,6 +212,35 @@ def _refuse(args: argparse.Namespace) -> None:
         raise Refused(f"--log-dir {args.log_dir} is no folder", safe="Nothing was started.", todo="Give a folder.")
 
 
+def _require_readable(health_file: str) -> None:
+    """Raise Refused for a --health-file that can never be read. It may be absent."""
+    try:
+        if os.path.isdir(health_file) or not os.path.isdir(os.path.dirname(os.path.abspath(health_file))):
+            raise OSError(errno.EINVAL, "there can be no such file")
+        if os.path.exists(health_file):
+            os.close(os.open(health_file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+    except OSError as error:
+        raise Refused(
+            f"--health-file {health_file}: {error.strerror}",
+            safe="Nothing was started.",
+            todo="Give the path of a file that can be read, or that may come, in a folder that exists.",
+        ) from error
+
+
+def _limits(step_seconds: float, times: float, long_seconds: float | None) -> Limits:
+    """The limits of the time without progress. `long_seconds`: None: not given. Raises Refused."""
+    if long_seconds is None:
+        return Limits(step_seconds, times, max(Limits.long_seconds, step_seconds))
+    if step_seconds > long_seconds:
+        raise Refused(
+            f"--hang-long-timeout {long_seconds:g} is less than --hang-timeout {step_seconds:g}: the first step and "
+            "saves would have less time than any other step",
+            safe="Nothing was started.",
+            todo="Give --hang-long-timeout at least the value of --hang-timeout, or leave it out.",
+        )
+    return Limits(step_seconds, times, long_seconds)
+
+
 def _staged(run: str, several: Rendezvous | None) -> str:
     """The value of --stage, the last place of a run, as an absolute path or a URL. Raises Refused."""
     if not run:
@@ -184,7 +248,8 @@ def _staged(run: str, several: Rendezvous | None) -> str:
     if several is None:
         raise Refused(f"--stage {run} with one node", safe="Nothing was started.", todo="Give --nnodes too.")
     place = paths.parsed(run)
-    if place.kind not in ("directory", "objects"):
+    is_file = place.kind == "directory" and os.path.isfile(place.root)
+    if is_file or place.kind not in ("directory", "objects"):
         todo = "Give the last place of the run, a directory or a bucket."
         raise Refused(f"--stage {run}", safe="Nothing was started.", todo=todo)
     return os.path.abspath(place.root) if place.kind == "directory" else place.url

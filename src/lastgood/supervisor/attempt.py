@@ -34,6 +34,7 @@ from ..run import job_logs
 from . import devices, leftovers
 from .arguments import Job
 from .attempt_log import Slow
+from .attempt_records import AttemptRecords
 from .host_signs import HostSigns
 from .outputs import NAMES, Console
 from .placement import Kind, Nodes, Notice, Placement
@@ -73,6 +74,8 @@ class Lived:
     """when all processes existed"""
     failed: float | None = None
     """when the first failure was noticed"""
+    rendezvous: float = 0.0
+    """how long this node has waited before that until all nodes had a place; 0.0: it is alone"""
     over: float = 0.0
     """when no process was left"""
     killed: bool = False
@@ -126,8 +129,9 @@ class Attempt:
         self._written = set[int]()
         """ranks that have written what they hold, after another one has failed"""
 
-    def run(self, host: HostSigns) -> Lived:
-        """Live the attempt. `host`: is asked while ranks run. Raises what `Zygote.fork` raises."""
+    def run(self, host: HostSigns, records: AttemptRecords) -> Lived:
+        """Live the attempt. `host`: is asked while ranks run; `records`: see what they show. Raises what `Zygote.fork`
+        raises."""
         lived, killed_before = Lived(time.monotonic()), oom_kills()
         # Pages of memory, not of a disk: a rank must not fail because a disk is full.
         memory = MEMORY if os.path.isdir(MEMORY) else tempfile.gettempdir()
@@ -135,7 +139,7 @@ class Attempt:
             try:
                 self._start(pages)
                 lived.started = time.monotonic()
-                self._watch(lived, host)
+                self._watch(lived, host, records)
             finally:
                 self._kill(lived)
                 lived.over = time.monotonic()
@@ -212,7 +216,7 @@ class Attempt:
 
     # ---- watch ---------------------------------------------------------------------------------------------
 
-    def _watch(self, lived: Lived, host: HostSigns) -> None:
+    def _watch(self, lived: Lived, host: HostSigns, records: AttemptRecords) -> None:
         watch, slow = ProgressWatch(self._job.limits), SlowWatch(self._job.pace)
         self._poll.register(self._signals.descriptor, select.POLLIN)
         for one in self._ranks:
@@ -226,6 +230,7 @@ class Attempt:
                     one.ended = _ended(one)
             self._console.copy()
             self._note_failures(lived)
+            records.shown([one.shown for one in self._ranks])
             findings = host.poll(time.monotonic())
             lived.findings += findings
             if leaves(findings, self._job.unhealthy):
@@ -357,7 +362,7 @@ class Attempt:
 
     def _read(self, lived: Lived) -> None:
         for one in self._ranks:
-            lived.progress.append(heartbeat.read(str(one.page)))
+            lived.progress.append(heartbeat.read(str(one.page))._replace(rank=one.rank))
             assert one.ended is not None
             error, stack, at = _error(one.folder / "error.json")
             lived.stacks[one.rank] = stack

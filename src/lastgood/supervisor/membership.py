@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from .. import reporting
 from ..errors import Cancelled, LastgoodError, Refused, TierDown
 from ..records import Record
 from . import framed, program
@@ -146,13 +147,17 @@ class Membership:
         framed.send(self._socket, msgspec.json.encode(settings))
 
     def join(self) -> Joined:
-        """Join the next round, and wait until it is complete.
+        """Join the next round, and wait until it is complete. Reports both, because it may take long.
 
         Raises Over if the job is over, TierDown if the store does not answer or too few nodes come, and Cancelled if
         this node is asked to end.
         """
+        least, most = self._settings.least, self._settings.most
+        wanted = f"{least} nodes" if least == most else f"{least} to {most} nodes"
+        reporting.info(f"waits until {wanted} have joined the job at {self._settings.endpoint}")
         answer = self._asked(Join(waited=self._joined), math.inf)
         assert isinstance(answer, Joined)
+        reporting.info(f"takes part, as one of {answer.nodes} nodes")
         self._joined = True
         return answer
 

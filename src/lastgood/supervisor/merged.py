@@ -34,7 +34,7 @@ class Report(Record, frozen=True, kw_only=True):
 class Verdict(Record, frozen=True, kw_only=True):
     """What all nodes do after an attempt. `outcomes`: of all attempts so far. `act`, `why`, `pause_seconds`:
     as in policy/recovery.py. `next`: as in policy/membership.py. `run`: the run of the job; empty if
-    it is not known."""
+    it is not known. `asked`: whether a node was asked to end the job."""
 
     outcomes: list[Outcome]
     act: Act
@@ -42,6 +42,7 @@ class Verdict(Record, frozen=True, kw_only=True):
     pause_seconds: float
     next: Literal["stay", "join", "end"]
     run: str
+    asked: bool = False
 
 
 def encoded(host: str, ranks: int, asked: bool, lived: Lived) -> str:
@@ -86,6 +87,7 @@ def merged(reports: Mapping[int, Report], lost: tuple[int, str] | None) -> Lived
         began=min(one.began for one in lives),
         started=max(one.started for one in lives),
         failed=min(failed, default=None),
+        rendezvous=min(one.rendezvous for one in lives),  # of the node that came last: another one waited in reserve
         over=max(one.over for one in lives),
         killed=any(one.killed for one in lives) or lost is not None,
         ended=[ended for one in lives for ended in one.ended],

@@ -33,6 +33,14 @@ def whole(least: int) -> Callable[[str], int]:
     return taken
 
 
+def port(text: str) -> int:
+    """The number of a TCP port. 0: any."""
+    number = int(text) if text.isascii() and text.isdigit() else -1
+    if 0 <= number < 2**16:
+        return number
+    raise argparse.ArgumentTypeError(f"{text!r} is no port: give a whole number from 0 to 65535")
+
+
 def seconds(text: str) -> float:
     """A finite number of seconds, at least 0."""
     return _number(text, "a number of seconds")
@@ -69,6 +77,8 @@ def remedies(text: str) -> tuple[Act, ...]:
         return ()
     found = list[Act]()
     for name in names(text):
+        if name == "none":
+            raise argparse.ArgumentTypeError(f"{text!r}: none stands alone, for no remedy at all")
         act = next((one for one in REMEDIES if one == name), None)
         if act is None:
             raise argparse.ArgumentTypeError(f"{name!r} is no remedy. {meant(name, [*REMEDIES, 'none'])}")
@@ -103,6 +113,20 @@ def filters(text: str) -> tuple[str, ...]:
 
 LISTS = (names, remedies, signals, local_ranks, filters)
 """those that take several values"""
+
+
+def fault(option: argparse.Action, text: str) -> str:
+    """Why an option does not take a text, of the environment or of a policy file, as its value; empty: it does."""
+    if isinstance(option.const, bool):
+        return "" if text in ("0", "1") else f"{text!r} is neither 1 nor 0"
+    if option.choices is not None and text not in option.choices:
+        return f"{text!r} is none of its values. {meant(text, [*option.choices])}".rstrip()
+    if callable(option.type):
+        try:
+            option.type(text)
+        except argparse.ArgumentTypeError as error:
+            return str(error)
+    return ""
 
 
 def meant(name: str, known: Collection[str]) -> str:

@@ -17,6 +17,7 @@ from .option_values import (
     local_ranks,
     meant,
     names,
+    port,
     positive_seconds,
     remedies,
     seconds,
@@ -124,7 +125,7 @@ def _add_those_of_torchrun(to: _Options) -> None:
     to.both("duplicate-stderr-filters", type=filters, default="", help=duplicates.format("stderr"))
     to.both("node-rank", type=whole(0), default=0, help="Number of this node, for --rdzv-backend static.")
     to.both("master-addr", default="127.0.0.1", help="MASTER_ADDR of the ranks; of several nodes: the one of rank 0.")
-    to.both("master-port", type=whole(0), help="MASTER_PORT of the ranks. Default: a new one for each attempt.")
+    to.both("master-port", type=port, help="MASTER_PORT of the ranks. Default: a new one for each attempt.")
     to.both("local-addr", help="Address of this node for the others.")
     to.both("logs-specs", help="Not done: it names a class of torchrun's agent.")
     to.both("numa-binding", choices=NUMA, help="Bind each rank to processors near its GPU.")
@@ -160,8 +161,8 @@ def _add_own(to: _Options) -> None:
     to.option(
         "--hang-long-timeout",
         type=seconds,
-        default=3600.0,
-        help="Limit in seconds of what has no measure yet, as the first step, and of a save. Default 3600.",
+        help="Limit in seconds of what has no measure yet, as the first step, and of a save; at least --hang-timeout. "
+        "Default 3600, or --hang-timeout if that is longer.",
     )
     to.option("--records", metavar="DIR", help="Directory for logs of steps, saves and attempts.")
     to.option(

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import Refused
 from ..extras import needed
-from .option_values import LISTS, meant
+from .option_values import LISTS, fault, meant
 
 if TYPE_CHECKING:
     import yaml
@@ -110,13 +110,8 @@ def _checked(value: yaml.Node, option: argparse.Action, place: str) -> str:
         return _SWITCH[text]
     many = value.tag == f"{_TAG}seq" and option.type in LISTS
     text = ",".join(_text(one, place) for one in value.value) if many else _text(value, place)
-    if option.choices is not None and text not in option.choices:
-        raise _refused(place, f"{text!r} is none of its values. {meant(text, [*option.choices])}")
-    if callable(option.type):
-        try:
-            option.type(text)
-        except argparse.ArgumentTypeError as error:
-            raise _refused(place, str(error)) from error
+    if why := fault(option, text):
+        raise _refused(place, why)
     return text
 
 

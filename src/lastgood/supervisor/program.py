@@ -9,6 +9,7 @@ Invariants
 from __future__ import annotations
 
 import builtins
+import contextlib
 import ctypes
 import faulthandler
 import json
@@ -72,6 +73,7 @@ def run(program: Program) -> None:
         os.execvp(program.name, [program.name, *program.arguments])
     write_stacks_on_signal(os.environ.get(ERROR_FILE, ""))
     heartbeat.begin()
+    _show_name(f"rank{os.environ.get('RANK', '')} {os.path.basename(program.name)}")
     sys.argv = [program.name, *program.arguments]
     if program.kind == "module":
         sys.path.insert(0, os.getcwd())
@@ -121,6 +123,12 @@ def die_with(supervisor: int) -> None:
 def adopt_orphans() -> None:
     """Become the parent of all descendants whose own parent ends."""
     _prctl(_ADOPTS_ORPHANS, 1)
+
+
+def _show_name(name: str) -> None:
+    """Let `top`, `ps` and `pgrep` show this process under a name, of which the kernel keeps 15 bytes."""
+    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
+        file.write(name[:15])
 
 
 def _prctl(option: int, value: int) -> None:

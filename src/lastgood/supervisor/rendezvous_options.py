@@ -62,6 +62,8 @@ class Options(NamedTuple):
 def rendezvous(given: Options) -> Rendezvous | None:
     """The rendezvous of a job of several nodes; None: it has one. Raises Refused for what cannot be meant."""
     bounds = _bounds(given.nnodes)
+    if given.backend not in BACKENDS:
+        raise _refused(f"--rdzv-backend {given.backend} is not done", "Use c10d, or static with --node-rank.")
     if bounds.most == 1:
         if given.node_rank:
             raise _refused(f"--node-rank {given.node_rank} with one node", "Give --nnodes too.")
@@ -71,8 +73,6 @@ def rendezvous(given: Options) -> Rendezvous | None:
         return None
     if given.standalone:
         raise _refused(f"--standalone and --nnodes {given.nnodes} contradict each other", "Leave one of them out.")
-    if given.backend not in BACKENDS:
-        raise _refused(f"--rdzv-backend {given.backend} is not done", "Use c10d, or static with --node-rank.")
     static = given.backend == "static"
     if static and not 0 <= given.node_rank < bounds.most + given.spares:
         and_spares = f" and {given.spares} in reserve" if given.spares else ""

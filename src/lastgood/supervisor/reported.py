@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from ..format import layout
+from ..io.heartbeat import Progress
 from ..policy import hang
 from ..policy.blame import Ended, first_cause, follows
 from ..policy.recovery import PREEMPTED, Answer, Outcome
@@ -22,6 +23,21 @@ from .attempt_log import Attempt, Cause
 
 LINE_CHARACTERS = 160
 """of a cause in a report of one line"""
+REPLAYED = "replayed steps"
+"""the phase that is a part of others"""
+NOTICED = "last step to failure noticed"
+PHASES = (
+    "rendezvous",
+    "start",
+    "program to run open",
+    "restore",
+    "first step",
+    "training",
+    REPLAYED,
+    NOTICED,
+    "tear down",
+)
+"""the names of phases, in their order"""
 
 
 def cause(lived: Lived) -> Cause | None:
@@ -49,21 +65,21 @@ def cause(lived: Lived) -> Cause | None:
 def outcome(lived: Lived, found: Cause | None, host: str = "") -> Outcome:
     """An attempt as the policy sees it. `host`: of the rank of its cause (default: not known)."""
     steps = [one.restored_step for one in lived.progress if one.restored is not None]
-    whole = len(steps) == len(lived.progress)
+    whole, last = len(steps) == len(lived.progress), _last(lived, found)
     return Outcome(
         restored_step=min(steps) if whole and steps else None,
-        last_step=max((one.step for one in lived.progress), default=0),
+        last_step=0 if last is None else last.step,
         saved_step=max((one.saved_step for one in lived.progress), default=0),
         code=_code(lived, first_cause(lived.ended), found),
         cause=found.key if found is not None else "",
         error=found.what if found is not None and found.kind == "exception" else "",
-        batches_known=_skip(lived) is not None,
+        batches_known=_skip(last) is not None,
         host=host,
     )
 
 
-def advice(lived: Lived, attempt: Attempt, follows: Answer) -> Advice | None:
-    """What the next restore is to do differently; None: nothing."""
+def advice(lived: Lived, attempt: Attempt, follows: Answer, before: Sequence[Advice]) -> Advice | None:
+    """What the next restore is to do differently; None: nothing. `before`: the advice that the run has."""
     suspect = next((one for one in lived.progress if one.restored_step == attempt.restored_step), None)
     what = attempt.cause.what.splitlines()[0] if attempt.cause is not None else ""
     why = f"{follows.why}; the last cause: {what}"
@@ -71,14 +87,21 @@ def advice(lived: Lived, attempt: Attempt, follows: Answer) -> Advice | None:
     if follows.act == "back" and suspect is not None and suspect.incarnation:
         at = GenerationId(step=suspect.restored_step, incarnation=suspect.incarnation)
         return replace(made, suspect=at)
+    if follows.withdraws:
+        last = next((one for one in reversed(before) if one.by == made.by and one.suspect is not None), None)
+        return replace(made, suspect=last.suspect, withdrawn=True) if last is not None else None
     if follows.act == "skip":
-        return replace(made, skip=_skip(lived))
+        return replace(made, skip=_skip(_last(lived, attempt.cause)))
     return None
 
 
-def phases(lived: Lived) -> dict[str, float]:
-    """Phase -> seconds, of the rank that took longest. A phase that was not reached is left out."""
-    found = {"start": lived.started - lived.began}
+def phases(lived: Lived, replayed: int) -> dict[str, float]:
+    """Phase -> seconds, of the rank that took longest. A phase that was not reached is left out.
+
+    `replayed`: how many steps were trained again; their seconds are a part of those of "first step" and "training".
+    """
+    found = {"rendezvous": lived.rendezvous} if lived.rendezvous else {}
+    found["start"] = lived.started - lived.began
 
     def longest(name: str, times: Sequence[tuple[float | None, float | None]]) -> None:
         known = [end - begin for begin, end in times if begin is not None and end is not None]
@@ -90,12 +113,25 @@ def phases(lived: Lived) -> dict[str, float]:
     longest("restore", [(one.opened, one.restored) for one in ranks])
     longest("first step", [(one.restored, one.first) for one in ranks])
     longest("training", [(one.first, one.beat) for one in ranks])
+    again = [_replay_seconds(one, replayed) for one in ranks if one.step > one.restored_step]
+    if replayed and again:
+        found[REPLAYED] = max(again)
     if lived.failed is not None:
         last = max((one.beat for one in ranks if one.beat is not None), default=None)
         if last is not None:
-            found["last step to failure noticed"] = max(0.0, lived.failed - last)
+            found[NOTICED] = max(0.0, lived.failed - last)
         found["tear down"] = lived.over - lived.failed
     return found
+
+
+def _replay_seconds(one: Progress, steps: int) -> float:
+    """How long a rank took for so many steps from the restored one on, the first of which may take longer. The others
+    count as long as their mean, with the saves and phases between them."""
+    if one.restored is None or one.first is None or one.beat is None:
+        return 0.0
+    done = one.step - one.restored_step
+    each = (one.beat - one.first) / (done - 1) if done > 1 else 0.0
+    return one.first - one.restored + (min(steps, done) - 1) * each
 
 
 def sentence(one: Attempt, number: int) -> str:
@@ -116,9 +152,17 @@ def short(what: str) -> str:
     return line if len(line) <= LINE_CHARACTERS else f"{line[:LINE_CHARACTERS]}..."
 
 
-def _skip(lived: Lived) -> Skip | None:
+def _last(lived: Lived, found: Cause | None) -> Progress | None:
+    """What the rank has shown that failed first; without one, the rank that came furthest.
+
+    Another rank may have completed the step in which that one failed.
+    """
+    first = next((one for one in lived.progress if found is not None and one.rank == found.rank), None)
+    return first or max(lived.progress, key=lambda one: one.step, default=None)  # guard: step-of-the-rank-that-failed
+
+
+def _skip(last: Progress | None) -> Skip | None:
     """The windows that the step after the last completed one has trained, if there is one sampler."""
-    last = max(lived.progress, key=lambda one: one.step, default=None)
     if last is None or not last.position.windows:
         return None
     epoch, window, windows = last.position

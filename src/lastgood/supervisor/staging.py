@@ -6,11 +6,12 @@ Holds no clock.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 
 from .. import reporting
 from ..errors import LastgoodError, NoSpace, Refused
-from ..format import commit
+from ..format import commit, layout
 from ..policy import restore
 from ..records import GenerationId
 from ..run import access, memory_place, node_staging, paths, places, staged
@@ -25,7 +26,7 @@ class Reserve:
         self._staged: GenerationId | None = None
 
     def refresh(self) -> None:
-        """Copy the generation that a restore would take, unless it was copied before. What prevents that is reported,
+        """Copy the generation that a restore would take, unless memory has it. What prevents that is reported,
         once, and tried again with the next call: the run may not exist yet, or an agent may have the memory."""
         try:
             self._copy()
@@ -42,7 +43,7 @@ class Reserve:
         tier = access.for_reading(self._run)
         survey = commit.survey(tier)
         at = next(iter(restore.choose(survey, None).candidates), None)
-        if at is None or at == self._staged:
+        if at is None or (at == self._staged and self._has(at)):  # guard: removed-copy-is-staged-anew
             return
         if not any(map(paths.in_memory, places.listed(tier))):  # guard: staged-only-for-memory
             raise Refused(
@@ -53,6 +54,10 @@ class Reserve:
         node_staging.stage(tier, survey, self._run, survey.generations[at], held=self._held)
         self._staged = at
         reporting.info(f"step {at.step} is staged in the memory of this node: {self._folder}")
+
+    def _has(self, at: GenerationId) -> bool:
+        """Whether the copy is still there: an agent, or systemd when the user logs out, may have removed it."""
+        return os.path.exists(os.path.join(self._folder, layout.folder(at), layout.COMMIT))
 
     def remove_left(self) -> None:
         """Remove what killed supervisors have staged for other runs."""

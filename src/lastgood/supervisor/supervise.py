@@ -1,7 +1,7 @@
 """The supervisor of a job: attempt after attempt, until the job is done, was asked to end, or is given up.
 
 launch -> monitor -> recover -> launch ...          attempt.py starts and watches the ranks
-                  -> terminate                      policy/recovery.py decides, attempt_log.py keeps what happened
+                  -> terminate                      policy/recovery.py decides, attempt_records.py keeps what happened
 """
 
 from __future__ import annotations
@@ -11,27 +11,29 @@ import os
 import platform
 import secrets
 import select
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from .. import reporting
-from ..errors import Cancelled, LastgoodError
+from ..errors import Cancelled
 from ..format import layout
+from ..io import processes
 from ..io.machine import NODE
 from ..policy import quarantine
 from ..policy.health import described, leaves
 from ..policy.membership import Bounds, Next
 from ..policy.recovery import GAVE_UP, PREEMPTED, Answer, Outcome, answer, replayed_steps
-from ..run import advice, side_records
 from . import attempt_log, job_summary, leftovers, merged, reported, reserve, signals, staging, survivors
 from .arguments import Job
 from .attempt import Attempt, Lived, defaults
+from .attempt_records import AttemptRecords
 from .host_signs import HostSigns, collectors
 from .membership import Membership, Over
 from .merged import Report, Verdict
@@ -52,6 +54,7 @@ class Supervisor:
         self._job, self._command, self._report = job, list(command), report
         self._id, self._host = secrets.token_hex(4), os.environ.get(NODE) or platform.node()
         self._outcomes = list[Outcome]()
+        self._records = AttemptRecords()
         self._run = ""
         """the run of the job, once a rank has opened it"""
         self._hold_staged: Callable[[], None] = lambda: None
@@ -97,6 +100,7 @@ class Supervisor:
                 zygote = Zygote(self._job.preload, defaults(self._job.ranks), received)
                 held.callback(zygote.close)
                 zygote.ready()
+            waits_since = time.monotonic()
             if joins:
                 with reserve.staged(self._job.stage):
                     before = nodes.join(self._id)
@@ -109,7 +113,10 @@ class Supervisor:
             if isinstance(place, Placement):
                 attempt = folder / f"attempt_{number}"
                 attempt.mkdir()
-                lived = Attempt(self._job, number, attempt, received, zygote, place, nodes).run(health)
+                rendezvous = time.monotonic() - waits_since if place.nodes > 1 else 0.0
+                self._records.begin(self._begun(place, began_at), self._run)
+                lived = Attempt(self._job, number, attempt, received, zygote, place, nodes).run(health, self._records)
+                lived.rendezvous = rendezvous
             else:
                 now = time.monotonic()
                 lived = Lived(began=now, started=now, failed=now, over=now)
@@ -127,6 +134,9 @@ class Supervisor:
                 if left_out:
                     self._report(f"this node ({self._host}) has left the job: {verdict.why}")
                     return GAVE_UP
+                if verdict.asked and received.end is None:  # guard: all-nodes-end-as-asked
+                    self._report("the job was asked to end, on another node")
+                    return _exit_code(self._outcomes[-1], signal.SIGTERM)
                 return _exit_code(self._outcomes[-1], received.end)
             self._pause(verdict.pause_seconds, nodes, received)
 
@@ -163,6 +173,21 @@ class Supervisor:
         bounds = Bounds(settings.least, settings.most, spares)
         return SeveralNodes(Membership(settings, received), bounds, info, timeout_seconds, received)
 
+    def _begun(self, place: Placement, began_at: float) -> attempt_log.Begun | None:
+        """The record that an attempt has begun; None: another node writes it. `began_at`: by the clock of the day."""
+        if place.node != 0:
+            return None
+        return attempt_log.Begun(
+            format=layout.FORMAT,
+            job=self._id,
+            process=processes.identity(),
+            host=self._host,
+            command=self._command,
+            ranks=place.world,
+            nodes=place.nodes,
+            began_at=began_at,
+        )
+
     # ---- after an attempt ----------------------------------------------------------------------------------
 
     def _agreed(self, nodes: Nodes, lived: Lived, began_at: float, asked: bool) -> Verdict | None:
@@ -183,6 +208,7 @@ class Supervisor:
 
         `began`, `began_at`: when the attempt began, by the clock of this process, and of the day.
         """
+        self._records.settled(nodes.touch)
         lived = merged.shifted(merged.merged(reports, nodes.lost_text()), began)
         run = next((one.run for one in lived.progress if one.run), self._run)
         with ThreadPoolExecutor(1, "lastgood-commit") as committing:
@@ -200,6 +226,7 @@ class Supervisor:
             nodes, reports, outcomes, began_on, leaving, follows_round, lived.asked
         )
         outcomes[-1] = replace(outcomes[-1], followed=follows.act, left_out=left_out)
+        replayed = replayed_steps(outcomes, self._records.completed_before)
         record = attempt_log.Attempt(
             format=layout.FORMAT,
             number=0,
@@ -212,8 +239,8 @@ class Supervisor:
             seconds=lived.over - lived.began,
             restored_step=outcomes[-1].restored_step,
             last_step=outcomes[-1].last_step,
-            replayed_steps=replayed_steps(outcomes),
-            phases=reported.phases(lived),
+            replayed_steps=replayed,
+            phases=reported.phases(lived, replayed),
             cause=cause,
             answer=f"{follows.act}: {follows.why}",
             slow=lived.slow,
@@ -224,7 +251,7 @@ class Supervisor:
             job_summary.add(self._job.records, record, follows.restart)
         if cause is not None or follows.restart:
             self._report(reported.sentence(record, len(outcomes)))
-        self._write(run, record, reported.advice(lived, record, follows))
+        self._records.end(run, record, partial(reported.advice, lived, record, follows))
         return Verdict(
             outcomes=outcomes,
             act=follows.act,
@@ -232,6 +259,7 @@ class Supervisor:
             pause_seconds=follows.pause_seconds,
             next=follows_round.act,
             run=run,
+            asked=bool(leaving) and follows_round.act == "end" and outcomes[-1].code != 0,
         )
 
     def _answered(
@@ -264,21 +292,10 @@ class Supervisor:
         note += f"; {', '.join(reasons)}" if reasons else ""
         asked = bool(leaving) and follows_round.act == "end"
         regrouped = follows_round.why or "the node that had waited is gone" if regroups else ""
-        follows = answer(outcomes, self._job.budget, asked, regrouped, left_out)
+        failed = attempt_log.unfinished(self._records.earlier)
+        follows = answer(outcomes, self._job.budget, asked, regrouped, left_out, failed)
         host = suspect.host if suspect is not None and left_out and follows.restart else ""
         return replace(follows, why=follows.why + note), follows_round, host
-
-    def _write(self, run: str, record: attempt_log.Attempt, found: advice.Advice | None) -> None:
-        """Write the record of an attempt, and advice for the next restore, into the run."""
-        if not run:
-            return
-        try:
-            with side_records.opened(run) as tier:
-                attempt_log.append(tier, record)
-                if found is not None:
-                    advice.append(tier, found)
-        except LastgoodError as error:
-            reporting.warning(f"the record of this attempt was not written to {run}: {error}")
 
     def _follow(self, verdict: Verdict) -> None:
         if len(verdict.outcomes) > len(self._outcomes):  # a node that was lost may not have published its last one

@@ -2,8 +2,9 @@
 
 The process saves every step to memory and each fiftieth one to a directory. Again and again its agent is killed, and
 the process starts another one. Every save must be committed. Resident memory, descriptors, mappings and threads of both
-processes and the files in memory are sampled all the time; the last quarter of the samples is compared with the second
-one, for the first holds what is made once. At the end the newest save is restored and compared bit for bit.
+processes, the files in memory and the folders of generations in the directory are sampled all the time; the last
+quarter of the samples is compared with the second one, for the first holds what is made once. At the end no deletion in
+the directory may be unfinished, and the newest save is restored and compared bit for bit.
 Writes lab/reports/memory_soak.*
 """
 
@@ -25,7 +26,8 @@ from typing import Any, NamedTuple
 import torch
 
 import lastgood
-from lastgood.run import agent_link, memory_place
+from lastgood.format import commit
+from lastgood.run import access, agent_link, memory_place
 from lastgood_lab.campaigns.memory_kills import kill_agent, state_of
 from lastgood_lab.campaigns.reports import report
 from lastgood_lab.campaigns.trials import progress
@@ -40,17 +42,19 @@ LIVED_SECONDS = 0.8 * agent_link.LIVED_SECONDS, 2 * agent_link.LIVED_SECONDS
 """How long an agent lives. One that ends too soon is not replaced at once: of shorter lives a soak would take hours."""
 ALLOWED = 1.1
 """what a median may grow by, beyond `SLACK`"""
-SLACK = {"memory_kb": 8_000, "descriptors": 2, "mappings": 10, "threads": 1, "files": 4}
+SLACK = {"memory_kb": 8_000, "descriptors": 2, "mappings": 10, "threads": 1, "files": 4, "generations": 4}
 
 
 class Sample(NamedTuple):
-    """What one process, or the folder in memory, has at one time. -1: it was not asked."""
+    """What one process, or one folder, has at one time. -1: it was not asked."""
 
     memory_kb: int = -1
     descriptors: int = -1
     mappings: int = -1
     threads: int = -1
     files: int = -1
+    generations: int = -1
+    """folders of them, deleted ones too"""
 
 
 def of_process(pid: int) -> Sample:
@@ -68,13 +72,13 @@ def of_folder(folder: str) -> Sample:
     return Sample(files=sum(len(names) for _, _, names in os.walk(folder)))
 
 
-def train(home: str, memory: str, pipe: Connection) -> None:
+def train(home: str, memory: str, steps_to_home: int, pipe: Connection) -> None:
     """Save steps until the other end of the pipe is closed. Posts the newest step again and again."""
     os.environ[memory_place.VARIABLE] = memory
     torch.set_num_threads(1)
     state = {"w": torch.zeros(NUMBERS)}
     tiers = [lastgood.Tier("memory://", cadence=lastgood.Every(steps=1))]
-    ckpt = lastgood.Checkpointer(home, state, tiers=tiers, cadence=lastgood.Every(steps=STEPS_TO_HOME))
+    ckpt = lastgood.Checkpointer(home, state, tiers=tiers, cadence=lastgood.Every(steps=steps_to_home))
     ckpt.restore()
     step = 0
     with contextlib.suppress(EOFError, BrokenPipeError):
@@ -92,17 +96,19 @@ def train(home: str, memory: str, pipe: Connection) -> None:
 class Soak:
     """The run, its samples and what is wrong with it."""
 
-    def __init__(self, home: Path, memory: Path, seed: int) -> None:
+    def __init__(self, home: Path, memory: Path, seed: int, steps_to_home: int = STEPS_TO_HOME) -> None:
+        self._steps_to_home = steps_to_home
         self._home, self._chance, self.killed, self.saves = home, random.Random(seed), 0, 0
         self._folder = memory_place.folder_of(home, {memory_place.VARIABLE: str(memory)})
         self._memory = memory
-        self.samples: dict[str, list[Sample]] = {"training process": [], "agent": [], "folder in memory": []}
+        places = ("training process", "agent", "folder in memory", "directory")
+        self.samples: dict[str, list[Sample]] = {of: [] for of in places}
         self.problems: list[str] = []
 
     def run(self, saves: int, kills: int) -> None:
         """Train until so many saves were made and so many agents were killed."""
         ours, theirs = CONTEXT.Pipe()
-        process = CONTEXT.Process(target=train, args=(str(self._home), str(self._memory), theirs))
+        process = CONTEXT.Process(target=train, args=(str(self._home), str(self._memory), self._steps_to_home, theirs))
         process.start()
         theirs.close()
         show, due = progress(saves), 0.0
@@ -132,20 +138,27 @@ class Soak:
         with contextlib.suppress(OSError):  # it may end at any instant
             self.samples["training process"].append(of_process(pid))
             self.samples["folder in memory"].append(of_folder(self._folder))
+            self.samples["directory"].append(Sample(generations=sum(1 for _ in self._home.glob("gen/*"))))
             if (agent := state_of(self._folder)) is not None:
                 self.samples["agent"].append(of_process(agent.process))
 
     def judge(self) -> None:
-        """Compare what is restored, and what has grown."""
+        """Look at what was deleted, compare what is restored, and what has grown."""
+        if going := self.half_deleted():
+            self.problems.append(f"{going} generations in the directory are not wholly deleted")
         state = {"w": torch.zeros(NUMBERS)}
         with lastgood.Checkpointer(self._home, state) as ckpt:
             step = ckpt.restore().step
-        last = self.saves - self.saves % STEPS_TO_HOME
+        last = self.saves - self.saves % self._steps_to_home
         if step < last or not bool((state["w"] == float(step)).all()):
             self.problems.append(f"step {step} was restored, {self.saves} was the last; or with other bytes")
         self.problems += [
             f"{row.what} of the {row.whose} grew from {row.before} to {row.after}" for row in self.grown()
         ]
+
+    def half_deleted(self) -> int:
+        """How many generations in the directory the training process has left so. The next opening finishes them."""
+        return len(commit.survey(access.for_reading(self._home)).going)
 
     def grown(self) -> list[Row]:
         """What has grown by more than is allowed."""

@@ -1,21 +1,23 @@
 """The commit among agents, peers and a coordinator that may die, explored by a deterministic scheduler.
 
-    python -m lastgood_lab.campaigns.node_commit [--schedules 1000000] [--seed 0] [--jobs 2] [--all-sealed]
+    python -m lastgood_lab.campaigns.node_commit [--schedules 1000000] [--seed 0] [--jobs 2] [--all-sealed] [--parity]
     python -m lastgood_lab.campaigns.node_commit --replay 17/3          # one schedule: first act 17, second act 3
     python -m lastgood_lab.campaigns.node_commit --safeguards only      # no report
 
 Real are: seal, publish, retire and their tier on a directory; saves and agreements of the ranks; NodeDisks and its
-requests; copies to other nodes, sent and received by agents; the agent with its socket, its copies to the home and the
-removal of memory; copies to the home by a job; opening, restoring and retention. Files, locks, sockets, clocks and
-messages are modelled (node_world.py), and with them these decisions of run/access.py: who holds the lock of the home,
-and how an agent is asked to give way. Left out are reading a generation again before its mark, and the bytes of a wire.
+requests; copies to other nodes, and parity among them, which agents make and rebuild from; the agent with its socket,
+its copies to the home and the removal of memory; copies to the home by a job; opening, restoring and retention. Files,
+locks, sockets, clocks and messages are modelled (node_world.py), and with them these decisions of run/access.py: who
+holds the lock of the home, and how an agent is asked to give way. Left out are reading a generation again before its
+mark, and the bytes of a wire.
 
 At each call to a file and each message the scheduler may let another actor go on; processes and machines die, and
 messages are lost, late, handled twice or not answered. Each change is held to the rules of node_ledger.py. At the end
 the agents have time. Then a restore must find the newest generation that a save returned, with its bytes, as far as
 nodes are left that have it; and the home must have it, as far as an agent has what it needs.
 
-`--all-sealed`: also the newest generation must reach the home that all ranks have sealed and no save has returned.
+`--parity`: the nodes share parity in place of copies, of which a bit is flipped at times; jobs rebuild what lost nodes
+had. `--all-sealed`: also the newest generation must reach the home that all ranks have sealed and no save has returned.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from lastgood_lab.campaigns.checkout import checkout
 from lastgood_lab.campaigns.reports import report
 from lastgood_lab.campaigns.trials import progress
 from lastgood_lab.node_explored import explored
-from lastgood_lab.node_schedules import Explorer
+from lastgood_lab.node_schedules import PARITY_SHAPES, SHAPES, Explorer
 from lastgood_lab.node_world import World
 
 SECOND_ACTS = 10
@@ -70,6 +72,39 @@ it: without "commit-copied-after-all-nodes" the copy of the records fails, becau
 "finished-copy-not-replaced" a finished copy is replaced whole, by the same bytes, as nothing is damaged here."""
 
 
+PARITY_SAFEGUARDS = (
+    "parity-beside-its-data",
+    "parity-needs-its-nodes",
+    "stripes-carry-manifests",
+    "stripe-cell-verified",
+    "rebuilt-manifest-last",
+    "manifest-beside-its-files",
+    "lost-node-is-no-damage",
+    "unreachable-record-not-missing",
+    "outage-steps-over-nothing",
+    "damage-is-no-outage",
+    "lost-generation-held",
+    "copied-generation-held",
+    "held-until-all-have-it",
+)
+"""Those whose removal can break a rule here where nodes share parity. Records that are not true, or of another
+generation, do not come about here ("stripe-record-plausible", "stripes-of-this-generation"); a damaged copy of a
+manifest, where another copy is left, comes too seldom ("rebuilt-manifest-matches-seal")."""
+
+
+class Subject(NamedTuple):
+    """What is explored: nodes that share parity, or that have copies; and whether what is only sealed counts too."""
+
+    parity: bool = False
+    all_sealed: bool = False
+
+    def explorer(self, world: World) -> Explorer:
+        return Explorer(world, PARITY_SHAPES if self.parity else SHAPES, self.all_sealed)
+
+
+COPIES, PARITY = Subject(), Subject(parity=True)
+
+
 class Explored(NamedTuple):
     """What first acts of consecutive seeds found. `digests`: of their schedules."""
 
@@ -78,7 +113,7 @@ class Explored(NamedTuple):
     outcomes: Counter[str]
 
 
-def explore(seeds: range, all_sealed: bool = False, until_found: bool = False) -> Explored:
+def explore(seeds: range, subject: Subject = COPIES, until_found: bool = False) -> Explored:
     """Play the first acts of these seeds, each with its second acts. `until_found`: end with the first violation."""
     logger = logging.getLogger("lastgood")
     level_before = logger.level
@@ -86,7 +121,7 @@ def explore(seeds: range, all_sealed: bool = False, until_found: bool = False) -
     world, digests, problems, outcomes = World(), list[int](), list[str](), Counter[str]()
     try:
         with explored(world):
-            explorer = Explorer(world, all_sealed)
+            explorer = subject.explorer(world)
             for seed in seeds:
                 for name, digest, wrong, outcome in played(explorer, seed):
                     digests.append(digest)
@@ -121,7 +156,7 @@ def played(
 # ---- removed safeguards ------------------------------------------------------------------------------------------
 
 
-def without(guard: str, schedules: int = SEARCH) -> tuple[int, str]:
+def without(guard: str, schedules: int = SEARCH, subject: Subject = COPIES) -> tuple[int, str]:
     """Explore a copy of the sources without a safeguard. Returns after how many schedules it was found, and as what.
 
     The number is 0 if it was not found.
@@ -136,6 +171,7 @@ def without(guard: str, schedules: int = SEARCH) -> tuple[int, str]:
         file = holder(mutant)
         (copy / file.relative_to(root / "src")).write_text(mutant.apply(file.read_text()))
         command = [sys.executable, "-m", "lastgood_lab.campaigns.node_commit", "--search", str(schedules)]
+        command += ["--parity"] * subject.parity
         paths = [str(copy), str(root / "lab/src"), *filter(None, sys.path)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -145,9 +181,9 @@ def without(guard: str, schedules: int = SEARCH) -> tuple[int, str]:
     return int(count), what
 
 
-def search(schedules: int, seed: int, all_sealed: bool) -> int:
+def search(schedules: int, seed: int, subject: Subject) -> int:
     """Print after how many schedules the first violation was found, and it; or 0. Returns the exit status."""
-    found = explore(range(seed, seed + schedules // SECOND_ACTS + 1), all_sealed, until_found=True)
+    found = explore(range(seed, seed + schedules // SECOND_ACTS + 1), subject, until_found=True)
     print(len(found.digests) if found.problems else 0, found.problems[0] if found.problems else "")
     return int(bool(found.problems))
 
@@ -155,18 +191,18 @@ def search(schedules: int, seed: int, all_sealed: bool) -> int:
 # ---- the campaign ------------------------------------------------------------------------------------------------
 
 
-def _work(job: tuple[range, bool]) -> Explored:
+def _work(job: tuple[range, Subject]) -> Explored:
     return explore(*job)
 
 
-def campaign(schedules: int, seed: int, jobs: int, all_sealed: bool) -> tuple[set[int], list[str], Counter[str], int]:
+def campaign(schedules: int, seed: int, jobs: int, subject: Subject) -> tuple[set[int], list[str], Counter[str], int]:
     """Explore until so many distinct schedules were played, or until Ctrl-C.
 
     Returns them, the violations, the outcomes and how many ran.
     """
     seen, problems, outcomes, show = set[int](), list[str](), Counter[str](), progress(schedules)
     starts = range(seed, seed + 10**9, FIRST_ACTS)
-    todo = ((range(start, start + FIRST_ACTS), all_sealed) for start in starts)
+    todo = ((range(start, start + FIRST_ACTS), subject) for start in starts)
     # The children ignore Ctrl-C: it ends the campaign early, and the report says how many schedules were played.
     ignore = signal.signal, (signal.SIGINT, signal.SIG_IGN)
     with (
@@ -186,13 +222,13 @@ def campaign(schedules: int, seed: int, jobs: int, all_sealed: bool) -> tuple[se
     return seen, problems, outcomes, sum(outcomes.values())
 
 
-def replay(which: str, all_sealed: bool) -> int:
+def replay(which: str, subject: Subject) -> int:
     """Play one schedule again and print what is wrong with it. Returns the exit status."""
     seed, _, act = which.partition("/")
     acts = range(int(act), int(act) + 1) if act else range(0)
     world = World()
     with explored(world):
-        found = list(played(Explorer(world, all_sealed), int(seed), acts))
+        found = list(played(subject.explorer(world), int(seed), acts))
     world.crew.close()
     for name, _, problems, outcome in found:
         print(name, outcome, *problems, sep="\n  ")
@@ -205,19 +241,22 @@ def main() -> int:
     options.add_argument("--seed", type=int, default=0, help="of the first act that is played first")
     options.add_argument("--jobs", type=int, default=2)
     options.add_argument("--all-sealed", action="store_true", help="what all ranks have sealed must become durable too")
+    options.add_argument("--parity", action="store_true", help="nodes share parity, in place of copies")
     options.add_argument("--replay", default="", help="FIRST/SECOND: play one schedule again")
     options.add_argument("--search", type=int, default=0, help="end with the first violation; writes no report")
     options.add_argument("--safeguards", choices=("too", "only", "not"), default="too", help="whether to remove these")
     args = options.parse_args()
+    subject = Subject(args.parity, args.all_sealed)
     if args.replay:
-        return replay(args.replay, args.all_sealed)
+        return replay(args.replay, subject)
     if args.search:
-        return search(args.search, args.seed, args.all_sealed)
+        return search(args.search, args.seed, subject)
     begun, found = time.monotonic(), None
     if args.safeguards != "only":
-        found = campaign(args.schedules, args.seed, args.jobs, args.all_sealed)
+        found = campaign(args.schedules, args.seed, args.jobs, subject)
     seconds = time.monotonic() - begun
-    removed = {guard: without(guard) for guard in SAFEGUARDS if args.safeguards != "not"}
+    guards = PARITY_SAFEGUARDS if args.parity else SAFEGUARDS
+    removed = {guard: without(guard, SEARCH, subject) for guard in guards if args.safeguards != "not"}
     unfound = [guard for guard, (count, _) in removed.items() if not count]
     table = [f"| `{guard}` | {count or 'not found'} | {what[:200]} |" for guard, (count, what) in removed.items()]
     if found is None:
@@ -244,6 +283,7 @@ def main() -> int:
             "\n".join(["| removed safeguard | found after schedules | as |", "|---|---|---|", *table]),
             *([f"- {one}" for one in problems[:50]]),
         ],
+        tier="parity" if args.parity else "directory",
     )
     print(*problems[:50], sep="\n")
     return int(bool(problems or unfound))

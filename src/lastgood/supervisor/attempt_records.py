@@ -1,0 +1,112 @@
+"""Writes the records of a supervisor's attempts into the run of its job: that each has begun, then how it has ended.
+
+Before it writes the first one, it records the end of what earlier supervisors have left without one (attempt_log.py).
+The beginning is written in a thread, because a slow place must not keep the ranks from being watched. A record that
+cannot be written is reported, and the job goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+from msgspec.structs import replace
+
+from .. import reporting
+from ..errors import LastgoodError
+from ..io.heartbeat import Progress
+from ..ports import Tier
+from ..run import advice, side_records
+from ..run.advice import Advice
+from . import attempt_log
+from .attempt_log import Attempt, Begun
+
+TOUCH_SECONDS = 1.0
+"""how often a sign of life is shown while a record is waited for"""
+
+
+class AttemptRecords:
+    """The records of one supervisor, of one attempt after another."""
+
+    def __init__(self) -> None:
+        self.earlier = list[Attempt]()
+        """the attempts of earlier supervisors of the run, oldest first; empty until this one has seen a rank open it"""
+        self._thread = ThreadPoolExecutor(1, "lastgood-records")
+        self._writes = list[Future[int]]()
+        """each a record of the beginning of this attempt, and its number; 0: it could not be written"""
+        self._begun: Begun | None = None
+        self._known = ""
+        """the run, if it was known before this attempt"""
+        self._run = ""
+        """the run, once the beginning of this attempt is being recorded there"""
+
+    @property
+    def completed_before(self) -> int:
+        """The newest step that the last attempt of an earlier supervisor is known to have completed; 0: none."""
+        return self.earlier[-1].last_step if self.earlier else 0
+
+    def begin(self, begun: Begun | None, run: str) -> None:
+        """An attempt begins. `begun`: None: another node writes its records. `run`: if it is known; else empty."""
+        self._begun, self._run, self._known = begun, "", run
+        self._writes.clear()
+
+    def shown(self, ranks: Sequence[Progress]) -> None:
+        """Take note of what the ranks of this node show. Called often."""
+        if self._begun is None:
+            return
+        if not self._run:
+            opened = "" if self._known else next((one.run for one in ranks if one.run), "")
+            self._run = self._known or opened
+            if self._run:
+                self._note(self._run, self._begun, closes=bool(opened))
+        if self._run and self._begun.restored_step is None and all(one.restored is not None for one in ranks):
+            self._begun = replace(self._begun, restored_step=min(one.restored_step for one in ranks))
+            self._note(self._run, self._begun)
+
+    def settled(self, touch: Callable[[], None]) -> None:
+        """Wait until what is being written is written. `touch`: is called meanwhile."""
+        while wait(self._writes, TOUCH_SECONDS).not_done:
+            touch()
+
+    def end(self, run: str, attempt: Attempt, advised: Callable[[Sequence[Advice]], Advice | None]) -> None:
+        """Write the record of an attempt that has ended, and advice for the next restore.
+
+        `run`: empty: it is not known. `advised`: this advice, from that which is in the run.
+        """
+        if not run:
+            return
+        try:
+            with side_records.opened(run) as tier:
+                if self._begun is None:
+                    begun = side_records.newest(tier, attempt_log.BEGUN)
+                else:  # not the newest: if nothing was written, that is of an attempt that is lost
+                    begun = max((one.result() for one in self._writes), default=0)
+                attempt_log.append(tier, attempt, begun)
+                found = advised(advice.read(tier))
+                if found is not None:
+                    advice.append(tier, found)
+        except LastgoodError as error:
+            reporting.warning(f"the record of this attempt was not written to {run}: {error}")
+
+    def _note(self, run: str, begun: Begun, closes: bool = False) -> None:
+        self._writes.append(self._thread.submit(self._write, run, begun, closes))
+
+    def _write(self, run: str, begun: Begun, closes: bool) -> int:
+        """Record a beginning. `closes`: whether ends that are missing are recorded first. Returns the number."""
+        try:
+            with side_records.opened(run) as tier:
+                if closes:
+                    self.earlier = _closed(tier)
+                return attempt_log.begin(tier, begun)
+        except LastgoodError as error:
+            reporting.warning(f"the beginning of this attempt was not recorded in {run}: {error}")
+            return 0
+
+
+def _closed(tier: Tier) -> list[Attempt]:
+    """Record the end of each attempt that is lost. Returns all that have ended, oldest first."""
+    found = attempt_log.history(tier, opened=True)
+    lost = [replace(one, answer="restart: the job was started again") for one in found.lost]
+    for one in lost:
+        attempt_log.append(tier, one, one.begun)
+    return [*found.ended, *lost]

@@ -1,0 +1,85 @@
+"""Generations that a supervisor suspects, as a restore follows it: stepped over, and marked once that is proven."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from msgspec.structs import replace
+
+import lastgood
+from lastgood.format import commit, layout
+from lastgood.records import Generation, GenerationId
+from lastgood.run import access, advice, side_records
+from lastgood.run.advice import Advice
+
+
+def opened(run: Path, tiers: Sequence[lastgood.Tier] = ()) -> lastgood.Checkpointer:
+    state, steps, kept = {"x": torch.ones(3)}, lastgood.Every(steps=1), lastgood.Keep(last=9)
+    return lastgood.Checkpointer(run, state, cadence=steps, retention=kept, tiers=tiers)
+
+
+def trained(run: Path, last: int, tiers: Sequence[lastgood.Tier] = ()) -> int:
+    """Restore and train until step `last`, every step saved. Returns the restored step."""
+    with opened(run, tiers) as ckpt:
+        start = ckpt.restore().step
+        for n in range(start + 1, last + 1):
+            ckpt.save(n).result()
+    return start
+
+
+def generations(run: Path) -> dict[GenerationId, Generation]:
+    return dict(commit.survey(access.for_reading(run)).generations)
+
+
+def suspected(run: Path, failed: int) -> Advice:
+    """A supervisor suspects the newest generation: training fails after step `failed`."""
+    made = Advice(format=layout.FORMAT, by="supervisor", at=0.0, step=failed, why="it failed three times")
+    made = replace(made, suspect=max(generations(run)))
+    with side_records.opened(str(run)) as tier:
+        advice.append(tier, made)
+    return made
+
+
+def test_a_suspect_generation_is_marked_once_training_came_past_it(tmp_path: Path) -> None:
+    """The newest generation was marked for good when a typo in the script had failed three times."""
+    run = tmp_path / "run"
+    trained(run, 4)
+    suspect = suspected(run, failed=6).suspect
+    assert suspect is not None and trained(run, 6) == 3
+    assert not generations(run)[suspect].unfit, "nothing is proven yet"
+    assert trained(run, 8) == 6 and not generations(run)[suspect].unfit
+    assert trained(run, 8) == 8 and "it failed three times" in generations(run)[suspect].unfit[0].what
+
+
+def test_a_suspect_that_is_withdrawn_is_restored_again(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    trained(run, 4)
+    made = suspected(run, failed=4)
+    with opened(run) as ckpt:
+        assert ckpt.restore().step == 3
+    with side_records.opened(str(run)) as tier:
+        advice.append(tier, replace(made, withdrawn=True))
+    assert trained(run, 5) == 4
+
+
+def test_a_suspect_from_which_training_went_on_is_not_marked(tmp_path: Path) -> None:
+    """Somebody has mended the script, and has asked for the step."""
+    run = tmp_path / "run"
+    trained(run, 4)
+    suspect = suspected(run, failed=4).suspect
+    with opened(run) as ckpt:
+        assert ckpt.restore(step=4).step == 4
+        ckpt.save(5).result()
+    assert trained(run, 6) == 5 and trained(run, 6) == 6
+    assert suspect is not None and generations(run)[suspect].good
+
+
+def test_a_suspect_is_restored_from_no_other_place_either(tmp_path: Path) -> None:
+    """One that was in the first place and in the home was marked in the first place, and restored from the home."""
+    run, tiers = tmp_path / "run", [lastgood.Tier(tmp_path / "first")]
+    trained(run, 4, tiers)
+    suspected(run, failed=4)
+    with opened(run, tiers) as ckpt:
+        assert ckpt.restore().step == 3
