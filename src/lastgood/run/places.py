@@ -273,7 +273,7 @@ def opened_front(
 
 
 class Below:
-    """The places below, opened before the front is settled; the coordinator claims them. `saving`: as in `Scrubbing`."""
+    """The places below, opened before the front is settled; the coordinator claims them. `saving`: of `Scrubbing`."""
 
     def __init__(
         self, options: RunOptions, storage: contextlib.ExitStack, ranks: AnyRanks, saving: Callable[[], bool]
