@@ -40,9 +40,9 @@ from lastgood.records import (
     World,
 )
 from lastgood.run import paths
-from lastgood.run.agent_link import AgentLink, NodeLinks
+from lastgood.run.agent_link import AgentLink
 from lastgood.run.node_copies import CopyMaker
-from lastgood.run.node_disks import NodeDisks, NodeFiles, Nodes, NodeView
+from lastgood.run.node_disks import NodeDisks, NodeFiles, NodeLinks, Nodes, NodeView
 from lastgood.run.node_parity import ParityMaker, rebuilder
 from lastgood.run.node_transfer import Carrier, Transfer
 from lastgood.run.peers import FileCall, PeerNode, Peers, PeerTable, StripeMember, StripeOrder

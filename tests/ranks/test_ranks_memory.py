@@ -17,7 +17,7 @@ from lastgood.io.machine import NODE
 from lastgood.run import access, drill_acts, drill_peers, memory_place
 from lastgood_lab.campaigns.rank_jobs import PATIENCE
 from lastgood_lab.worlds import world
-from ranked_memory import died_beside_left_out, folder, found_beside_left_out, trained, uninterrupted
+from ranked_memory import died_beside_left_out, folder, found_beside_left_out, scrubbed, trained, uninterrupted
 
 pytestmark = pytest.mark.slow
 
@@ -55,6 +55,13 @@ def test_another_number_of_ranks_goes_on_from_memory(tmp_path: Path, memory: Pat
     killed(["a", "a"], memory, tmp_path / "home", 6)
     found = world(len(after), trained, after, memory, tmp_path / "home", 8)
     assert {one["step"] for one in found} == {6}
+
+
+def test_damage_at_home_is_mended_from_the_memory_of_all_nodes(tmp_path: Path, memory: Path) -> None:
+    """`scrub=` was refused with a tier in memory. The older copy is damaged too, and only the newest is in memory."""
+    damaged, events = world(2, scrubbed, ["a", "b"], memory, tmp_path / "home")[0]
+    assert damaged == [4] and "repaired 8" in events
+    assert one_place(tmp_path / "home").verify(8).good
 
 
 def test_every_rank_knows_what_a_save_survives(tmp_path: Path, memory: Path) -> None:

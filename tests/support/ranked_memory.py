@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 import lastgood
 from agents import ended, state, until
-from harness import reports
+from harness import flip, one_place, reports
 from lastgood.run import lower_place, memory_place, peer_opening
+from lastgood.run.verify import never
 from lastgood_lab.campaigns.rank_jobs import PATIENCE, Loop
 
 
@@ -104,6 +105,38 @@ def trained(
         begun = time.monotonic()
     closing = {"closing_seconds": time.monotonic() - begun}
     return {"step": found.step, "sources": [*found.sources], "losses": losses, "survives": survives, **closing}
+
+
+def scrubbed(rank: int, size: int, nodes: Sequence[str], memory: Path, home: Path) -> tuple[list[int], list[str]]:
+    """Train, and damage the pack of each node in the two copies at home, which rank 0 then reads again.
+
+    Returns, at rank 0, the steps that are marked as damaged afterwards, and the events.
+    """
+    loop, events = Loop("fsdp", size), list[str]()
+    options = {"scrub": lastgood.Scrub(seconds=1e9), "retention": lastgood.Keep(last=9)}
+    with opened(
+        loop, nodes[rank], memory, home, on_event=lambda one: events.append(f"{one.kind} {one.step}"), **options
+    ) as ckpt:
+        ckpt.restore()
+        for n in range(1, 9):
+            loop.step(n)
+            save = ckpt.step(n)
+            assert save is not None
+            save.result()
+        ckpt.wait()
+        dist.barrier()
+        if rank == 0:
+            scrub = ckpt._pipeline.places.below[0]._scrub
+            assert scrub is not None
+            for pack in home.glob("gen/*/pack-0000[01]"):
+                flip(pack, pack.stat().st_size // 2)
+            assert not any(one_place(home).verify(step).good for step in (4, 8))
+            for _ in range(2):
+                scrub.scrub_one(never, never)
+        dist.barrier()
+        with reports():  # the damage that was found
+            ckpt.step(8)
+    return [one.step for one in one_place(home).generations() if one.damaged], events
 
 
 NOT_HERE = "192.0.2.1"

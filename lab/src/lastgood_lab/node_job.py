@@ -20,14 +20,14 @@ from lastgood.policy.retention import Keep
 from lastgood.records import Generation, GenerationId
 from lastgood.run import node_copies, node_opening, node_parity
 from lastgood.run.access import LOCK
-from lastgood.run.agent_link import AgentLink, NodeLinks
+from lastgood.run.agent_link import AgentLink
 from lastgood.run.agent_messages import Serve
 from lastgood.run.candidates import Candidates
 from lastgood.run.copying import Copying, complete
 from lastgood.run.follower import Follower
 from lastgood.run.known import Environment
 from lastgood.run.node_copies import CopyMaker, CopySender, Maker, NodeCopies
-from lastgood.run.node_disks import SUBJECT, NodeDisks, NodeFiles, Nodes, NodeView
+from lastgood.run.node_disks import SUBJECT, NodeDisks, NodeFiles, NodeLinks, Nodes, NodeView
 from lastgood.run.node_parity import NodeRebuild, ParityBuilder, ParityMaker, sets_among
 from lastgood.run.outcomes import Outcomes
 from lastgood.run.part_copies import OtherRanks, PartServer

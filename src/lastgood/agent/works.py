@@ -1,5 +1,5 @@
 """Work that a training process asks of its agent: files in memory are read and verified, copied to a place below, or
-given parity on other nodes and rebuilt from it (parity_files.py).
+given parity on other nodes and rebuilt from it (parity_files.py). Old generations in a place below are read again.
 
 Decides nothing, and commits nothing: the training process does, which holds the locks meanwhile.
 
@@ -14,8 +14,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Event
 from typing import cast
 
+from ..engine import guard
 from ..engine.arena import Arena
-from ..errors import Cancelled, LastgoodError, Refused
+from ..errors import Cancelled, Damaged, LastgoodError, Refused, Unreadable
 from ..format import commit
 from ..limits import CHUNK_BYTES, EXAMINATION_CHUNKS, WORKERS
 from ..ports import Mendable, Tier
@@ -24,10 +25,12 @@ from ..run import access, copying
 from ..run.agent_messages import Work
 from ..run.peers import Peers
 from ..run.reader import read_all
+from ..run.scrubber import Pace
 from . import parity_files
 
 AT_ONCE = 2
-"""So many works are done at the same time. Each has threads and buffers of its own."""
+"""So many works are done at the same time. Each has threads and buffers of its own. One scrub comes beside them, which
+may be slow on purpose: several are done one after another."""
 
 Done = tuple[list[Finding], str]
 """The findings of a reading, and why the work failed, or \"\"."""
@@ -43,6 +46,7 @@ class Works:
     ) -> None:
         self._memory, self._wake, self._peers = memory, wake, peers
         self._pool = ThreadPoolExecutor(AT_ONCE, "lastgood-work")
+        self._scrubs = ThreadPoolExecutor(1, "lastgood-scrub")
         self._unfinished = dict[Future[Done], Event]()
         """each work, and what stops it"""
 
@@ -53,11 +57,13 @@ class Works:
         for stopped in self._unfinished.values():
             stopped.set()
         self._pool.shutdown()
+        self._scrubs.shutdown()
 
     def begin(self, work: Work) -> Future[Done]:
         """Begin a work."""
         stopped = Event()
-        job = self._pool.submit(self._done, work, stopped)
+        pool = self._scrubs if work.task == "scrub" else self._pool  # guard: scrub-delays-no-work
+        job = pool.submit(self._done, work, stopped)
         self._unfinished[job] = stopped
         job.add_done_callback(lambda _: self._wake())
         return job
@@ -81,10 +87,11 @@ class Works:
             return [], f"{type(error).__name__}: {error}"
 
     def _worked(self, work: Work, stopped: Event) -> list[Finding]:
+        if work.task == "scrub":
+            with access.for_sharing(work.place, "atomic_dirsync") as target:
+                return _scrubbed(target, work, stopped)
         memory = self._memory()
-        generation = commit.read_generation(memory, work.at, None)
-        if generation.root != work.root:
-            raise Refused(f"{work.at} has another COMMIT here than the training process knows", safe="", todo="")
+        generation = _committed(memory, work)
         if work.task in ("parity", "rebuild"):
             self._with_parity(work, memory, generation, stopped)
             return []
@@ -101,6 +108,30 @@ class Works:
             parity_files.write(memory, peers, generation, work.stripes, stopped.is_set)
         else:
             parity_files.rebuild(memory, peers, generation, work.of or [], work.nodes, stopped.is_set)
+
+
+def _committed(tier: Tier, work: Work) -> Generation:
+    generation = commit.read_generation(tier, work.at, None)
+    if generation.root != work.root:
+        raise Refused(f"{work.at} has another COMMIT here than the training process knows", safe="", todo="")
+    return generation
+
+
+def _scrubbed(target: Tier, work: Work, stopped: Event) -> list[Finding]:
+    """Read all of a generation in a place below, which it may be in alone."""
+    if stopped.is_set():
+        raise Cancelled("it was stopped before it began")
+    try:
+        generation = _committed(target, work)
+    except Unreadable:
+        raise
+    except Damaged as error:
+        return [guard.finding(error)]
+    rate = float("inf") if work.bytes_per_second is None else work.bytes_per_second
+    with ThreadPoolExecutor(WORKERS, "lastgood-scrub-read") as workers:
+        arena = Arena(EXAMINATION_CHUNKS * CHUNK_BYTES, CHUNK_BYTES)
+        # guard: agent-scrubs-at-its-pace
+        return read_all(target, generation, arena, workers, stopped.is_set, also=Pace(rate, stopped.wait).keep)
 
 
 def _on(target: Tier, memory: Mendable, generation: Generation, work: Work, stopped: Event) -> list[Finding]:

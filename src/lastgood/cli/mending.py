@@ -35,6 +35,12 @@ from .protection import unprotected
 from .selection import find
 from .terminal import clean, progress
 from .texts import id_of, named, plural, title
+from .writing import for_command
+
+MEANWHILE = (
+    "If a job has it open, give that job Checkpointer(scrub=lastgood.Scrub()): it then reads and mends old generations "
+    "while it runs. `lastgood verify RUN --all` finds damage beside it, and changes nothing."
+)
 
 
 def scrub(
@@ -87,7 +93,7 @@ def _writing(run: str, what: str, take_over: bool, others: Sequence[str]) -> Ite
     """
     access.for_reading(run)  # refuses a path that is no run, before opening it for writing would make it one
     with (
-        access.for_writing(run, "atomic_dirsync", take_over=take_over) as tier,
+        for_command(run, take_over, MEANWHILE) as tier,
         ThreadPoolExecutor(WORKERS, "lastgood-read") as workers,
     ):
         total = sum(one.bytes for one in commit.survey(tier).generations.values())

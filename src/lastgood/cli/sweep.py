@@ -33,7 +33,12 @@ from .arguments import Json, Run, TakeOver
 from .listing import bytes_on_disk
 from .terminal import clean, progress
 from .texts import id_of, named, new_table, plural
+from .writing import for_command
 
+MEANWHILE = (
+    "A job that has it open deletes what its Checkpointer(retention=...) does not keep. `lastgood gc RUN --dry-run` "
+    "shows what this command would delete, and changes nothing."
+)
 NAMES_SHOWN = 3
 """names that are shown of the files left in the folder of a generation that could not be deleted"""
 
@@ -77,7 +82,7 @@ def swept(run: str, keep: Keep | None, damaged: bool, dry_run: bool, take_over: 
     with ExitStack() as open_run:
         workers = open_run.enter_context(ThreadPoolExecutor(WORKERS))
         if not dry_run:
-            tier = open_run.enter_context(access.for_writing(run, "atomic_dirsync", take_over=take_over))
+            tier = open_run.enter_context(for_command(run, take_over, MEANWHILE))
         survey = commit.survey(tier)
         lost = survey.incomplete - restore.never_committed(survey)
         rows = [_going(tier, at, "an unfinished deletion") for at in sorted(survey.going)]

@@ -71,8 +71,8 @@ class Checkpointer:
     "raise" raises it from the next call. `on_event`: called with each Event (docs/events.md), on the training thread;
     default None.
     `parity`: "10+2" writes a fifth more, so that any two of twelve parts of a verified generation can be lost and are
-    rebuilt; default None: no parity. `scrub`: Scrub(...) reads old generations again from time to time; default None:
-    never.
+    rebuilt; default None: no parity. `scrub`: Scrub(...) reads old generations again from time to time, in all places
+    of the run; default None: never.
     `finite_also`, `finite_except`: name patterns of further tensors that must not hold NaN or infinity, and of those
     that may; default (). Parameters of modules and the state of optimizers whose step can be hooked must not: a
     generation whose tensors do is restored only if its step is asked for.

@@ -261,11 +261,6 @@ class Options:
         require(listed, f"tiers={self.tiers!r}", 'Give a list: tiers=[lastgood.Tier("/nvme/gpt")].')
         lower = [one.url for one in self.tiers[1:] if one.node_local]
         require(not lower, f"memory or shared=False for {lower[:1]}, which is not the first tier", "Put it first.")
-        require(
-            self.scrub is None or not self.tiers or not self.tiers[0].node_local,
-            "scrub= with a first tier in memory or of shared=False",
-            "Leave it out; `lastgood scrub` reads the place below.",
-        )
         below = [one for one in self.tiers[1:] if paths.parsed(one.url).kind == "slots"]
         require(not below, "slots below another place", "Give slots as the first tier, or a directory.")
 
@@ -390,7 +385,7 @@ class Options:
             f"{keep} in slots, which keep the newest only",
             f"{directory}: a second Checkpointer with a path, and its own cadence.",
         )
-        extras = self.front.parity is not None or self.scrub is not None
+        extras = self.front.parity is not None or (self.scrub is not None and not self.tiers)
         require(not (slots and extras), "parity or scrub in slots, which keep the newest only", f"{directory}.")
 
 

@@ -1,4 +1,4 @@
-"""Scrubbing: which generation to read again next. Pure.
+"""Scrubbing: which generation to read again next, and when. Pure.
 
 Corruption is clustered: a disk that has damaged one file has often damaged others that were written at about the same
 time. So the generations nearest to a damaged one are read first, then those that were not read for the longest time.
@@ -12,13 +12,19 @@ from dataclasses import dataclass
 from ..records import Generation, GenerationId
 from .arguments import is_number, require
 
+EMPTY_SECONDS = 1.0
+"""The shortest time until a place is looked at again that holds no generation."""
+FAILED_SECONDS = 60.0
+"""The same for a place that cannot be read."""
+
 
 @dataclass(frozen=True)
 class Scrub:
-    """How often old generations are read again. Reading pauses while a save is in flight.
+    """How often old generations are read again, in each place of the run but memory, slots and disks of nodes.
 
-    `seconds` (default 3600): the time between two generations, at least 0. `bytes_per_second` (default 100e6): the
-    largest rate of reading, above 0. Raises Refused for other values.
+    `seconds` (default 3600): the time between two generations of a place, at least 0. `bytes_per_second` (default
+    100e6): the largest rate of reading one, above 0. Raises Refused for other values. The training process does not
+    read while a save is in flight; the agent of a run in memory reads in its place, and goes on.
 
     Example: `Checkpointer(path, state, scrub=Scrub(seconds=600))`.
     """
@@ -30,6 +36,15 @@ class Scrub:
         seconds, rate = self.seconds, self.bytes_per_second
         require(is_number(seconds) and seconds >= 0, f"Scrub(seconds={seconds!r})", "Give a number of at least 0.")
         require(is_number(rate) and rate > 0, f"Scrub(bytes_per_second={rate!r})", "Give a number above 0.")
+
+
+def pause_seconds(scrub: Scrub, found: bool, failed: bool) -> float:
+    """The time until the next generation of a place is read.
+
+    `found`: whether there was one to read. `failed`: whether it, or the place, could not be read.
+    """
+    least = FAILED_SECONDS if failed else 0.0 if found else EMPTY_SECONDS
+    return max(scrub.seconds, least)  # guard: failing-place-not-hurried
 
 
 def next_to_read(

@@ -29,9 +29,8 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Callable, Generator, Iterator
+from typing import TypeVar, cast
 
 import msgspec
 
@@ -42,10 +41,10 @@ from ..ports import Mendable
 from ..records import Record
 from . import paths
 from .agent_messages import AgentSpec, Answer, Copied, KnownPeers, Request, Send, Serve, Work, answer_of
-from .peers import Peers, PeerTable
 
 Kind = TypeVar("Kind", bound=Record)
-PROTOCOL = 6
+Result = TypeVar("Result")
+PROTOCOL = 7
 """The version of the messages. An agent of another version is ended, and a new one is started."""
 SOCKET, LOCK, LOG, SPEC, COPIED = "agent.sock", "agent.lock", "agent.log", "AGENT.json", "COPIED.json"
 MESSAGE_LIMIT_BYTES = 1 << 20
@@ -59,18 +58,6 @@ SEND_SECONDS = 600.0
 """How long an agent may take to send the files of one generation."""
 LINGER_SECONDS = 600.0
 """How long an agent keeps memory in which everything is copied, for the next training process."""
-
-
-@dataclass
-class NodeLinks:
-    """What a rank has of its node and of others. `table`: the nodes whose agents serve each other; None: none do.
-
-    At the leader of a node only, `agent`: of its folder; None: the front has none. `peers`: reads from other agents.
-    """
-
-    agent: AgentLink | None = None
-    table: PeerTable | None = None
-    peers: Peers | None = None
 
 
 class AgentLink:
@@ -217,11 +204,27 @@ def asked(connection: socket.socket, request: Request) -> Answer:
 
 
 def answered(folder: str, request: Request, stop: Callable[[], bool], ends_hung: bool = True) -> Answer:
-    """Ask the agent of a folder for what takes long, and wait for the answer.
+    """As `answering`, to its end. Raises Cancelled once `stop()` is true, and what `answering` raises."""
+    return waited_for(answering(folder, request, ends_hung), stop)
 
-    `ends_hung` (default True): whether an agent that does not answer is killed, so that it makes nobody wait again.
-    Raises Cancelled once `stop()` is true; OSError if there is no agent, if it ends, or if it does not answer for
-    ATTACH_SECONDS whether it lives; ValueError for an answer that is none.
+
+def waited_for(waiting: Generator[None, None, Result], stop: Callable[[], bool]) -> Result:
+    """Run `answering`, or what uses it, to its end, and return the result. Raises Cancelled once `stop()` is true."""
+    with contextlib.closing(waiting):
+        while not stop():
+            try:
+                next(waiting)
+            except StopIteration as end:
+                return cast(Result, end.value)
+    raise Cancelled("it was stopped")
+
+
+def answering(folder: str, request: Request, ends_hung: bool = True) -> Generator[None, None, Answer]:
+    """Ask the agent of a folder for what takes long; yields each POLL_SECONDS, and at last returns the answer.
+
+    While the generator is paused the agent goes on; `close()` stops it. `ends_hung` (default True): whether an agent
+    that does not answer is killed, so that it makes nobody wait again. Raises OSError if there is no agent, if it ends,
+    or if it does not answer for ATTACH_SECONDS whether it lives; ValueError for an answer that is none.
     """
     with contextlib.closing(connected(folder)) as connection:
         connection.sendall(_encoded(request))
@@ -229,8 +232,7 @@ def answered(folder: str, request: Request, stop: Callable[[], bool], ends_hung:
         came.register(connection, select.POLLIN)
         alive_until = time.monotonic() + ATTACH_SECONDS
         while not came.poll(POLL_SECONDS * 1000):
-            if stop():
-                raise Cancelled("it was stopped")
+            yield
             if time.monotonic() > alive_until:  # guard: hung-agent-not-waited-for
                 try:
                     status(folder)
@@ -354,11 +356,9 @@ def process_of(folder: str) -> int | None:
 
     Raises NotWritable if it belongs to another user.
     """
-    try:
-        with contextlib.closing(connected(folder)) as connection:
-            return _peer(connection)[0] or None
-    except OSError:
-        return None
+    with contextlib.suppress(OSError), contextlib.closing(connected(folder)) as connection:
+        return _peer(connection)[0] or None
+    return None
 
 
 def kill(connection: socket.socket) -> None:

@@ -6,7 +6,7 @@ the locks of the places meanwhile. What the agent cannot do, the training proces
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Generator
 from concurrent.futures import Executor
 from typing import Literal
 
@@ -20,6 +20,7 @@ from ..storage.directory import Disk
 from . import agent_link, agent_messages, paths, reader
 from .agent_link import PROTOCOL
 from .agent_messages import Answer, Request, Work
+from .reader import Reading
 
 Stop = Callable[[], bool]
 
@@ -44,6 +45,21 @@ class AgentWork:
         answer = self._done("read", tier, generation, of, stop)
         return reader.read_all(tier, generation, arena, workers, stop, of=of) if answer is None else answer.findings
 
+    def reading(
+        self, tier: Tier, generation: Generation, bytes_per_second: float, here: Callable[[], Reading]
+    ) -> Reading:
+        """Begin a reading of all of a generation in a place below, at most at this rate, for a scrub.
+
+        While it is paused the agent goes on. `here`: begins the same reading in this process, where the agent cannot.
+        """
+        if (own := self._own) is not None:  # guard: scrub-read-by-agent
+            at, root, place = generation.id, generation.root, tier.place
+            work = Work(at=at, root=root, task="scrub", place=place, of=None, bytes_per_second=bytes_per_second)
+            answer = yield from self._asked(own, work)
+            if answer is not None:
+                return answer.findings
+        return (yield from here())
+
     def copy(
         self,
         target: Tier,
@@ -67,8 +83,12 @@ class AgentWork:
             return None
         ranks, place = None if of is None else sorted(of), "" if tier.place == own.place else tier.place
         work = Work(at=generation.id, root=generation.root, task=task, place=place, of=ranks)
+        return agent_link.waited_for(self._asked(own, work), stop)
+
+    def _asked(self, own: Disk, work: Work) -> Generator[None, None, Answer | None]:
+        """Let the agent do a work, as `agent_link.answering`. Returns None if this process has to do it."""
         try:
-            answer = agent_link.answered(own.root, Request(protocol=PROTOCOL, call="work", work=work), stop)
+            answer = yield from agent_link.answering(own.root, Request(protocol=PROTOCOL, call="work", work=work))
             error = answer.error
         except (FileNotFoundError, ConnectionError, NotWritable):
             return None  # there is no agent now, or another user's: `AgentLink.check` reports that, or starts one
@@ -79,7 +99,7 @@ class AgentWork:
         self._failures += 1
         if reporting.is_reported(self._failures):
             reporting.warning(
-                f"the agent of {own.root} could not {task} {generation.id} (time {self._failures}); this process does "
+                f"the agent of {own.root} could not {work.task} {work.at} (time {self._failures}); this process does "
                 f"it instead: {error}"
             )
         return None

@@ -1,4 +1,5 @@
 """A lower place of a run: generations are copied to it behind the training loop, from the place that is written first.
+While nothing waits, old generations are read again (place_scrub.py).
 
 Invariants
   1. A generation that waits for its copy is not deleted from the place that it is copied from.
@@ -31,6 +32,7 @@ from . import copying
 from .known import KnownRun
 from .outcomes import Outcomes
 from .part_copies import OtherRanks
+from .place_scrub import PlaceScrub, Scrubbing
 from .thread_pools import EXIT_POLL_SECONDS, interpreter_is_ending
 from .writer import CATALOG_LEAST, RunWriter
 
@@ -44,14 +46,14 @@ def pause_seconds(failures: int) -> float:
 
 
 class LowerPlace:
-    """Copies generations of an open run from the place of `source` to that of `writer`.
+    """Copies generations of an open run from the place of `source` to that of `writer`, and scrubs them there.
 
-    `start` starts the thread that does so. Each of its attempts is one call of `copy_next`.
+    `start` starts the thread that does so. Each of its attempts to copy is one call of `copy_next`.
 
     `writer`: of this place; it deletes what its retention does not keep. `source`: what the process knows of the run
     where it is written first. `workers`: threads that read and digest; `close` ends them. `outcomes`: receives errors.
     `ranks`: the ranks of the job, each of which copies its part. `index`: the position of this place among the lower
-    ones.
+    ones. `scrubbing`: how old generations are read again (None: they are not).
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class LowerPlace:
         outcomes: Outcomes,
         ranks: AnyRanks,
         index: int,
+        scrubbing: Scrubbing | None = None,
     ) -> None:
         self.writer, self._source, self._workers, self._outcomes = writer, source, workers, outcomes
         self._others: copying.Others = copying.Nobody()
@@ -84,6 +87,7 @@ class LowerPlace:
         self._trying = self._hurried = self._closing = self._last_try = self._stopped = False
         """whether an attempt is under way; whether no pause is made before the next one; whether this place is being
         closed; whether the present attempt began after that; whether no attempt is to go on"""
+        self._scrub = PlaceScrub(writer, scrubbing, source.agent, outcomes, self._rest) if scrubbing else None
         self._thread = threading.Thread(target=self._run, name="lastgood-drain")
 
     def start(self) -> LowerPlace:
@@ -205,14 +209,21 @@ class LowerPlace:
 
     def _run(self) -> None:
         while self._wait_for_work():
-            self.copy_next()
+            if self._trying:
+                self.copy_next()
+            elif self._scrub is not None:
+                self._scrub.scrub_one(self._is_ending, lambda: bool(self._waiting))
+        if self._scrub is not None:
+            self._scrub.close()
 
     def _wait_for_work(self) -> bool:
-        """Wait until a generation is to be copied. Returns False if the thread is to end."""
+        """Wait until a generation is to be copied (`_trying`) or scrubbed. Returns False if the thread is to end."""
         with self._changed:
             self._trying = False
             while not self._stopped and not (self._closing and (not self._waiting or self._last_try)):
                 if not self._waiting:
+                    if self._scrub is not None and not self._is_ending() and self._scrub.is_due():
+                        return True
                     self._changed.wait_for(lambda: self._waiting or self._closing, EXIT_POLL_SECONDS)
                     self._closing |= interpreter_is_ending()  # guard: unclosed-place-ends-with-the-process
                     continue
@@ -221,6 +232,18 @@ class LowerPlace:
                 self._trying, self._last_try = True, self._closing
                 return True
             return False
+
+    def _is_ending(self) -> bool:
+        """Whether a scrub is to end: this place is being closed, or the process ends without a call of `close`."""
+        return self._closing or interpreter_is_ending()  # guard: unclosed-scrub-ends-with-the-process
+
+    def _rest(self, seconds: float) -> None:
+        """Wait so long between two blocks of a scrub, unless there is a copy to make, or the thread is to end."""
+        until = time.monotonic() + seconds
+        with self._changed:
+            # guard: slow-scrub-gives-way
+            while not (self._waiting or self._is_ending()) and (left := until - time.monotonic()) > 0:
+                self._changed.wait(min(left, EXIT_POLL_SECONDS))
 
     def _paused(self) -> bool:
         """Make the pause after a failed attempt. Returns False if this place is to be closed. The lock is held."""

@@ -9,6 +9,7 @@ and marked; only if it is intact does the mending count as a success.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from typing import Protocol, cast
@@ -55,6 +56,8 @@ class Mender:
         self.sources: Sequence[Tier] = ()
         self.others: copying.Others = copying.Nobody()
         self.nodes: FromNodes | None = None
+        self._one_at_a_time = threading.RLock()
+        """a restore and a scrub may mend the same generation"""
 
     def mend(self, at: GenerationId, arena: Arena, stop: Stop = never) -> list[str]:
         """Mend the damaged files of a generation, then read and mark it. Returns the names of the files.
@@ -64,6 +67,11 @@ class Mender:
         of writing and reading, and Cancelled once `stop()` returns True. A damaged file that was not rebuilt by then is
         unchanged.
         """
+        with self._one_at_a_time:
+            return self._from_anywhere(at, arena, stop)
+
+    def _from_anywhere(self, at: GenerationId, arena: Arena, stop: Stop) -> list[str]:
+        """As `mend`: from parity, else from other nodes, else from other places."""
         try:
             return self._from_parity(at, arena, stop)
         except BeyondRepair:

@@ -29,8 +29,9 @@ from ..ports import Tier
 from ..records import Commit, Extent, Generation, Manifest, Record
 from ..storage.directory import Disk
 from ..storage.slots import Slots
-from .agent_link import NodeLinks
+from .agent_link import AgentLink
 from .packed import PackedTier
+from .peers import Peers, PeerTable
 from .rank_requests import Requests, RequestServer
 from .verify import Stop
 
@@ -59,6 +60,18 @@ class Nodes:
     def others(self) -> list[int]:
         """The leaders of all nodes but that of the coordinator."""
         return sorted(set(self.leaders) - {0})
+
+
+@dataclass
+class NodeLinks:
+    """What a rank has of its node and of others. `table`: the nodes whose agents serve each other; None: none do.
+
+    At the leader of a node only, `agent`: of its folder; None: the front has none. `peers`: reads from other agents.
+    """
+
+    agent: AgentLink | None = None
+    table: PeerTable | None = None
+    peers: Peers | None = None
 
 
 class FileRequest(Record, frozen=True, kw_only=True):

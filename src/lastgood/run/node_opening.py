@@ -24,10 +24,10 @@ from ..records import Finding, Generation, RunHeader, Seal, judged
 from ..storage.slots import Slots
 from ..wire import nixl
 from . import access, copying, paths, peer_opening
-from .agent_link import AgentLink, NodeLinks, read_spec
+from .agent_link import AgentLink, read_spec
 from .agent_messages import AgentSpec, CopyTo
 from .known import KnownRun
-from .node_disks import FETCHED, SUBJECT, NodeDisks, NodeFiles, Nodes, NodeTier, NodeView, Own
+from .node_disks import FETCHED, SUBJECT, NodeDisks, NodeFiles, NodeLinks, Nodes, NodeTier, NodeView, Own
 from .outcomes import Outcomes
 from .peer_security import own_certificates, security
 from .peers import Peers

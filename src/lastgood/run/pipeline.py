@@ -94,7 +94,7 @@ class Pipeline:
         opening = ranks.topic("open")
         with opening.failing(), contextlib.ExitStack() as storage:
             disk = storage.enter_context(opened_front(path, options, ranks, opening))
-            below = Below(options, storage, ranks)
+            below = Below(options, storage, ranks, lambda: bool(self._flights))
             pools = storage.enter_context(contextlib.ExitStack())  # ends the threads if the opening fails
             self._start_threads(options, max(WORKERS, *(one.reads_at_once for one in (disk, *below.tiers))), pools)
             environment = Environment(emit=self.events.put, make_room=lambda needed: self.upkeep.make_room(needed))

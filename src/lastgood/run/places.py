@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -40,6 +40,7 @@ from .node_parity import NodeRebuild, ParityBuilder, ParityMaker, sets_among
 from .node_transfer import Carried, Carrier, Chunks, NodeTransfers
 from .outcomes import Outcomes
 from .part_copies import OtherRanks, PartServer
+from .place_scrub import Scrubbing
 from .planned_save import RunOptions
 from .rank_requests import RequestServer
 from .settle import write_header
@@ -272,10 +273,13 @@ def opened_front(
 
 
 class Below:
-    """The places below, opened before the front is settled; the coordinator claims them for writing."""
+    """The places below, opened before the front is settled; the coordinator claims them. `saving`: of `Scrubbing`."""
 
-    def __init__(self, options: RunOptions, storage: contextlib.ExitStack, ranks: AnyRanks) -> None:
+    def __init__(
+        self, options: RunOptions, storage: contextlib.ExitStack, ranks: AnyRanks, saving: Callable[[], bool]
+    ) -> None:
         self._options, self._parity, self._ranks = options.below, options.parity, ranks
+        self._scrubbing = Scrubbing(options.scrub, saving) if options.scrub else None
         self._run = options
         self.tiers: list[Any] = [
             storage.enter_context(
@@ -309,8 +313,9 @@ class Below:
                 ranks=SingleRank(),
                 environment=_environment_of(tier.place, front.known.environment),
             )
-            places.append(LowerPlace(writer, front.known, workers, outcomes, self._ranks, index).start())
-            pools.callback(places[-1].close)
+            place = LowerPlace(writer, front.known, workers, outcomes, self._ranks, index, self._scrubbing)
+            places.append(place.start())
+            pools.callback(place.close)
         transfers = None
         if isinstance(self._ranks, RankGroup) and isinstance(front.tier, NodeDisks) and front.tier.nodes.others:
             transfers = NodeTransfers(front.tier, self.tiers, self._ranks)

@@ -16,18 +16,22 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from ..engine.arena import Arena
-from ..errors import Cancelled
-from ..policy import scrub
+from ..errors import Cancelled, Damaged
+from ..policy import restore, scrub
 from ..records import Finding, Generation, GenerationId, Record, intact
 from .known import KnownRun
 from .mend import Mender
 from .reader import Reading
+
+Begin = Callable[[Generation, Arena, Callable[[memoryview], None]], Reading]
+"""Begins the reading of a generation, with this memory. What it gets last is called with all bytes that are read."""
 
 
 class Scrubbed(Record, frozen=True, kw_only=True):
     """The result of reading one generation again."""
 
     generation: Generation
+    """as it was known before"""
     findings: list[Finding]
     repaired: bool
     """whether it was damaged and has been rebuilt"""
@@ -38,6 +42,20 @@ class Scrubbed(Record, frozen=True, kw_only=True):
     def whole(self) -> bool:
         """Whether every byte of the generation is now what was committed."""
         return intact(self.findings) or self.repaired
+
+    @property
+    def newly_damaged(self) -> bool:
+        """Whether it is damaged, and was not known to be: what is known was reported when it was found."""
+        return not self.whole and not self.generation.damaged  # guard: known-damage-not-reported-again
+
+    def problem(self, place: str) -> Damaged:
+        """The error that is raised or reported in the training loop if the generation is newly damaged."""
+        return Damaged(
+            f"step {self.generation.step} was good and does not read back any more in {place}: "
+            f"{restore.summary(self.findings)}",
+            safe="It is marked as damaged there, so that restore() passes over it. Its neighbours are read next.",
+            todo=f"Check {place}.",
+        )
 
 
 class _Task(NamedTuple):
@@ -53,12 +71,36 @@ class _Task(NamedTuple):
         return inspect.getgeneratorstate(self.reading) != inspect.GEN_CLOSED
 
 
+class Pace:
+    """Limits the rate of a reading. `bytes_per_second`: the limit. `pause`, `monotonic_seconds`: as for `Scrubber`."""
+
+    def __init__(
+        self,
+        bytes_per_second: float,
+        pause: Callable[[float], object],
+        monotonic_seconds: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._bytes_per_second, self._pause, self._now = bytes_per_second, pause, monotonic_seconds
+        self.begin()
+
+    def begin(self) -> None:
+        """Note that the reading begins now, or goes on."""
+        self._begun, self._bytes_read = self._now(), 0
+
+    def keep(self, data: memoryview) -> None:
+        """Called after each block: pauses for as long as the reading is ahead of its rate."""
+        self._bytes_read += len(data)
+        ahead_seconds = self._bytes_read / self._bytes_per_second - (self._now() - self._begun)
+        if ahead_seconds > 0:
+            self._pause(ahead_seconds)  # guard: scrub-pace
+
+
 class Scrubber:
     """Reads the generations of a run again, in rounds.
 
     `arena`: makes the memory for reading one generation. `bytes_per_second`: the largest rate of reading (no limit).
     `pause`: waits up to so many seconds; it may return early, as `Event.wait` does when a save begins.
-    `monotonic_seconds`: the clock.
+    `monotonic_seconds`: the clock. `begin` (None: `Mender.reading`): begins each reading.
 
     A reading that is interrupted is continued by the next call from where it ended: otherwise a large generation would
     never be read to its end between frequent saves. Its memory is held until then.
@@ -73,9 +115,10 @@ class Scrubber:
         bytes_per_second: float = float("inf"),
         pause: Callable[[float], object] = time.sleep,
         monotonic_seconds: Callable[[], float] = time.monotonic,
+        begin: Begin | None = None,
     ) -> None:
-        self._known, self._mender, self._arena, self._bytes_per_second = known, mender, arena, bytes_per_second
-        self._pause, self._now = pause, monotonic_seconds
+        self._known, self._mender, self._arena, self._now = known, mender, arena, monotonic_seconds
+        self._begin, self._pace = begin or mender.reading, Pace(bytes_per_second, pause, monotonic_seconds)
         self._read_at: dict[GenerationId, float] = {}
         self._remaining: set[GenerationId] = set()
         """the generations that this round has still to read"""
@@ -83,7 +126,11 @@ class Scrubber:
         self._damaged: set[GenerationId] = set()
         """the generations that were found damaged in this round"""
         self._task: _Task | None = None
-        self._begun, self._bytes_read = 0.0, 0
+
+    @property
+    def reading(self) -> bool:
+        """Whether files are being read, or are to be read on: not while something is done about what was found."""
+        return self._task is not None and self._task.interrupted
 
     def scrub_next(self, stop: Callable[[], bool] = lambda: False) -> Scrubbed | None:
         """Read the next generation. Returns None when the round is over; the next call then begins another round.
@@ -103,9 +150,10 @@ class Scrubber:
             if generation is None:
                 return None
             arena = self._arena()
-            task = self._task = _Task(generation, arena, self._mender.reading(generation, arena, self._keep_pace))
+            task = self._task = _Task(generation, arena, self._begin(generation, arena, self._pace.keep))
         generation = task.generation
-        self._begun, self._bytes_read = self._now(), 0
+        begun = self._now()
+        self._pace.begin()
         try:
             findings, repaired = self._mender.read_again(generation, task.arena, task.reading, stop)
         except Cancelled:
@@ -118,7 +166,7 @@ class Scrubber:
         self.close()
         if not intact(findings):
             self._damaged.add(generation.id)  # guard: scrub-damage-noted
-        return Scrubbed(generation=generation, findings=findings, repaired=repaired, seconds=self._now() - self._begun)
+        return Scrubbed(generation=generation, findings=findings, repaired=repaired, seconds=self._now() - begun)
 
     def close(self) -> None:
         """End a reading that is under way or interrupted, and free its memory."""
@@ -148,10 +196,3 @@ class Scrubber:
             self._remaining.discard(generation.id)
             self._read_at[generation.id] = self._now()
         return generation
-
-    def _keep_pace(self, data: memoryview) -> None:
-        """Pause after each block for as long as the reading is ahead of its rate."""
-        self._bytes_read += len(data)
-        ahead_seconds = self._bytes_read / self._bytes_per_second - (self._now() - self._begun)
-        if ahead_seconds > 0:
-            self._pause(ahead_seconds)  # guard: scrub-pace

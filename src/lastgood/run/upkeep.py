@@ -16,11 +16,11 @@ import threading
 import time
 
 from ..engine.arena import Arena
-from ..errors import Cancelled, Damaged, LastgoodError
+from ..errors import Cancelled, LastgoodError
 from ..limits import BACKLOG_LIMIT, CHUNK_BYTES, DELETIONS_AHEAD, UNREAD_LIMIT, UPKEEP_CHUNKS
-from ..policy.restore import summary
 from ..policy.scrub import Scrub
 from .follower import Follower
+from .node_disks import NodeDisks
 from .outcomes import Outcomes
 from .scrubber import Scrubber
 from .verify import Stop, never
@@ -34,17 +34,18 @@ def _reading_arena() -> Arena:
 class Upkeep:
     """The upkeep of one run that is open for writing.
 
-    `outcomes` receives its errors. `scrub`: how often old generations are read again (None: never). `busy`: an event
-    that is set while saves are in flight or about to begin; a scrub ends then.
+    `outcomes` receives its errors. `scrub`: how often old generations are read again (None: never), unless they are in
+    slots, in memory or on disks of nodes. Places below have scrubs of their own (place_scrub.py). `busy`: an event that
+    is set while saves are in flight or about to begin; a scrub ends then.
     """
 
     def __init__(
         self, run: RunWriter | Follower, outcomes: Outcomes, scrub: Scrub | None, busy: threading.Event
     ) -> None:
-        self._run, self._outcomes, self._scrub, self._busy = run, outcomes, scrub, busy
+        self._run, self._outcomes, self._busy = run, outcomes, busy
         self._one_at_a_time = threading.Lock()
         self._arena: Arena | None = None
-        self._scrubbed_at = time.monotonic()
+        self._scrubbed_at, self._scrub_seconds = time.monotonic(), scrub.seconds if scrub else 0.0
         self.latest: int | None = None
         """step of the newest verified generation"""
         self._scrubber = (
@@ -55,7 +56,7 @@ class Upkeep:
                 bytes_per_second=scrub.bytes_per_second,
                 pause=busy.wait,
             )
-            if scrub and isinstance(run, RunWriter)
+            if scrub and isinstance(run, RunWriter) and not (run.tier.newest_only or isinstance(run.tier, NodeDisks))
             else None
         )
         self.note_latest()
@@ -124,7 +125,7 @@ class Upkeep:
     def scrub_is_due(self) -> bool:
         """Whether the interval since the last scrub is over."""
         # guard: scrub-waits-for-interval
-        return self._scrub is not None and time.monotonic() - self._scrubbed_at >= self._scrub.seconds
+        return self._scrubber is not None and time.monotonic() - self._scrubbed_at >= self._scrub_seconds
 
     def scrub_one(self) -> None:
         """Read one old generation again, or the rest of one. When a save begins, the reading is interrupted.
@@ -141,15 +142,9 @@ class Upkeep:
             self._outcomes.put(error)
             done = None
         self._scrubbed_at = time.monotonic()
-        if done is not None and not done.whole:  # guard: scrub-damage-raised-in-loop
+        if done is not None and done.newly_damaged:  # guard: scrub-damage-raised-in-loop
             self.note_latest()
-            self._outcomes.put(
-                Damaged(
-                    f"step {done.generation.step} was good and does not read back any more: {summary(done.findings)}",
-                    safe="It is marked as damaged, so that restore() passes over it. Its neighbours are read next.",
-                    todo="Check the disk.",
-                )
-            )
+            self._outcomes.put(done.problem(self._run.tier.place))
 
     def _maintain(self, stop: Stop, no_commits: bool = False, most: int | None = None) -> None:
         """Verify, point, and delete at most `most` generations. Errors of verifying do not prevent the deletions.

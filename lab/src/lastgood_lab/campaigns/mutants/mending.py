@@ -194,9 +194,54 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "a scrub does not wait for its interval",
             "scrub-waits-for-interval",
-            Swap(" and time.monotonic() - self._scrubbed_at >= self._scrub.seconds", ""),
+            Swap(" and time.monotonic() - self._scrubbed_at >= self._scrub_seconds", ""),
         ),
         ("a scrub begins while a save is in flight", "scrub-yields-to-saves", Swap("not self._flights and ", "")),
         ("a scrub begins while the checkpointer closes", "scrub-yields-to-saves", Swap(" and not self._closing", "")),
+    ),
+    *table(
+        "scrub below",
+        ("place_scrub",),
+        ("the training process reads what its agent could read", "scrub-read-by-agent", Never()),
+        (
+            "slow scrubs of an agent hold up its other work",
+            "scrub-delays-no-work",
+            Swap('self._scrubs if work.task == "scrub" else self._pool', "self._pool"),
+        ),
+        (
+            "an agent reads as fast as it can",
+            "agent-scrubs-at-its-pace",
+            Swap(", also=Pace(rate, stopped.wait).keep", ""),
+        ),
+        (
+            "a place that cannot be read is read again at once",
+            "failing-place-not-hurried",
+            Swap("max(scrub.seconds, least)", "scrub.seconds"),
+        ),
+        (
+            "a place is read before its interval is over",
+            "place-scrub-waits-for-interval",
+            Swap("time.monotonic() >= self._due_at and ", ""),
+        ),
+        (
+            "the reading of a place begins while a save is in flight",
+            "place-scrub-waits-for-interval",
+            Swap(" and not self._saving()", ""),
+        ),
+        ("copies and saves cancel a repair", "repair-does-not-give-way", Swap("scrubber.reading and ", "")),
+        ("a copy waits for a reading", "repair-does-not-give-way", Swap("gives_way() or ", "")),
+        ("a reading goes on beside a save", "repair-does-not-give-way", Swap(" or self._saving()", "")),
+        ("damage in a place below is not raised in the loop", "damage-below-raised-in-loop", Remove()),
+        (
+            "known damage is reported in each round",
+            "known-damage-not-reported-again",
+            Swap(" and not self.generation.damaged", ""),
+        ),
+        ("a copy waits for a slow reading of this process", "slow-scrub-gives-way", Swap("self._waiting or ", "")),
+        (
+            "a slow reading keeps a process from ending",
+            "unclosed-scrub-ends-with-the-process",
+            Swap(" or interpreter_is_ending()", ""),
+        ),
     ),
 )
