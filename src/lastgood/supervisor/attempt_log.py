@@ -201,7 +201,7 @@ def failures(attempts: Sequence[Attempt], ranks: int, mtbf: float | None) -> Kno
 
     def cause(one: Attempt, kinds: Sequence[str]) -> str:
         # Ranks that were asked to end, and do not know how to, are killed.
-        if one.cause is None or one.answer.startswith(f"end: {ASKED}"):  # guard: asked-end-is-no-failure
+        if one.cause is None or one.answer.startswith(f"end: {ASKED}"):  # guard: asked-end-counts-as-none
             return ""
         return _cause(one) if one.cause.kind in (kinds or (one.cause.kind,)) else ""
 

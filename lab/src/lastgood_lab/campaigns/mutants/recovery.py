@@ -122,7 +122,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         (
             "a job that somebody has ended counts as a failure",
-            "asked-end-is-no-failure",
+            "asked-end-counts-as-none",
             Swap(' or one.answer.startswith(f"end: {ASKED}")', ""),
         ),
         (
