@@ -9,20 +9,22 @@ import torch
 from msgspec.structs import replace
 
 import lastgood
+from harness import flip
+from lastgood.cli import mending
 from lastgood.format import commit, layout
 from lastgood.records import Generation, GenerationId
 from lastgood.run import access, advice, side_records
 from lastgood.run.advice import Advice
 
 
-def opened(run: Path, tiers: Sequence[lastgood.Tier] = ()) -> lastgood.Checkpointer:
+def opened(run: Path, tiers: Sequence[lastgood.Tier] = (), parity: str | None = None) -> lastgood.Checkpointer:
     state, steps, kept = {"x": torch.ones(3)}, lastgood.Every(steps=1), lastgood.Keep(last=9)
-    return lastgood.Checkpointer(run, state, cadence=steps, retention=kept, tiers=tiers)
+    return lastgood.Checkpointer(run, state, cadence=steps, retention=kept, tiers=tiers, parity=parity)
 
 
-def trained(run: Path, last: int, tiers: Sequence[lastgood.Tier] = ()) -> int:
+def trained(run: Path, last: int, tiers: Sequence[lastgood.Tier] = (), parity: str | None = None) -> int:
     """Restore and train until step `last`, every step saved. Returns the restored step."""
-    with opened(run, tiers) as ckpt:
+    with opened(run, tiers, parity) as ckpt:
         start = ckpt.restore().step
         for n in range(start + 1, last + 1):
             ckpt.save(n).result()
@@ -83,3 +85,29 @@ def test_a_suspect_is_restored_from_no_other_place_either(tmp_path: Path) -> Non
     suspected(run, failed=4)
     with opened(run, tiers) as ckpt:
         assert ckpt.restore().step == 3
+
+
+def test_a_scrub_does_not_acquit_a_suspect(tmp_path: Path) -> None:
+    """Its bytes are whole, so the scrub marked it as verified: `lastgood.load` and latest_ok took a diverged state."""
+    run = tmp_path / "run"
+    trained(run, 4)
+    made = suspected(run, failed=4)
+    with side_records.opened(str(run)) as tier:
+        advice.append(tier, replace(made, by="sentinel"))
+    with opened(run) as ckpt:
+        assert ckpt.restore().step == 3
+    assert mending.scrubbed(str(run), float("inf"))["generations"][-1]["state"] == "not good"
+    assert made.suspect is not None and generations(run)[made.suspect].unfit
+    assert lastgood.load(run).restored.step == 3 and "000000000003" in str((run / layout.LINK).readlink())
+
+
+def test_a_suspect_stays_one_while_an_older_save_is_repaired(tmp_path: Path) -> None:
+    """The run was listed anew after the repair, and what only this process knew of the suspect was gone."""
+    run = tmp_path / "run"
+    trained(run, 4, parity="2+1")
+    suspected(run, failed=4)
+    (broken,) = run.glob(f"gen/000000000003-*/{layout.COMMIT}")
+    flip(broken)
+    with opened(run, parity="2+1") as ckpt:
+        found = ckpt.restore()
+    assert found.step == 3 and [step for step, _ in found.repaired] == [3]

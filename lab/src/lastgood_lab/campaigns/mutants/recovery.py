@@ -72,6 +72,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ("the only good generation of a run is marked", "only-good-generation-stays", Never()),
         ("a node whose job was asked to end elsewhere gives it up", "all-nodes-end-as-asked", Never()),
         ("a generation that is proven to be bad gets no mark", "proven-suspect-marked", Remove()),
+        ("a scrub takes a suspect generation for good", "scrub-acquits-no-suspect", Remove()),
+        ("a suspect is forgotten when another generation is mended", "suspect-stays-suspect-after-mend", Remove()),
         ("advice that was withdrawn is followed", "withdrawn-advice-not-followed", Swap(" if not one.withdrawn", "")),
         (
             "a script that fails in each first step goes back and back",
