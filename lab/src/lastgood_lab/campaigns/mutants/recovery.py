@@ -132,6 +132,12 @@ MUTANTS: tuple[Mutant, ...] = (
             "own-saves-of-no-lost-attempt",
             Swap(", until=began_at", ""),
         ),
+        (
+            "an attempt is taken for lost before a rank of the next one has opened the run",
+            "nothing-lost-before-the-run-is-open",
+            Swap('run if run in self._closed else ""', "run"),
+        ),
+        ("a run that the script has closed again keeps a lost attempt", "closed-run-has-the-end-too", Never()),
         ("a new job inherits the failures of one that has ended", "job-that-ended-begins-anew", Never()),
         ("two nodes decide about one attempt", "standing-verdict-is-followed", Never()),
     ),
