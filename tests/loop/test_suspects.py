@@ -78,6 +78,30 @@ def test_a_suspect_from_which_training_went_on_is_not_marked(tmp_path: Path) -> 
     assert suspect is not None and generations(run)[suspect].good
 
 
+def test_a_suspect_from_which_training_went_on_is_not_deleted(tmp_path: Path) -> None:
+    """It was the only good one, and so was restored again. The next start let it count as unfit: it was deleted."""
+    run = tmp_path / "run"
+    with opened(run) as ckpt:
+        ckpt.restore()
+        ckpt.save(4).result()
+    suspect = suspected(run, failed=9).suspect
+    assert trained(run, 5) == 4 and trained(run, 7) == 5
+    assert suspect is not None and generations(run)[suspect].good
+
+
+def test_of_two_suspects_the_newer_one_is_set_aside_first(tmp_path: Path) -> None:
+    """The newer one descends from the older one, from which training had gone on."""
+    run = tmp_path / "run"
+    trained(run, 3)
+    suspected(run, failed=9)
+    with opened(run) as ckpt:
+        ckpt.restore(step=3)
+        ckpt.save(4).result()
+    suspected(run, failed=9)
+    with opened(run) as ckpt:
+        assert ckpt.restore().step == 2
+
+
 def test_a_suspect_is_restored_from_no_other_place_either(tmp_path: Path) -> None:
     """One that was in the first place and in the home was marked in the first place, and restored from the home."""
     run, tiers = tmp_path / "run", [lastgood.Tier(tmp_path / "first")]

@@ -72,6 +72,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ("the only good generation of a run is marked", "only-good-generation-stays", Never()),
         ("a node whose job was asked to end elsewhere gives it up", "all-nodes-end-as-asked", Never()),
         ("a generation that is proven to be bad gets no mark", "proven-suspect-marked", Remove()),
+        ("a suspect from which training went on is deleted", "resumed-suspect-is-none", Never()),
+        ("an older suspect is taken for resumed", "newest-suspect-first", Swap(", reverse=True", "")),
         ("a scrub takes a suspect generation for good", "scrub-acquits-no-suspect", Remove()),
         ("a suspect is forgotten when another generation is mended", "suspect-stays-suspect-after-mend", Remove()),
         ("advice that was withdrawn is followed", "withdrawn-advice-not-followed", Swap(" if not one.withdrawn", "")),
@@ -178,6 +180,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         ("a step is saved although a newer opening has saved", "newer-generation-not-shadowed", Never()),
         ("what only the first place holds is saved again below", "what-other-places-hold-counts", Remove()),
+        ("what only a bucket has is not continued by survivors", "parent-in-a-bucket-is-found", Never()),
         (
             "a save for all ranks is older than those that it continues",
             "order-above-that-of-the-attempt",
