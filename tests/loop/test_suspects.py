@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 import torch
 from msgspec.structs import replace
 
 import lastgood
 from harness import flip
 from lastgood.cli import mending
+from lastgood.errors import NothingGood
 from lastgood.format import commit, layout
+from lastgood.policy.recovery import Budget, Outcome, answer
 from lastgood.records import Generation, GenerationId
 from lastgood.run import access, advice, side_records
 from lastgood.run.advice import Advice
@@ -135,3 +138,18 @@ def test_a_suspect_stays_one_while_an_older_save_is_repaired(tmp_path: Path) -> 
     with opened(run, parity="2+1") as ckpt:
         found = ckpt.restore()
     assert found.step == 3 and [step for step, _ in found.repaired] == [3]
+
+
+def test_a_suspect_is_restored_again_where_the_one_before_is_damaged(tmp_path: Path) -> None:
+    """The damage shows in the restore that goes back, which fails: a supervisor gave the job up then."""
+    run = tmp_path / "run"
+    trained(run, 2)
+    (data,) = run.glob("gen/000000000001-*/r00000.safetensors")
+    flip(data)
+    suspected(run, failed=5)
+    with opened(run) as ckpt, pytest.raises(NothingGood) as raised:
+        ckpt.restore()
+    went_back = Outcome(restored_step=2, last_step=5, code=1, cause="exception ValueError", followed="back")
+    failed = Outcome(restored_step=None, last_step=0, code=1, error=f"NothingGood: {raised.value}")
+    assert answer([went_back, failed], Budget()).restart and trained(run, 3) == 2
+    assert answer([went_back, failed, failed], Budget()).act == "end"

@@ -72,6 +72,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("the only good generation of a run is marked", "only-good-generation-stays", Never()),
         ("a node whose job was asked to end elsewhere gives it up", "all-nodes-end-as-asked", Never()),
         ("a generation that is proven to be bad gets no mark", "proven-suspect-marked", Remove()),
+        ("a job ends although a suspect is left", "only-suspect-left-is-no-end", Instead("return False")),
         ("a suspect from which training went on is deleted", "resumed-suspect-is-none", Never()),
         ("an older suspect is taken for resumed", "newest-suspect-first", Swap(", reverse=True", "")),
         ("a scrub takes a suspect generation for good", "scrub-acquits-no-suspect", Remove()),
