@@ -38,7 +38,7 @@ class AttemptRecords:
         self._closed = set[str]()
         """the runs in which the ends that were missing are recorded"""
         self._known = ""
-        """the run, if it was known before this attempt, and is one of these"""
+        """the run, if it was known before this attempt: a rank of this job has opened it then"""
         self._run = ""
         """the run, once the beginning of this attempt is being recorded there"""
 
@@ -49,8 +49,7 @@ class AttemptRecords:
 
     def begin(self, begun: Begun | None, run: str) -> None:
         """An attempt begins. `begun`: None: another node writes its records. `run`: if it is known; else empty."""
-        # guard: nothing-lost-before-the-run-is-open
-        self._begun, self._run, self._known = begun, "", run if run in self._closed else ""
+        self._begun, self._run, self._known = begun, "", run
         self._writes.clear()
 
     def shown(self, ranks: Sequence[Progress]) -> None:
@@ -102,7 +101,7 @@ class AttemptRecords:
         """Record a beginning, after the ends that are missing. Returns its number; 0 if that failed."""
         try:
             with side_records.opened(run) as tier:
-                if run not in self._closed:
+                if run not in self._closed:  # guard: lost-attempts-closed-first
                     self.earlier = _closed(tier, begun)
                     self._closed.add(run)
                 return attempt_log.begin(tier, begun)

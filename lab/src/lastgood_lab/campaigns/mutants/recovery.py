@@ -133,12 +133,12 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "what an attempt saves counts for the one before it",
             "own-saves-of-no-lost-attempt",
-            Swap(", until=began_at", ""),
+            Swap(", until=begun.began_at", ""),
         ),
         (
-            "an attempt is taken for lost before a rank of the next one has opened the run",
-            "nothing-lost-before-the-run-is-open",
-            Swap('run if run in self._closed else ""', "run"),
+            "lost attempts stay without an end where the first try to record it fails",
+            "lost-attempts-closed-first",
+            Swap("run not in self._closed", "run != self._known"),
         ),
         ("a run that the script has closed again keeps a lost attempt", "closed-run-has-the-end-too", Never()),
         ("a new job inherits the failures of one that has ended", "job-that-ended-begins-anew", Never()),
