@@ -76,6 +76,8 @@ def test_a_loss_that_is_not_finite_takes_the_loop_back(tmp_path: Path, bad: floa
         assert len(report.skipped) == 32 and torch.isfinite(loop.model.weight).all()
     kept = {one.step: one for one in lastgood.open(tmp_path).generations() if one.commit.milestone}
     assert [*kept] == [10] and kept[10].unfit, "it is there for people, and no restore takes it"
+    named = [one.skip.samples for one in advice.read(access.for_reading(tmp_path)) if one.skip]
+    assert named == loop.sampler.order(0)[6:10].tolist(), "the samples of each bad step"
 
 
 def test_a_generation_after_the_spike_is_not_restored(tmp_path: Path) -> None:
