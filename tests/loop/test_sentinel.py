@@ -249,8 +249,10 @@ def test_a_metric_that_is_missing_is_refused_with_its_name(tmp_path: Path) -> No
 def test_a_metric_that_is_no_number_is_refused_with_its_name(tmp_path: Path, loss: object) -> None:
     """Some ended the loop with a raw TypeError or RuntimeError; of a complex one the imaginary part was ignored."""
     opened = lastgood.Checkpointer(tmp_path / "run", {"weights": torch.ones(3)}, sentinel=lastgood.Sentinel())
-    with opened as ckpt, pytest.raises(Refused, match="loss"):
-        ckpt.step(1, metrics={"loss": loss})
+    with opened as ckpt:
+        ckpt.step(1, metrics={"loss": 1.0})
+        with pytest.raises(Refused, match="loss"):
+            ckpt.step(2, metrics={"loss": loss})
 
 
 @pytest.mark.parametrize(
