@@ -43,6 +43,7 @@ class Job:
 
     folder: Path
     tiers: Sequence[lastgood.Tier] = ()
+    path: str = ""
     states: list[dict[str, Any]] = field(default_factory=list)
     ranks: list[JustInTime] = field(default_factory=list)
     pages: list[Path] = field(default_factory=list)
@@ -73,7 +74,7 @@ class Job:
 
     @property
     def run(self) -> str:
-        return str(self.folder / "run")
+        return self.path or str(self.folder / "run")
 
     def train(self, ranks: Sequence[int] = (0, 1)) -> None:
         """The same update on each of these ranks."""
@@ -216,6 +217,19 @@ def test_what_the_first_place_holds_is_not_saved_again_below(tmp_path: Path) -> 
     made = newest(job.run)
     assert made.step == 8 and made.commit.continues == newest(first).id, "it continues what only the first place has"
     assert made.commit.order > 4, "the attempt's order: the run below has seen none of its generations"
+
+
+def test_it_continues_what_only_a_bucket_has(tmp_path: Path, bucket: str) -> None:
+    """The first directory was new; the attempt, restored from the bucket, had saved nothing yet: no save was made."""
+    first = str(tmp_path / "first")
+    job = Job(tmp_path, [lastgood.Tier(first)], path=bucket)
+    with access.for_writing(first, "atomic_dirsync") as tier, ThreadPoolExecutor(1) as workers:
+        RunWriter(tier, workers)
+    lastgood.save(bucket, {"x": torch.ones(2)}, step=3)
+    parent = newest(bucket).id
+    job.ranks[0]._pipeline.run.known.incarnation = Incarnation(format=1, order=4, id="0000aaaa", parent=parent)
+    job.note(7)
+    assert job.saved() and newest(first).step == 7 and newest(first).commit.continues == parent
 
 
 def test_notes_that_are_lost_with_their_node_are_the_reason(job: Job, caplog: pytest.LogCaptureFixture) -> None:

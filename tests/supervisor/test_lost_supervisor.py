@@ -221,6 +221,53 @@ def test_an_end_without_a_beginning_hides_no_lost_attempt(run: str) -> None:
         assert [one.job for one in attempt_log.history(tier, opened=True).lost] == ["a"]
 
 
+def shown_run(page: str, run: str) -> list[heartbeat.Progress]:
+    """What a rank shows that has opened a run."""
+    if not os.path.exists(page):
+        heartbeat.create(page)
+    heartbeat.Heartbeat(page).opened(run)
+    return [heartbeat.read(page)]
+
+
+def test_a_script_with_two_runs_leaves_no_lost_attempt(run: str, tmp_path: Path) -> None:
+    """It closes the first one before it opens the second, in which alone the end was recorded."""
+    second, page, records = str(tmp_path / "second"), str(tmp_path / "page"), AttemptRecords()
+    lastgood.save(second, {"w": torch.zeros(1)}, step=9)
+    records.begin(beginning("a", 1.0), "")
+    records.shown(shown_run(page, run))
+    records.settled(lambda: None)
+    with side_records.opened(second) as tier:
+        attempt_log.begin(tier, beginning("lost", 0.5))
+    records.end(second, ending("a"), lambda _: None)
+    for place, lost in (run, []), (second, ["lost"]):
+        found = attempt_log.history(access.for_reading(place), opened=True)
+        assert [one.job for one in found.ended] == ["a"] and [one.job for one in found.lost] == lost
+
+
+def test_ends_that_could_not_be_recorded_at_first_are_recorded_later(run: str, tmp_path: Path) -> None:
+    """The place was away for a while; the beginning of the next attempt then hid the lost one for ever."""
+    page, records, before = str(tmp_path / "page"), AttemptRecords(), shown_run(str(tmp_path / "before"), "")
+    with side_records.opened(run) as tier:
+        attempt_log.begin(tier, beginning("lost", 1.0))
+    begun = Path(run, attempt_log.BEGUN)
+    begun.rename(tmp_path / "aside")
+    begun.touch()
+    for began_at in 2.0, 3.0:
+        records.begin(beginning("a", began_at, processes.identity()), "" if began_at == 2.0 else run)
+        records.shown(before)
+        records.settled(lambda: None)
+        assert not records.earlier, "its supervisor may live as long as no rank of this one has opened the run"
+        records.shown(shown_run(page, run))
+        records.settled(lambda: None)
+        if began_at == 2.0:
+            begun.unlink()
+            (tmp_path / "aside").rename(begun)
+        records.end(run, ending("a"), lambda _: None)
+    found = attempt_log.history(access.for_reading(run), opened=True)
+    assert [one.job for one in found.ended] == ["a", "lost", "a"] and not found.lost
+    assert [one.job for one in records.earlier] == ["lost"]
+
+
 def test_what_an_attempt_saves_is_not_that_of_the_lost_one(run: str, tmp_path: Path) -> None:
     """The end of the lost attempt is recorded beside the ranks, which may have saved step 7 already."""
     page = str(tmp_path / "page")

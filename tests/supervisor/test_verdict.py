@@ -120,6 +120,12 @@ def test_the_lost_node_is_the_cause_and_not_the_ranks_that_lost_it() -> None:
     assert cause is not None and (cause.kind, cause.rank) == ("exception", 1)
 
 
+def test_a_signal_without_a_name_is_a_cause_too() -> None:
+    """A rank that was killed by a real-time signal ended `lastgood run` with a ValueError."""
+    cause = reported.cause(Lived(0.0, ended=[Ended(1, 1.0, -40)]))
+    assert cause is not None and (cause.what, cause.key) == ("signal 40", "signal signal 40")
+
+
 @pytest.mark.parametrize(
     ("by", "first"),
     [

@@ -282,7 +282,8 @@ class Restorer:
         none at all.
 
         What a Sentinel has found is marked. What a supervisor suspects is marked once training has come past the step
-        at which it failed, without that generation: until then the script may be to blame.
+        at which it failed, without that generation: until then the script may be to blame. If training has gone on from
+        it, nothing is done: retention would delete it.
         """
         candidates, at = choose(self.run.survey, None).candidates, one.suspect
         assert at is not None
@@ -291,7 +292,7 @@ class Restorer:
             known = self.run.survey.generations.get(at)
             if one.by == "supervisor" and passed and known is not None and known.restorable:
                 self._pipeline.places.mark_suspect(at, advice.finding(one))  # guard: proven-suspect-marked
-        elif one.by == "supervisor" and passed:
+        elif one.by == "supervisor" and at != candidates[0]:  # guard: resumed-suspect-is-none
             return  # the job has gone on from it all the same
         elif len(candidates) == 1 and not anew:  # guard: only-good-generation-stays
             reporting.warning(f"{at} is suspect, and the only good one: it is restored again. {one.why}")

@@ -154,7 +154,7 @@ def answer(
         return Answer("end", ASKED)
     if last.code == PREEMPTED:
         return Answer("restart", regrouped) if regrouped else Answer("end", "the ranks were asked to end")
-    if hopeless(last):
+    if hopeless(last) and not _found_only_suspects(outcomes):
         return Answer("end", "it would fail in the same way again")
     outcomes = [one for one in outcomes if one.code != PREEMPTED]  # guard: regrouping-is-no-failure
     if budget.restarts is not None and len(outcomes) > budget.restarts:  # guard: restarts-bounded
@@ -187,6 +187,13 @@ def _is_of(one: Outcome, cause: str) -> bool:
     """Whether an attempt failed of this cause: its kind, or its name without modules."""
     kind, _, name = one.cause.partition(" ")
     return cause in (kind, name, name.rpartition(".")[2])
+
+
+def _found_only_suspects(outcomes: Sequence[Outcome]) -> bool:
+    """Whether the last attempt was to go back, and has found nothing good but the generation that is suspect. It has
+    marked what is damaged, so the next one takes the suspect as the only good one."""
+    gone_back = len(outcomes) > 1 and outcomes[-2].followed == "back"
+    return gone_back and outcomes[-1].error.startswith("NothingGood")  # guard: only-suspect-left-is-no-end
 
 
 def _alike(outcomes: Sequence[Outcome]) -> list[Outcome]:

@@ -56,9 +56,13 @@ def read(tier: Tier) -> list[Advice]:
 
 
 def suspects(found: Sequence[Advice]) -> list[Advice]:
-    """Of all advice, oldest first, the last word about each suspect generation, but for those that are withdrawn."""
+    """Of all advice, oldest first, the last word about each suspect generation, but for those that are withdrawn.
+
+    The newest generation comes first: it may descend from the others.
+    """
     last = {one.suspect: one for one in found if one.suspect is not None}
-    return [one for one in last.values() if not one.withdrawn]  # guard: withdrawn-advice-not-followed
+    newest_first = [last[at] for at in sorted(last, reverse=True)]  # guard: newest-suspect-first
+    return [one for one in newest_first if not one.withdrawn]  # guard: withdrawn-advice-not-followed
 
 
 def finding(advice: Advice) -> Finding:

@@ -263,9 +263,14 @@ class Mender:
                 break
         if mended:
             with known.lock:
+                unfit = {at: one.unfit for at, one in known.survey.generations.items() if one.unfit}
                 # Rebuilt records may name incarnations and predecessors that were unknown before.
                 # guard: survey-after-mend
                 known.survey = commit.survey(known.tier)
+                for at, findings in unfit.items():  # some in this process only (Places.mark_suspect)
+                    now = known.survey.generations.get(at)
+                    if now is not None and now.restorable:
+                        known.record(judged(now, findings))  # guard: suspect-stays-suspect-after-mend
                 node_opening.note_lost_parts(known)
 
     def _age(self, at: GenerationId) -> tuple[int, int]:
@@ -302,6 +307,9 @@ class Mender:
             if self.try_to_mend(generation.id, arena, stop):  # guard: unreadable-is-mended
                 return [guard.finding(error)], True
             raise
+        if intact(findings):  # no reading shows what training has shown
+            # guard: scrub-acquits-no-suspect
+            findings = [*findings, *(one for one in generation.unfit if one.layer == "training")]
         if generation != judged(generation, findings):  # guard: scrub-findings-marked
             with known.lock:
                 if generation.id not in known.survey.generations:

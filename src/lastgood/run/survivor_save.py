@@ -145,6 +145,10 @@ def commit_for_all(notes: Sequence[Note], written: Sequence[Written]) -> Generat
         # guard: what-other-places-hold-counts
         run.known.below = [KnownRun(one, environment) for one in _others_seen(first.others)]
         generations = [*run.known.everywhere.generations.values()]
+        parent = origin.parent(generations)
+        if parent is not None and all(one.id != parent for one in generations):  # guard: parent-in-a-bucket-is-found
+            run.known.below = [KnownRun(one, environment) for one in _others_seen(first.others, objects=True)]
+            generations = [*run.known.everywhere.generations.values()]
         if origin.is_superseded(generations):  # guard: newer-generation-not-shadowed
             return None
         run.begin(origin.parent(generations), above=origin.order)  # guard: order-above-that-of-the-attempt
@@ -159,14 +163,15 @@ def commit_for_all(notes: Sequence[Note], written: Sequence[Written]) -> Generat
         return generation
 
 
-def _others_seen(urls: Sequence[str]) -> list[Tier]:
+def _others_seen(urls: Sequence[str], objects: bool = False) -> list[Tier]:
     """Of the other places of the run those that this process can read: directories, and the memory of this machine.
 
-    An object store is not asked: what it holds of the attempt, a directory above it held first.
+    `objects`: also object stores (default False: what one holds of the attempt, a directory above it held first; but
+    the generation that the attempt has continued may be only there).
     """
     found = list[Tier]()
     for url in urls:
-        if paths.parsed(url).kind != "objects":
+        if objects or paths.parsed(url).kind != "objects":
             with contextlib.suppress(NotARun):  # a front that no rank of this node has
                 found.append(access.for_reading(url))
     return found

@@ -35,8 +35,10 @@ class AttemptRecords:
         self._writes = list[Future[int]]()
         """each a record of the beginning of this attempt, and its number; 0: it could not be written"""
         self._begun: Begun | None = None
+        self._closed = set[str]()
+        """the runs in which the ends that were missing are recorded"""
         self._known = ""
-        """the run, if it was known before this attempt"""
+        """the run, if it was known before this attempt, and is one of these"""
         self._run = ""
         """the run, once the beginning of this attempt is being recorded there"""
 
@@ -47,7 +49,8 @@ class AttemptRecords:
 
     def begin(self, begun: Begun | None, run: str) -> None:
         """An attempt begins. `begun`: None: another node writes its records. `run`: if it is known; else empty."""
-        self._begun, self._run, self._known = begun, "", run
+        # guard: nothing-lost-before-the-run-is-open
+        self._begun, self._run, self._known = begun, "", run if run in self._closed else ""
         self._writes.clear()
 
     def shown(self, ranks: Sequence[Progress]) -> None:
@@ -55,10 +58,9 @@ class AttemptRecords:
         if self._begun is None:
             return
         if not self._run:
-            opened = "" if self._known else next((one.run for one in ranks if one.run), "")
-            self._run = self._known or opened
+            self._run = self._known or next((one.run for one in ranks if one.run), "")
             if self._run:
-                self._note(self._run, self._begun, closes=bool(opened))
+                self._note(self._run, self._begun)
         if self._run and self._begun.restored_step is None and all(one.restored is not None for one in ranks):
             self._begun = replace(self._begun, restored_step=min(one.restored_step for one in ranks))
             self._note(self._run, self._begun)
@@ -71,16 +73,21 @@ class AttemptRecords:
     def end(self, run: str, attempt: Attempt, advised: Callable[[Sequence[Advice]], Advice | None]) -> None:
         """Write the record of an attempt that has ended, and advice for the next restore.
 
-        `run`: empty: it is not known. `advised`: this advice, from that which is in the run.
+        `run`: that the ranks have opened last; empty: it is not known. `advised`: this advice, from that which is in
+        the run.
         """
         if not run:
             return
+        # Not the newest: if nothing was written, that is of an attempt that is lost.
+        begun = max((one.result() for one in self._writes), default=0)
         try:
+            if self._run not in ("", run):  # guard: closed-run-has-the-end-too
+                with side_records.opened(self._run) as tier:
+                    attempt_log.append(tier, attempt, begun)
+                begun = 0
             with side_records.opened(run) as tier:
                 if self._begun is None:
                     begun = side_records.newest(tier, attempt_log.BEGUN)
-                else:  # not the newest: if nothing was written, that is of an attempt that is lost
-                    begun = max((one.result() for one in self._writes), default=0)
                 attempt_log.append(tier, attempt, begun)
                 found = advised(advice.read(tier))
                 if found is not None:
@@ -88,26 +95,27 @@ class AttemptRecords:
         except LastgoodError as error:
             reporting.warning(f"the record of this attempt was not written to {run}: {error}")
 
-    def _note(self, run: str, begun: Begun, closes: bool = False) -> None:
-        self._writes.append(self._thread.submit(self._write, run, begun, closes))
+    def _note(self, run: str, begun: Begun) -> None:
+        self._writes.append(self._thread.submit(self._write, run, begun))
 
-    def _write(self, run: str, begun: Begun, closes: bool) -> int:
-        """Record a beginning. `closes`: whether ends that are missing are recorded first. Returns the number."""
+    def _write(self, run: str, begun: Begun) -> int:
+        """Record a beginning, after the ends that are missing. Returns its number; 0 if that failed."""
         try:
             with side_records.opened(run) as tier:
-                if closes:
-                    self.earlier = _closed(tier, begun.began_at)
+                if run not in self._closed:
+                    self.earlier = _closed(tier, begun)
+                    self._closed.add(run)
                 return attempt_log.begin(tier, begun)
         except LastgoodError as error:
             reporting.warning(f"the beginning of this attempt was not recorded in {run}: {error}")
             return 0
 
 
-def _closed(tier: Tier, began_at: float) -> list[Attempt]:
-    """Record the end of each attempt that is lost. Returns all that have ended, oldest first. `began_at`: when the
-    present attempt began, which saves meanwhile."""
-    found = attempt_log.history(tier, opened=True, until=began_at)  # guard: own-saves-of-no-lost-attempt
+def _closed(tier: Tier, begun: Begun) -> list[Attempt]:
+    """Record the end of each attempt that is lost. Returns all of other supervisors that have ended, oldest first.
+    `begun`: the present attempt, which saves meanwhile."""
+    found = attempt_log.history(tier, opened=True, until=begun.began_at)  # guard: own-saves-of-no-lost-attempt
     lost = [replace(one, answer="restart: the job was started again") for one in found.lost]
     for one in lost:
         attempt_log.append(tier, one, one.begun)
-    return [*found.ended, *lost]
+    return [one for one in (*found.ended, *lost) if one.job != begun.job]

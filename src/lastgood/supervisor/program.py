@@ -137,8 +137,8 @@ def adopt_orphans() -> None:
 
 def _show_name(name: str) -> None:
     """Let `top`, `ps` and `pgrep` show this process under a name, of which the kernel keeps 15 bytes."""
-    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
-        file.write(name[:15])
+    with contextlib.suppress(OSError), open("/proc/self/comm", "wb") as file:
+        file.write(os.fsencode(name)[:15])  # a name may have bytes that are no text
 
 
 def _prctl(option: int, value: int) -> None:

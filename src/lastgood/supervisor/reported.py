@@ -56,10 +56,17 @@ def cause(lived: Lived) -> Cause | None:
         stack = lived.stacks.get(first.rank, "")
         return Cause(kind="exception", rank=first.rank, code=first.code, what=first.error, stack=stack)
     if first.code < 0:
-        name, where = signal.Signals(-first.code).name, lived.out_of_memory.get(first.rank)
+        name, where = _signal_name(-first.code), lived.out_of_memory.get(first.rank)
         what = name if where is None else f"{name}: the kernel killed it for memory ({where})"
         return Cause(kind="signal", rank=first.rank, code=first.code, what=what)
     return Cause(kind="exit", rank=first.rank, code=first.code, what=f"exit code {first.code}")
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal has none
+        return f"signal {number}"
 
 
 def _ended_as_asked(first: Ended, lived: Lived) -> bool:

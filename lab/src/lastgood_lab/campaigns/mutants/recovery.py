@@ -73,6 +73,11 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a node whose job was asked to end elsewhere gives it up", "all-nodes-end-as-asked", Never()),
         ("a cause fails as often as it likes", "causes-have-budgets", Never()),
         ("a generation that is proven to be bad gets no mark", "proven-suspect-marked", Remove()),
+        ("a job ends although a suspect is left", "only-suspect-left-is-no-end", Instead("return False")),
+        ("a suspect from which training went on is deleted", "resumed-suspect-is-none", Never()),
+        ("an older suspect is taken for resumed", "newest-suspect-first", Swap(", reverse=True", "")),
+        ("a scrub takes a suspect generation for good", "scrub-acquits-no-suspect", Remove()),
+        ("a suspect is forgotten when another generation is mended", "suspect-stays-suspect-after-mend", Remove()),
         ("advice that was withdrawn is followed", "withdrawn-advice-not-followed", Swap(" if not one.withdrawn", "")),
         (
             "a script that fails in each first step goes back and back",
@@ -131,6 +136,12 @@ MUTANTS: tuple[Mutant, ...] = (
             "own-saves-of-no-lost-attempt",
             Swap(", until=began_at", ""),
         ),
+        (
+            "an attempt is taken for lost before a rank of the next one has opened the run",
+            "nothing-lost-before-the-run-is-open",
+            Swap('run if run in self._closed else ""', "run"),
+        ),
+        ("a run that the script has closed again keeps a lost attempt", "closed-run-has-the-end-too", Never()),
         ("a new job inherits the failures of one that has ended", "job-that-ended-begins-anew", Never()),
         ("two nodes decide about one attempt", "standing-verdict-is-followed", Never()),
     ),
@@ -171,6 +182,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         ("a step is saved although a newer opening has saved", "newer-generation-not-shadowed", Never()),
         ("what only the first place holds is saved again below", "what-other-places-hold-counts", Remove()),
+        ("what only a bucket has is not continued by survivors", "parent-in-a-bucket-is-found", Never()),
         (
             "a save for all ranks is older than those that it continues",
             "order-above-that-of-the-attempt",
