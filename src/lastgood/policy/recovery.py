@@ -192,8 +192,8 @@ def _is_of(one: Outcome, cause: str) -> bool:
 def _found_only_suspects(outcomes: Sequence[Outcome]) -> bool:
     """Whether the last attempt was to go back, and has found nothing good but the generation that is suspect. It has
     marked what is damaged, so the next one takes the suspect as the only good one."""
-    gone_back = len(outcomes) > 1 and outcomes[-2].followed == "back"
-    return gone_back and outcomes[-1].error.startswith("NothingGood")  # guard: only-suspect-left-is-no-end
+    after_back = len(outcomes) > 1 and outcomes[-2].followed == "back"
+    return after_back and outcomes[-1].error.startswith("NothingGood")  # guard: only-suspect-left-is-no-end
 
 
 def _alike(outcomes: Sequence[Outcome]) -> list[Outcome]:

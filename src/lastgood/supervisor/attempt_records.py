@@ -49,7 +49,7 @@ class AttemptRecords:
 
     def begin(self, begun: Begun | None, run: str) -> None:
         """An attempt begins. `begun`: None: another node writes its records. `run`: if it is known; else empty."""
-        # guard: nothing-lost-before-the-run-is-open
+        # guard: nothing-lost-before-run-is-open
         self._begun, self._run, self._known = begun, "", run if run in self._closed else ""
         self._writes.clear()
 

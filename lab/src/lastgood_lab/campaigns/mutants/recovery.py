@@ -134,11 +134,11 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "what an attempt saves counts for the one before it",
             "own-saves-of-no-lost-attempt",
-            Swap(", until=began_at", ""),
+            Swap(", until=begun.began_at", ""),
         ),
         (
             "an attempt is taken for lost before a rank of the next one has opened the run",
-            "nothing-lost-before-the-run-is-open",
+            "nothing-lost-before-run-is-open",
             Swap('run if run in self._closed else ""', "run"),
         ),
         ("a run that the script has closed again keeps a lost attempt", "closed-run-has-the-end-too", Never()),
