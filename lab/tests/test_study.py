@@ -131,6 +131,9 @@ def test_tables_show_gains_with_intervals_beside_published_ones(tmp_path: Path) 
         assert [row["status"] for row in csv.DictReader(file)] == ["completed"] * 6
     with (tmp_path / "summary.csv").open() as file:
         assert [row["gain_percent"] for row in csv.DictReader(file)] == ["10.0"]
+    with (tmp_path / "traces.csv").open() as file:
+        traces = [(row["variant"], row["step"], row["loss_difference"], row["l2"]) for row in csv.DictReader(file)]
+    assert traces[:2] == [("ref", "1", "0.0", ""), ("blk", "1", "0.0", "")] and len(traces) == 6
     record = json.loads((tmp_path / "digits-resnet18-base/publishable.json").read_text())
     assert len(record["units"]) == 6 and record["summary"]["seeds"] == 2
     assert (tmp_path / "figure-4-stall.png").exists()

@@ -85,7 +85,7 @@ def test_labels_accumulate_and_damaged_or_foreign_ones_are_ignored(tmp_path: Pat
 def test_a_diverged_loss_is_left_out_of_the_saved_metrics(tmp_path: Path) -> None:
     """metrics={"loss": nan} raised an error, and ended the loop when the loss diverged."""
     with (
-        reported("metrics left out: loss is nan, top1 is nan", logging.INFO),
+        reported("metrics left out: loss is nan, top1 is None", logging.INFO),
         lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}) as ckpt,
     ):
         ckpt.save(1, metrics={"loss": float("nan"), "top1": None, "top5": 0.5}).result()

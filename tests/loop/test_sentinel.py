@@ -76,6 +76,8 @@ def test_a_loss_that_is_not_finite_takes_the_loop_back(tmp_path: Path, bad: floa
         assert len(report.skipped) == 32 and torch.isfinite(loop.model.weight).all()
     kept = {one.step: one for one in lastgood.open(tmp_path).generations() if one.commit.milestone}
     assert [*kept] == [10] and kept[10].unfit, "it is there for people, and no restore takes it"
+    named = [one.skip.samples for one in advice.read(access.for_reading(tmp_path)) if one.skip]
+    assert named == loop.sampler.order(0)[6:10].tolist(), "the samples of each bad step"
 
 
 def test_a_generation_after_the_spike_is_not_restored(tmp_path: Path) -> None:
@@ -247,8 +249,10 @@ def test_a_metric_that_is_missing_is_refused_with_its_name(tmp_path: Path) -> No
 def test_a_metric_that_is_no_number_is_refused_with_its_name(tmp_path: Path, loss: object) -> None:
     """Some ended the loop with a raw TypeError or RuntimeError; of a complex one the imaginary part was ignored."""
     opened = lastgood.Checkpointer(tmp_path / "run", {"weights": torch.ones(3)}, sentinel=lastgood.Sentinel())
-    with opened as ckpt, pytest.raises(Refused, match="loss"):
-        ckpt.step(1, metrics={"loss": loss})
+    with opened as ckpt:
+        ckpt.step(1, metrics={"loss": 1.0})
+        with pytest.raises(Refused, match="loss"):
+            ckpt.step(2, metrics={"loss": loss})
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,16 @@ def test_a_hang_leaves_out_no_batches() -> None:
     assert after("restart", "restart", "back", **hang) == "end"
 
 
+def test_a_cause_has_a_budget_of_its_own() -> None:
+    budget = Budget(of_causes={"OutOfMemoryError": 1, "signal": 0, "hang": 2})
+    memory = [Outcome(at, at + 5, 1, saved_step=at + 4, cause="exception torch.OutOfMemoryError") for at in (0, 10, 20)]
+    lost = Outcome(30, 35, -9, saved_step=34, cause="node")
+    assert answer([lost, memory[0]], budget).restart and answer([*memory[:1], lost, lost, lost], budget).restart
+    found = answer([memory[0], lost, memory[1]], budget)
+    assert found.act == "end" and found.why == "restarts after OutOfMemoryError: 1 allowed"
+    assert answer([replace(lost, cause="signal SIGBUS")], budget).act == "end"
+
+
 def test_a_user_chooses_what_is_tried() -> None:
     alike = [FAILS] * 3
     assert answer(alike, Budget(remedies=("skip",))).act == "skip"

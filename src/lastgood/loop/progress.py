@@ -83,6 +83,13 @@ class Progress:
         left_out = sum(at == epoch and first <= window < first + count for at, window in sampler.skipped)
         return Position(*found[:2], max(1, count - left_out))
 
+    def samples(self, epoch: int, first: int, count: int) -> list[int]:
+        """The ids of the samples of these windows, of all ranks. Empty if there is not exactly one sampler."""
+        if len(self._samplers) != 1:
+            return []
+        ids: list[int] = self._samplers[0].order(epoch)[first : first + count].reshape(-1).tolist()
+        return ids
+
     def _position(self) -> tuple[int, int, int] | None:
         """Epoch and window of the first batch that is not counted, and the windows of an epoch."""
         if len(self._samplers) != 1:

@@ -183,7 +183,9 @@ class DivergenceCheck:
         why = f"training diverged: {what}"
         made = Advice(format=layout.FORMAT, by="sentinel", at=time.time(), step=first, why=why, from_start=from_start)
         found = [replace(made, suspect=one) for one in suspects]
-        return found + [replace(made, skip=one) for step, one in self._trained.items() if first <= step <= n]
+        bad = [one for step, one in self._trained.items() if first <= step <= n]
+        named = [replace(one, samples=self._progress.samples(one.epoch, one.first, one.count)) for one in bad]
+        return found + [replace(made, skip=one) for one in named]
 
 
 _SAFE = "Generations from before are untouched."

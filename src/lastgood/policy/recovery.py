@@ -13,8 +13,8 @@ script, and a hang from an evaluation that has no name: then no batches are left
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from .arguments import is_number, is_whole, require
@@ -36,6 +36,8 @@ _HOPELESS = re.compile(
 ASKED = "the job was asked to end"
 HANG = "hang"
 """the `cause` of an attempt in which ranks hung"""
+CAUSES = ("exception", "exit", HANG, "node", "signal")
+"""the kinds of causes: those that have a name begin with one of these, as "signal SIGKILL" """
 USAGE = 2
 """the exit code of argparse for arguments that a script does not take"""
 
@@ -46,14 +48,18 @@ class Budget:
 
     `restarts`: restarts in all; None: no bound (default). `without_progress`: attempts in a row that restore the same
     step, or fail at the same step with the same cause, the first included (default 3). `remedies`: what is tried then,
-    in this order, before the job is given up (default: "back", "skip"). `pause_seconds`: before the first restart
-    without progress (default 1.0), then doubled each time up to `longest_pause_seconds` (default 60.0). Raises Refused
-    for values that cannot be meant.
+    in this order, before the job is given up (default: "back", "skip"). `of_causes`: cause -> restarts after failures
+    of this cause, in all (default: no bound); a kind of `CAUSES`, the name of a signal, or that of an exception.
+    `pause_seconds`: before the first restart without progress (default 1.0), then doubled each time up to
+    `longest_pause_seconds` (default 60.0). Raises Refused for values that cannot be meant.
+
+        Budget(of_causes={"OutOfMemoryError": 1, "hang": 5})  # and no bound for lost nodes
     """
 
     restarts: int | None = None
     without_progress: int = 3
     remedies: tuple[Act, ...] = REMEDIES
+    of_causes: Mapping[str, int] = field(default_factory=dict)
     pause_seconds: float = 1.0
     longest_pause_seconds: float = 60.0
 
@@ -71,6 +77,8 @@ class Budget:
             f"remedies={self.remedies!r}",
             f"Give some of {', '.join(REMEDIES)}, each once.",
         )
+        for cause, most in self.of_causes.items():
+            require(is_whole(most, 0), f"of_causes={cause!r}: {most!r}", "Give a whole number.")
         for name in ("pause_seconds", "longest_pause_seconds"):
             value = getattr(self, name)
             require(is_number(value) and value >= 0, f"{name}={value!r}", "Give a number of seconds.")
@@ -153,6 +161,9 @@ def answer(
         return Answer("end", f"{budget.restarts} restarts are allowed")
     if left_out:  # guard: broken-node-uses-no-budget
         return Answer("restart", left_out)
+    for cause, most in budget.of_causes.items():
+        if _is_of(last, cause) and sum(_is_of(one, cause) for one in outcomes) > most:  # guard: causes-have-budgets
+            return Answer("end", f"restarts after {cause}: {most} allowed")
     outcomes = [*earlier, *outcomes]
     alike = _alike(outcomes)
     if len(alike) >= budget.without_progress:
@@ -172,11 +183,17 @@ def hopeless(one: Outcome) -> bool:
     return one.restored_step is None and (bool(_HOPELESS.match(one.error)) or one.code == USAGE)
 
 
+def _is_of(one: Outcome, cause: str) -> bool:
+    """Whether an attempt failed of this cause: its kind, or its name without modules."""
+    kind, _, name = one.cause.partition(" ")
+    return cause in (kind, name, name.rpartition(".")[2])
+
+
 def _found_only_suspects(outcomes: Sequence[Outcome]) -> bool:
     """Whether the last attempt was to go back, and has found nothing good but the generation that is suspect. It has
     marked what is damaged, so the next one takes the suspect as the only good one."""
-    followed = "" if len(outcomes) < 2 else outcomes[-2].followed
-    return followed == "back" and outcomes[-1].error.startswith("NothingGood")  # guard: only-suspect-left-is-no-end
+    after_back = len(outcomes) > 1 and outcomes[-2].followed == "back"
+    return after_back and outcomes[-1].error.startswith("NothingGood")  # guard: only-suspect-left-is-no-end
 
 
 def _alike(outcomes: Sequence[Outcome]) -> list[Outcome]:

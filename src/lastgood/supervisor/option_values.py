@@ -12,7 +12,7 @@ import math
 import signal
 from collections.abc import Callable, Collection
 
-from ..policy.recovery import REMEDIES, Act
+from ..policy.recovery import CAUSES, REMEDIES, Act
 
 HANDLED = {one.name: one.value for one in signal.Signals if one not in (signal.SIGKILL, signal.SIGSTOP)}
 """name -> number of the signals that a process can handle"""
@@ -88,6 +88,23 @@ def remedies(text: str) -> tuple[Act, ...]:
     return tuple(found)
 
 
+def cause_restarts(text: str) -> dict[str, int]:
+    """Cause -> the restarts that are allowed after it, from hang=5,OutOfMemoryError=1."""
+    found = dict[str, int]()
+    for one in names(text):
+        cause, _, most = (part.strip() for part in one.partition("="))
+        # Names of exceptions cannot be known here: they begin with a capital, unlike kinds.
+        named = cause in signal.Signals.__members__ or (cause[:1].isupper() and cause.isidentifier())
+        if cause not in CAUSES and not named:
+            kinds = ", ".join(CAUSES)
+            why = f"{cause!r} is no cause: a kind ({kinds}), a signal, or an exception. {meant(cause, CAUSES)}"
+            raise argparse.ArgumentTypeError(why)
+        if cause in found:
+            raise argparse.ArgumentTypeError(f"{cause} is given twice")
+        found[cause] = whole(0)(most)
+    return found
+
+
 def signals(text: str) -> tuple[int, ...]:
     """The numbers of signals, from their names."""
     given = names(text)
@@ -111,7 +128,7 @@ def filters(text: str) -> tuple[str, ...]:
     return tuple(one.replace(mark, ",") for one in text.replace(",,", mark).split(",") if one)
 
 
-LISTS = (names, remedies, signals, local_ranks, filters)
+LISTS = (names, remedies, cause_restarts, signals, local_ranks, filters)
 """those that take several values"""
 
 

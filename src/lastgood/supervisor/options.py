@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from ..errors import Refused
 from . import policy_file
 from .option_values import (
+    cause_restarts,
     factor,
     filters,
     local_ranks,
@@ -145,6 +146,12 @@ def _add_own(to: _Options) -> None:
         type=whole(1),
         default=3,
         help="Attempts in a row that save nothing newer, before the job is given up. Default 3.",
+    )
+    to.option(
+        "--cause-restarts",
+        type=cause_restarts,
+        default="",
+        help="Restarts after failures of a cause, in all: hang=5,OutOfMemoryError=1. Default: no bound.",
     )
     to.option(
         "--remedies",

@@ -1,7 +1,7 @@
 """The tables, figures and files of the study, from its units. Measures nothing.
 
-manifest.csv  summary.csv  detailed_table.csv  analysis.md  figure-*.png|svg       of all suites
-SUITE/publishable.json                                                             of one suite
+manifest.csv  summary.csv  detailed_table.csv  traces.csv  analysis.md  figure-*.png|svg       of all suites
+SUITE/publishable.json                                                                         of one suite
 """
 
 from __future__ import annotations
@@ -110,6 +110,7 @@ def write(rows: Sequence[Compared], options: Options, command: str) -> dict[str,
     out, whole = options.out, triples(rows)
     _csv(out / "manifest.csv", [_manifest(one) for one in rows])
     _csv(out / "detailed_table.csv", [_detailed(one) for one in rows])
+    _csv(out / "traces.csv", _traces(rows))
     _csv(out / "summary.csv", [_summary(suite, mine) for suite, mine in _by_suite(whole).items()])
     for suite in {one.found.unit.suite for one in rows}:
         mine = [one for one in rows if one.found.unit.suite == suite]
@@ -169,6 +170,29 @@ def _detailed(one: Compared) -> dict[str, Any]:
         "buffers_differing": one.buffers,
         "gates": "; ".join(filter(None, (found.reached, found.checked, found.agreed, one.differs))) or "passed",
     }
+
+
+def _traces(rows: Sequence[Compared]) -> list[dict[str, Any]]:
+    """Of each step of each unit the loss, its difference from that of the reference, and the L2 distance of the
+    parameters if it was saved."""
+    references = {(one.found.unit.suite, one.found.unit.seed): one.found for one in rows if _is_reference(one)}
+    found = list[dict[str, Any]]()
+    for one in rows:
+        unit, theirs = one.found.unit, references.get((one.found.unit.suite, one.found.unit.seed))
+        if theirs is None or one.loss_difference is None:
+            continue
+        for step, (loss, its) in enumerate(zip(one.found.losses, theirs.losses, strict=True), 1):
+            found.append(
+                {
+                    **{"suite": unit.suite, "variant": unit.variant, "seed": unit.seed, "step": step},
+                    **{"loss": loss, "loss_difference": loss - its, "l2": one.distances.get(step, "")},
+                }
+            )
+    return found
+
+
+def _is_reference(one: Compared) -> bool:
+    return one.found.unit.variant == VARIANTS[0]
 
 
 def _summary(suite: str, mine: Sequence[Triple]) -> dict[str, Any]:
@@ -342,6 +366,7 @@ def _slices(whole: Sequence[Triple]) -> list[Table]:
             mine = [one for one in whole if getattr(one.unit, what) == value]
             cells = [over(mine, lambda one: one.gain).text("+.2f"), over(mine, lambda one: one.stall_cut).text(".1f")]
             rows.append([what, value, *cells, over(mine, lambda one: one.ovl.loss_difference).text("g")])
+    rows.append(["all", "ECRL", f"{ecrl.GAIN:+.2f}", f"{ecrl.STALL_CUT:.1f}", f"{ecrl.LOSS_DIFFERENCE['ovl']:g}"])
     head = ["by", "slice", "gain, %", "stall less by, %", "mean loss difference"]
     return [Table("Table 7: slices", head, rows)]
 
@@ -352,5 +377,7 @@ def _all(whole: Sequence[Triple]) -> Table:
         goodputs = [mean([getattr(one, at).found.goodput for one in mine]).text(".3f") for at in VARIANTS]
         cuts = [mean([one.gain for one in mine]).text("+.2f"), mean([one.stall_cut for one in mine]).text(".1f")]
         rows.append([suite, str(len(mine)), *goodputs, *cuts, mean([one.write_cut for one in mine]).text(".1f")])
+    cuts = [f"{ecrl.GAIN:+.2f}", f"{ecrl.STALL_CUT:.1f}", f"{ecrl.WRITE_CUT:.1f}"]
+    rows.append(["ECRL: mean of its suites", "1", *(f"{ecrl.GOODPUT[at]:.3f}" for at in VARIANTS), *cuts])
     head = ["suite", "seeds", *NAMES.values(), "gain, %", "stall less by, %", "write less by, %"]
     return Table("Table 8: all suites, goodput in steps/s", head, rows)

@@ -71,6 +71,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a suspect generation is restored again", "suspect-generation-marked", Remove()),
         ("the only good generation of a run is marked", "only-good-generation-stays", Never()),
         ("a node whose job was asked to end elsewhere gives it up", "all-nodes-end-as-asked", Never()),
+        ("a cause fails as often as it likes", "causes-have-budgets", Never()),
         ("a generation that is proven to be bad gets no mark", "proven-suspect-marked", Remove()),
         ("a job ends although a suspect is left", "only-suspect-left-is-no-end", Instead("return False")),
         ("a suspect from which training went on is deleted", "resumed-suspect-is-none", Never()),
