@@ -310,6 +310,8 @@ def test_an_attempt_that_was_asked_to_end_is_no_failure() -> None:
 def test_a_process_is_known_by_its_number_and_its_start() -> None:
     own = processes.identity()
     assert processes.lives(own) is True and processes.lives(ELSEWHERE) is None
+    boot, _, *rest = own.split(" ")
+    assert processes.lives(" ".join([boot, "", *rest])) is None, "its namespace was not shown"
     assert processes.lives(f"{own}0") is False, "another process with the number of one that has ended"
     with subprocess.Popen(["sleep", "600"]) as child:
         of_child = own.rpartition(f" {os.getpid()} ")[0] + f" {child.pid} {started(child.pid)}"

@@ -114,7 +114,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "a process that has the number of a lost supervisor passes for it",
             "number-of-ended-process-reused",
-            Swap(" and _started(int(pid)) == started", ""),
+            Swap("_started(int(pid)) == started", "_started(int(pid)) is not None"),
         ),
         (
             "an attempt that may still run counts as lost",
