@@ -11,7 +11,6 @@ import msgspec
 import pytest
 
 from lastgood.errors import Refused
-from lastgood.run import job_logs
 from lastgood_lab.object_server import weed
 from lastgood_lab.study import findings, matrix, runs, sweep, tables
 from lastgood_lab.study.findings import Found, Seen
@@ -90,15 +89,6 @@ def test_batches_that_make_a_loss_nan_are_left_out_of_both_runs(tmp_path: Path) 
     assert (calm.restarts, found.restarts, found.replayed) == (0, 2, 2) and calm.losses == found.losses
     compared = matrix.beside(calm, found, "completed", tmp_path)
     assert compared.differs == "" and {8, 24, 32} <= compared.distances.keys()
-
-
-@pytest.mark.slow
-def test_a_lost_node_is_done_without_until_another_one_comes(calm: tuple[Path, Found], tmp_path: Path) -> None:
-    """The memory of a lost node is lost too: the others have copies of its files. `node` and `delayed` are run by hand
-    (docs/how-we-know.md), because each takes a minute."""
-    compared = lived(calm, tmp_path, "elastic", "peers")
-    worlds = [line.world_size for line in job_logs.steps(runs.folder(compared.found.unit, tmp_path), 0)]
-    assert set(worlds) == {1, 2}
 
 
 def found(unit: Unit, wall: float, write: float) -> Found:
