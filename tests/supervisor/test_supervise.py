@@ -395,7 +395,7 @@ def test_a_script_finds_what_it_finds_under_torchrun(tmp_path: Path, option: str
         def annotated(x: int): pass
         assert annotated.__annotations__["x"] is int, "no future statement of ours"
         assert os.path.exists(__file__) and sys.argv == ["train.py", "x"]
-        print("threads", torch.get_num_threads(), os.environb[b"ODD"])
+        print(f"threads {torch.get_num_threads()} {os.environb[b'ODD']}")  # in one write: both ranks print
         if os.environ["RANK"] == "0":
             while not os.path.exists(os.environ["PRINTED"]):
                 time.sleep(0.01)
