@@ -13,18 +13,25 @@ from survivors import content, supervised, supervised_nodes
 pytestmark = pytest.mark.slow
 
 
+def went_on_from(run: str, steps: list[int], shown: object) -> list[attempt_log.Attempt]:
+    """The attempts after the first one went on from these steps, and each was saved as all ranks would have saved it.
+    `shown`: what the supervisors have reported. Returns the attempts."""
+    attempts = attempt_log.read(access.for_reading(run))
+    assert [one.restored_step for one in attempts] == [0, *steps], shown
+    for step in steps:
+        assert content(run, step) == content(f"{run}.usual", step), step
+    return attempts
+
+
 def test_survivors_save_what_all_ranks_would_have_saved(tmp_path: Path) -> None:
     """The steps since the last save were trained again after each death, though the survivors had their result."""
     run = str(tmp_path / "run")
     done = supervised(tmp_path, "ddp", run, 14, "kill:0:2:8", "kill:1:0:13", ranks=4)
     assert done.returncode == 0, done.stderr
-    attempts = attempt_log.read(access.for_reading(run))
-    assert [one.restored_step for one in attempts] == [0, 7, 12]
+    attempts = went_on_from(run, [7, 12], done.stderr)
     assert [one.replayed_steps for one in attempts] == [0, 0, 0]
     assert [one.cause.rank for one in attempts if one.cause is not None] == [2, 0]
     assert "saved step 7 for all ranks" in done.stderr
-    assert content(run, 7) == content(f"{run}.usual", 7), "rank 2 was dead"
-    assert content(run, 12) == content(f"{run}.usual", 12), "rank 0 was dead"
 
 
 def test_a_survivor_that_dies_while_it_saves_leaves_the_last_good_one(tmp_path: Path) -> None:
@@ -40,10 +47,7 @@ def test_the_shards_of_a_dead_rank_are_saved_by_its_replica(tmp_path: Path) -> N
     run = str(tmp_path / "run")
     done = supervised(tmp_path, "hsdp", run, 14, "kill:0:3:8", "kill:1:0:13", ranks=4)
     assert done.returncode == 0, done.stderr
-    attempts = attempt_log.read(access.for_reading(run))
-    assert [one.restored_step for one in attempts] == [0, 7, 12], done.stderr
-    assert content(run, 7) == content(f"{run}.usual", 7), "rank 3 was dead"
-    assert content(run, 12) == content(f"{run}.usual", 12), "rank 0 was dead"
+    went_on_from(run, [7, 12], done.stderr)
 
 
 def test_survivors_save_past_the_memory_of_the_machine(
@@ -55,10 +59,7 @@ def test_survivors_save_past_the_memory_of_the_machine(
     run = str(tmp_path / "run")
     done = supervised(tmp_path, "ddp", run, 15, "kill:0:1:9", "kill:1:0:15", ranks=2)
     assert done.returncode == 0, done.stderr
-    attempts = attempt_log.read(access.for_reading(run))
-    assert [one.restored_step for one in attempts] == [0, 8, 14], done.stderr
-    assert content(run, 8) == content(f"{run}.usual", 8), "rank 1 was dead"
-    assert content(run, 14) == content(f"{run}.usual", 14), "rank 0 was dead"
+    went_on_from(run, [8, 14], done.stderr)
 
 
 @pytest.mark.parametrize(
@@ -98,8 +99,5 @@ def test_the_survivors_of_several_nodes_save_what_a_node_has_lost(
     run = str(tmp_path / "run")
     troubles = ["kill:0:0:8", "kill:1:2:14", "kill:1:3:14"]
     logs = supervised_nodes(tmp_path, "hsdp", run, 14, *troubles, nodes=2, ranks=2)
-    attempts = attempt_log.read(access.for_reading(run))
-    assert [one.restored_step for one in attempts] == [0, 7, 13], logs
+    attempts = went_on_from(run, [7, 13], logs)
     assert [one.nodes for one in attempts] == [2, 2, 2]
-    assert content(run, 7) == content(f"{run}.usual", 7), "rank 0 was dead"
-    assert content(run, 13) == content(f"{run}.usual", 13), "ranks 2 and 3 were dead"

@@ -313,7 +313,7 @@ class Ledger:
         A machine that died since may have taken some of them with it, before or after they were complete.
         """
         fatal = self.lost_with(at)
-        if at in self.damaged:  # what is there is not read for such a report
+        if at in self.damaged:  # the copies are counted without being read
             return
         if not fatal:
             seen = self.died if self.best() == at else died_before  # what a newer one replaces is not looked at

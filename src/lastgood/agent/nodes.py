@@ -84,18 +84,21 @@ class Nodes:
     def _sent(self, send: Send, peers: Peers | None) -> str:
         if peers is None:
             return "it was not asked to serve other nodes"
-        memory, failed, problem = self._memory(), set[str](), ""
+        memory, failed = self._memory(), dict[str, str]()
+        try:
+            generation = commit.read_generation(memory, send.at, None)
+        except LastgoodError as error:
+            return f"{type(error).__name__}: {error}"
         for order in send.orders:
             if order.to.name in failed:
                 continue
             try:
-                generation = commit.read_generation(memory, send.at, None)
                 seal = next(one for one in generation.commit.seals if one.rank == order.rank)
                 peers.send(memory, generation, seal, order.to)
             except LastgoodError as error:
-                failed.add(order.to.name)  # guard: other-nodes-get-their-copies
-                problem = problem or f"{type(error).__name__}: {error}"
-        return problem
+                # guard: other-nodes-get-their-copies
+                failed[order.to.name] = f"{type(error).__name__}: {error}"
+        return next(iter(failed.values()), "")
 
     def _stop(self) -> None:
         if self.peers is not None:

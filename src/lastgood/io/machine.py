@@ -15,8 +15,11 @@ def machine(environ: Mapping[str, str] = os.environ) -> str:
 
     It is the value of LASTGOOD_NODE; if that is not set or empty, the boot id of the kernel, else the host name.
     """
-    if named := environ.get(NODE, ""):
-        return named
+    return environ.get(NODE, "") or boot_id()
+
+
+def boot_id() -> str:
+    """An id of this start of this kernel; the host name where the kernel shows none."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()

@@ -7,8 +7,9 @@ the machine or in another container.
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Sequence
+
+from .machine import boot_id
 
 
 def identity() -> str:
@@ -30,14 +31,9 @@ def lives(process: str) -> bool | None:
 def _machine() -> Sequence[str]:
     """What all processes have in common that see each other's numbers: one start of a machine, and a namespace."""
     try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
-    except OSError:
-        boot = platform.node()
-    try:
-        return [boot, os.readlink("/proc/self/ns/pid")]
+        return [boot_id(), os.readlink("/proc/self/ns/pid")]
     except OSError:  # some sandboxes do not show it
-        return [boot, ""]
+        return [boot_id(), ""]
 
 
 def _started(pid: int) -> str | None:

@@ -113,6 +113,11 @@ class Outcome:
         """Whether a step was completed after the restore."""
         return self.restored_step is not None and self.last_step > self.restored_step
 
+    @property
+    def saved_newer(self) -> bool:
+        """Whether it has saved a newer step than the one from which it went on."""
+        return self.saved_step > (self.restored_step or 0)
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -173,7 +178,7 @@ def answer(
         where = "before a state was restored" if last.restored_step is None else f"after step {last.restored_step}"
         return Answer("end", f"{same} attempts in a row failed {where}, and nothing newer was saved")
     pause = min(budget.pause_seconds * 2 ** (same - 2), budget.longest_pause_seconds) if same > 1 else 0.0
-    if last.saved_step > (last.restored_step or 0):
+    if last.saved_newer:
         return Answer("restart", f"it has saved step {last.saved_step}", pause)
     return Answer("restart", f"failure {same} of {budget.without_progress} without a newer saved step", pause)
 
@@ -238,11 +243,11 @@ def without_progress(outcomes: Sequence[Outcome]) -> int:
     left out for the first time: one that always comes back does not keep a job alive.
     """
     count, step = 1, outcomes[-1].restored_step
-    if outcomes[-1].saved_step > (step or 0):
+    if outcomes[-1].saved_newer:
         return count
     for place, one in reversed([*enumerate(outcomes[:-1])]):
         newer = step is not None and one.restored_step is not None and one.restored_step < step
-        if newer or one.saved_step > (one.restored_step or 0):  # guard: saved-step-is-progress
+        if newer or one.saved_newer:  # guard: saved-step-is-progress
             break
         if one.followed in REMEDIES:  # guard: remedy-begins-the-count-anew
             break

@@ -144,11 +144,11 @@ def commit_for_all(notes: Sequence[Note], written: Sequence[Written]) -> Generat
             return run.survey.generations[at]
         # guard: what-other-places-hold-counts
         run.known.below = [KnownRun(one, environment) for one in _others_seen(first.others)]
+        parent = origin.parent([*run.known.everywhere.generations.values()])
+        if parent is not None and parent not in run.known.everywhere.generations:  # guard: parent-in-a-bucket-is-found
+            buckets = _others_seen(first.others, objects=True)
+            run.known.below = [*run.known.below, *(KnownRun(one, environment) for one in buckets)]
         generations = [*run.known.everywhere.generations.values()]
-        parent = origin.parent(generations)
-        if parent is not None and all(one.id != parent for one in generations):  # guard: parent-in-a-bucket-is-found
-            run.known.below = [KnownRun(one, environment) for one in _others_seen(first.others, objects=True)]
-            generations = [*run.known.everywhere.generations.values()]
         if origin.is_superseded(generations):  # guard: newer-generation-not-shadowed
             return None
         run.begin(origin.parent(generations), above=origin.order)  # guard: order-above-that-of-the-attempt
@@ -166,12 +166,12 @@ def commit_for_all(notes: Sequence[Note], written: Sequence[Written]) -> Generat
 def _others_seen(urls: Sequence[str], objects: bool = False) -> list[Tier]:
     """Of the other places of the run those that this process can read: directories, and the memory of this machine.
 
-    `objects`: also object stores (default False: what one holds of the attempt, a directory above it held first; but
-    the generation that the attempt has continued may be only there).
+    `objects`: object stores in their place (default False: what one holds of the attempt, a directory above it held
+    first; but the generation that the attempt has continued may be only there).
     """
     found = list[Tier]()
     for url in urls:
-        if objects or paths.parsed(url).kind != "objects":
+        if (paths.parsed(url).kind == "objects") == objects:
             with contextlib.suppress(NotARun):  # a front that no rank of this node has
                 found.append(access.for_reading(url))
     return found

@@ -57,7 +57,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "an attempt that saved something newer counts as none",
             "saved-step-is-progress",
-            Swap("newer or one.saved_step > (one.restored_step or 0)", "newer"),
+            Swap("newer or one.saved_newer", "newer"),
         ),
         ("failures of all hosts count for one", "failures-elsewhere-clear-a-host", Never()),
         (
