@@ -176,6 +176,14 @@ def test_the_next_drill_removes_what_a_killed_one_has_left(home, call_json):
     assert left(home) == [other.name], "a folder with other files is not a drill's"
 
 
+def test_a_process_of_a_killed_drill_makes_no_folder(tmp_path):
+    # A drill was killed while the process that it saves with was starting. The next drill removed the folder, and then
+    # that process opened its place in it, which made it anew.
+    place = tmp_path / "home.drill-00000000" / "run"
+    ended = subprocess.run([sys.executable, "-m", "lastgood.run.drill_victim", place, "1"], check=False)
+    assert ended.returncode == 1 and not place.parent.exists()
+
+
 def test_a_running_drill_is_not_removed_by_another(home):
     parent = str(home.parent)
     with drill_scratch.opened(parent, "home") as places:

@@ -1,15 +1,21 @@
-"""The identity of a process, by which another process finds out later whether it still lives. Reads /proc only.
+"""The identity of a process, by which another process finds out later whether it still lives, and what binds the
+lives of processes to each other. Starts and ends no other process.
 
-A number alone does not do: after its process has ended, another process may receive it, also after the next start of
+A number alone is no identity: after its process has ended, another process may receive it, also after the next start of
 the machine or in another container.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 from collections.abc import Sequence
 
 from .machine import boot_id
+
+_DIES_WITH_PARENT, _ADOPTS_ORPHANS = 1, 36
+"""PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER"""
 
 
 def identity() -> str:
@@ -26,6 +32,27 @@ def lives(process: str) -> bool | None:
     if machine != _machine() or not all(machine) or not started:
         return None
     return _started(int(pid)) == started  # guard: number-of-ended-process-reused
+
+
+def die_with(parent: int) -> None:
+    """Let the kernel kill this process when its parent ends. Ends it if that has ended already.
+
+    `parent`: its process id.
+    """
+    _prctl(_DIES_WITH_PARENT, signal.SIGKILL)  # guard: child-dies-with-parent
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of all descendants whose own parent ends."""
+    _prctl(_ADOPTS_ORPHANS, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def _machine() -> Sequence[str]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from ..io import processes
 from ..supervisor import framed, program
 from ..supervisor.membership import (
     Answer,
@@ -136,7 +137,7 @@ def _failed(error: Exception) -> Failed:
 def main() -> None:
     """Answer requests until the supervisor ends or closes the connection."""
     program.forget_current_folder()
-    program.die_with(int(sys.argv[2]))
+    processes.die_with(int(sys.argv[2]))
     connection, member = socket.socket(fileno=int(sys.argv[1])), None
     failed: Failed | None = None
     settings = msgspec.json.decode(framed.receive(connection), type=Settings)

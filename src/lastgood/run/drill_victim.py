@@ -1,13 +1,14 @@
 """A process that saves into the scratch run of a drill, and is killed there. Never opens any other run.
 
-`python -m lastgood.run.drill_victim PLACE` saves all tensors of the newest generation again, as the next step. Halfway
-it writes a line to stdout and waits for one on stdin, so that it can be killed within the save. At the end of stdin it
-gives the save up.
+`python -m lastgood.run.drill_victim PLACE DRILL` saves all tensors of the newest generation again, as the next step.
+Halfway it writes a line to stdout and waits for one on stdin, so that it can be killed within the save. It ends with
+the drill, the process DRILL: the next drill removes PLACE, and a process that opens it later would make it anew.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from ..engine.arena import Arena, Lease
 from ..errors import Cancelled, TierDown
 from ..format import commit, layout
+from ..io import processes
 from ..io.files import round_up
 from ..limits import CHUNK_BYTES, WORKERS
 from ..ports import Tier
@@ -39,7 +41,7 @@ def halfway(place: str) -> Iterator[subprocess.Popen[bytes]]:
 
     `place`: path or URL. Raises TierDown if the process does not come so far.
     """
-    command = [sys.executable, "-m", "lastgood.run.drill_victim", place]
+    command = [sys.executable, "-m", "lastgood.run.drill_victim", place, str(os.getpid())]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
@@ -71,8 +73,9 @@ def _failed(process: subprocess.Popen[bytes]) -> TierDown:
 # ---- the process -------------------------------------------------------------------------------------------------
 
 
-def main(place: str) -> None:
-    """Save the newest generation of a scratch place again, as its next step."""
+def main(place: str, drill: int) -> None:
+    """Save the newest generation of a scratch place again, as its next step. `drill`: the process of the drill."""
+    processes.die_with(drill)
     with (
         access.for_writing(place, "atomic_dirsync") as tier,
         ThreadPoolExecutor(WORKERS, "lastgood-write") as workers,
@@ -145,4 +148,4 @@ def _waiting(chunks: Iterator[Lease], count: int) -> Iterator[Lease]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], int(sys.argv[2]))

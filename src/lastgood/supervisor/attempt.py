@@ -360,7 +360,7 @@ class Attempt:
                 one.killed = lived.killed = True
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(one.pid, 0)
-                while True:  # what the rank had started became a child of this process (program.adopt_orphans)
+                while True:  # what the rank had started became a child of this process (adopt_orphans)
                     os.waitpid(-one.pid, 0)  # guard: processes-of-ranks-awaited
 
     def _read(self, lived: Lived) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import ctypes
 import faulthandler
 import json
 import os
@@ -26,7 +25,7 @@ from typing import Literal
 
 import msgspec
 
-from ..io import heartbeat
+from ..io import heartbeat, processes
 from ..records import Record
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
@@ -41,8 +40,6 @@ STACKS = signal.SIGRTMIN + 9
 """The signal that makes a rank write the stacks of its threads. Neither Python, torch nor a scheduler uses it."""
 STACKS_FILE = "stacks.txt"
 """beside the error file; it is there once the rank can write its stacks"""
-_DIES_WITH_PARENT, _ADOPTS_ORPHANS = 1, 36
-"""PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER"""
 
 
 class Program(Record, frozen=True, kw_only=True):
@@ -58,7 +55,7 @@ def become_rank(supervisor: int, environment: Mapping[str, str]) -> None:
 
     `supervisor`: its process id. `environment`: all variables of the rank.
     """
-    die_with(supervisor)
+    processes.die_with(supervisor)
     if os.environ != environment:
         os.environ.clear()
         os.environ.update(environment)
@@ -120,31 +117,10 @@ def forget_current_folder() -> None:
         del sys.path[0]
 
 
-def die_with(supervisor: int) -> None:
-    """Let the kernel kill this process when its supervisor ends. Ends it if that has ended already.
-
-    `supervisor`: its process id.
-    """
-    _prctl(_DIES_WITH_PARENT, signal.SIGKILL)  # guard: rank-dies-with-supervisor
-    if os.getppid() != supervisor:
-        os._exit(1)
-
-
-def adopt_orphans() -> None:
-    """Become the parent of all descendants whose own parent ends."""
-    _prctl(_ADOPTS_ORPHANS, 1)
-
-
 def _show_name(name: str) -> None:
     """Let `top`, `ps` and `pgrep` show this process under a name, of which the kernel keeps 15 bytes."""
     with contextlib.suppress(OSError), open("/proc/self/comm", "wb") as file:
         file.write(os.fsencode(name)[:15])  # a name may have bytes that are no text
-
-
-def _prctl(option: int, value: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, value, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def _noting(path: str) -> Hook:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 
 from .. import reporting
+from ..io import processes
 from . import program
 
 MODULE = "lastgood.supervisor.reserve"
@@ -49,7 +50,7 @@ def staged(run: str) -> Iterator[None]:
 def main() -> None:
     """Stage generations of a run until the supervisor kills this process, or ends."""
     program.forget_current_folder()
-    program.die_with(int(sys.argv[2]))
+    processes.die_with(int(sys.argv[2]))
     time.sleep(BEGIN_SECONDS)
     from .staging import Reserve  # not before: importing takes processor time
 

@@ -39,7 +39,6 @@ from .membership import Membership, Over
 from .merged import Report, Verdict
 from .nodes import SeveralNodes
 from .placement import NodeInfo, Nodes, OneNode, Placement
-from .program import adopt_orphans
 from .signals import Signals
 from .zygote import Zygote
 
@@ -64,7 +63,7 @@ class Supervisor:
         """Supervise the job until its end. Returns the exit code: 0, PREEMPTED, GAVE_UP, or 128 and the signal."""
         if self._job.records is not None:
             job_summary.opened(self._job.records)  # raises what is wrong with it before anything is started
-        adopt_orphans()
+        processes.adopt_orphans()
         with (
             signals.handled(self._job.signals) as received,
             self._folder() as folder,

@@ -41,7 +41,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a rank like the others is named slow", "slow-rank-stands-out", Swap(">= bound", ">= 1")),
         ("a bound of the user is not kept", "restarts-bounded", Never()),
         ("a job that fails for ever is started for ever", "no-endless-restarts", Never()),
-        ("a rank outlives its supervisor", "rank-dies-with-supervisor", Remove()),
+        ("a rank outlives its supervisor", "child-dies-with-parent", Remove()),
         ("a rank that was just forked is not ended", "rank-without-group-killed", Remove()),
         ("what ranks have started is left", "processes-of-ranks-awaited", Remove()),
         ("a job counts as done although a rank was killed", "killed-rank-is-no-success", Swap("lived.killed", "False")),
