@@ -29,7 +29,7 @@ from ..policy import restore
 from ..ports import Tier
 from ..records import Generation
 from ..units import size
-from . import access, drill_scratch, memory_place, paths, places
+from . import access, drill_nodes, drill_scratch, memory_place, paths, places
 from .drill_acts import Act, Original, Reading, Stage
 from .drill_peers import PeerRead, read_peers
 
@@ -84,8 +84,11 @@ def drill(run: str, scratch_folder: str | None, announce: Callable[[str], object
                     if not attempts_left or layout.COMMIT in there:  # else training has deleted it meanwhile
                         raise
             copied_seconds = time.monotonic() - begun
-            acts = [*stage.play()]
-        peers = read_peers(folder, memory, reading.read_ranks) if memory is not None else []
+            acts, peers = [*stage.play()], list[PeerRead]()
+            if memory is not None:
+                peers = read_peers(folder, memory, reading.read_ranks)
+                place = scratch.disk if no_memory else scratch.memory
+                acts += drill_nodes.play(folder, memory, peers, place, reading)
     return Drill(original.generation, original.tier.place, copied_seconds, acts, peers, cleared)
 
 

@@ -61,7 +61,8 @@ _DAMAGES: dict[Damage, str] = {
 class Act:
     """One act, after it was played. `good`: None if it was not played; `why` says the reason, or what went wrong.
 
-    `way_back`: what brought the copy back. `seconds`: from the damage to the end of the comparison.
+    `way_back`: what brought the copy back. `seconds`: from the damage to the end of the comparison. `network_bytes`: of
+    files, which came from other nodes for it; None: the act needs no other node.
     """
 
     what: str
@@ -69,6 +70,7 @@ class Act:
     good: bool | None = None
     seconds: float | None = None
     why: str = ""
+    network_bytes: int | None = None
 
 
 class Original(NamedTuple):
@@ -94,14 +96,17 @@ class Reading:
     def __init__(self, workers: ThreadPoolExecutor) -> None:
         self.arena, self.workers = Arena(EXAMINATION_CHUNKS * CHUNK_BYTES, CHUNK_BYTES), workers
 
-    def read(self, tier: Tier, generation: Generation) -> tuple[list[Finding], str]:
-        """Read all of a generation past the page cache. Returns the findings, and the digest of all tensor files."""
+    def read(self, tier: Tier, generation: Generation, of: Sequence[int] | None = None) -> tuple[list[Finding], str]:
+        """Read a generation past the page cache. Returns the findings, and the digest of all its tensor files.
+
+        `of`: the ranks that wrote the files that are read; None: all.
+        """
         hasher = ALGORITHMS["xxh3_128"]()
 
         def add(data: memoryview) -> None:
             hasher.update(data)
 
-        findings = read_all(tier, generation, self.arena, self.workers, also=add)
+        findings = read_all(tier, generation, self.arena, self.workers, also=add, of=of)
         return findings, hasher.hexdigest()
 
     def read_ranks(self, tier: Tier, generation: Generation, ranks: list[int]) -> list[Finding]:
