@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,23 +15,37 @@ from test_drill import by_act, in_memory, left
 from test_drill_peers import Nodes, asked
 
 from agents import agent, until
-from cli_runs import at, contents, writing
-from harness import flip
+from cli_runs import DATA, at, contents, writing
+from harness import flip, save
 from lastgood.agent import drill_files
+from lastgood.engine.inline_executor import Inline
 from lastgood.format import layout
+from lastgood.io.machine import NODE
 from lastgood.records import GenerationId
-from lastgood.run import drill_copies
+from lastgood.run import access
 from lastgood.run.agent_messages import Send, Serve
+from lastgood.run.peer_security import Certificates
 from lastgood.run.peers import PeerNode, PeerOrder
+from lastgood.run.writer import RunWriter
+from wired import authority
 
 pytestmark = pytest.mark.slow
 
 
 class Copies:
-    """Nodes with agents, this one a: the others have copies of its files. `folders`: name -> its folder in memory."""
+    """Nodes with agents, this one a: the others have copies of step 2 of the run `home`.
 
-    def __init__(self, home: Path, stack: contextlib.ExitStack, others: str) -> None:
-        writing(home, 1, 2)
+    `prelude`: code that the processes of the agents run before. `certificate`: of a node. `folders`: of each node.
+    """
+
+    def __init__(
+        self,
+        home: Path,
+        stack: contextlib.ExitStack,
+        others: str,
+        prelude: str = "",
+        certificate: Callable[[str], Certificates | None] = lambda node: None,
+    ) -> None:
         self.folders = {"a": in_memory(home)}
         self.folders |= {name: self.folders["a"].with_name(f"peer-{name * 12}") for name in others}
         generation = GenerationId(step=2, incarnation=at(home, 2).name.partition("-")[2])
@@ -41,8 +54,9 @@ class Copies:
             if name != "a":
                 (root / folder).mkdir(parents=True)
                 shutil.copy(home / folder / layout.COMMIT, root / folder)
-            self.agents[name] = stack.enter_context(agent(root))
-            serve = Serve(job="0" * 16, key="ab" * 32, node=name, host="127.0.0.1", port=0)
+            self.agents[name] = stack.enter_context(agent(root, prelude=prelude))
+            certificates, host = certificate(name), "127.0.0.1"
+            serve = Serve(job="0" * 16, key="ab" * 32, node=name, host=host, port=0, certificates=certificates)
             port = asked(root, call="serve", serve=serve).port
             if name != "a":
                 node = PeerNode(leader=leader, name=name, domain="", host="127.0.0.1", port=port)
@@ -52,6 +66,13 @@ class Copies:
     def contents(self) -> dict[str, dict[str, bytes | None]]:
         """Every file of all nodes."""
         return {name: contents(folder) for name, folder in self.folders.items()}
+
+
+@pytest.fixture
+def home(tmp_path: Path, memory: Path) -> Path:
+    """A run of two steps."""
+    writing(tmp_path / "home", 1, 2)
+    return tmp_path / "home"
 
 
 @pytest.fixture
@@ -66,10 +87,10 @@ def on_nodes(document: dict) -> dict[str, dict]:
 
 
 @pytest.mark.parametrize("others", ["b", "bc"])
-def test_files_come_back_from_copies_on_other_nodes(tmp_path, memory, stack, call_json, others) -> None:
-    nodes = Copies(tmp_path / "home", stack, others)
+def test_files_come_back_from_copies_on_other_nodes(home, stack, call_json, others) -> None:
+    nodes = Copies(home, stack, others)
     before = nodes.contents()
-    code, document = call_json("drill", tmp_path / "home")
+    code, document = call_json("drill", home)
     assert code == 0 and document["good"], document
     lost, damaged, cut = on_nodes(document).items()
     rest = {"b": "this node", "bc": "node c"}[others]
@@ -79,7 +100,7 @@ def test_files_come_back_from_copies_on_other_nodes(tmp_path, memory, stack, cal
     assert cut[0] == "copies: node b is cut off while it is read" and f"from {rest};" in cut[1]["way_back"]
     for _, one in (lost, damaged, cut):
         assert one["good"] and one["seconds"] > 0 and one["network_bytes"] > 0
-    assert nodes.contents() == before and left(tmp_path / "home") == [nodes.folders[one].name for one in others]
+    assert nodes.contents() == before and left(home) == [nodes.folders[one].name for one in others]
 
 
 def test_files_come_back_from_parity_on_other_nodes(tmp_path, memory, stack, call_json) -> None:
@@ -93,3 +114,92 @@ def test_files_come_back_from_parity_on_other_nodes(tmp_path, memory, stack, cal
     assert damaged[0].startswith("parity: a byte on node ") and cut[0].endswith(" is cut off while it is read")
     assert all(one["good"] and one["network_bytes"] > 0 for _, one in (lost, damaged, cut))
     assert {name: contents(folder) for name, folder in nodes.folders.items()} == before
+
+
+def test_certificates_hold_for_a_drill_too(home, tmp_path, stack, call_json, monkeypatch) -> None:
+    signer = authority(tmp_path)
+
+    def certificate(node: str) -> Certificates:
+        own, key = signer.certificate(node)
+        return Certificates(certificate=own, key=key, authority=signer.file, encrypt=node != "")
+
+    monkeypatch.setenv(NODE, "a")
+    Copies(home, stack, "b", certificate=certificate)
+    code, document = call_json("drill", home)
+    assert code == 0 and [one["good"] for one in on_nodes(document).values()] == [True] * 3, document["acts"]
+
+
+def test_a_node_without_room_is_not_tried(home, stack, call, call_json) -> None:
+    nodes = Copies(home, stack, "b", prelude="from lastgood.agent import drill_files; drill_files.SHARE = 1 << 60")
+    before = nodes.contents()
+    code, document = call_json("drill", home)
+    ((what, act),) = on_nodes(document).items()
+    assert code == 0 and what == "copies: this node is lost" and act["good"] is None and "that are free" in act["why"]
+    assert nodes.contents() == before and "not tried" in call("drill", home)[1]
+
+
+def test_a_copy_that_is_damaged_already_is_left_alone(home, stack, call_json) -> None:
+    nodes = Copies(home, stack, "bc")
+    (file,) = nodes.folders["b"].glob(f"gen/*/{DATA}")
+    flip(file)
+    before = nodes.contents()
+    code, document = call_json("drill", home)
+    lost, damaged, _ = on_nodes(document)
+    assert code == 4 and [row["good"] for row in document["peers"]] == [False, True]
+    assert (lost, damaged) == ("copies: this node is lost", "copies: a byte on node c differs")
+    assert all(one["good"] for one in on_nodes(document).values()) and nodes.contents() == before
+
+
+def test_nodes_that_are_down_are_not_tried(home, stack, call_json) -> None:
+    nodes = Copies(home, stack, "b")
+    nodes.agents["b"].kill()
+    nodes.agents["b"].wait()
+    code, document = call_json("drill", home)
+    ((_, act),) = on_nodes(document).items()
+    assert code == 0 and act["good"] is None and act["why"].startswith("node b: PeerDown")
+
+
+def test_parity_that_makes_one_loss_good_plays_one(tmp_path, memory, stack, call_json) -> None:
+    nodes = Nodes(tmp_path / "home", stack, 3, 1)
+    nodes.protect()
+    code, document = call_json("drill", tmp_path / "home")
+    lost, damaged, cut = on_nodes(document).values()
+    assert code == 0 and lost["good"] and lost["what"] == "parity: this node is lost"
+    assert damaged["good"] is None and "makes one loss good" in damaged["why"] and cut["why"] == damaged["why"]
+
+
+def large(home: Path) -> None:
+    """Save a step whose files take a drill a while."""
+    with access.for_writing(home, "atomic_dirsync") as tier:
+        run = RunWriter(tier, Inline())
+        run.begin(None)
+        save(run, 2, {"w": bytes(48 << 20)})
+
+
+def started(home: Path, nodes: Copies) -> subprocess.Popen[bytes]:
+    """A drill in another process, which has copies on node b."""
+    command = [sys.executable, "-m", "lastgood", "drill", str(home)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    until(lambda: process.poll() is not None or (nodes.folders["b"] / drill_files.FOLDER).exists())
+    return process
+
+
+def test_an_interrupted_drill_leaves_nothing_on_nodes(tmp_path, memory, stack) -> None:
+    large(tmp_path / "home")
+    nodes = Copies(tmp_path / "home", stack, "b")
+    process = started(tmp_path / "home", nodes)
+    process.send_signal(signal.SIGINT)
+    assert b"interrupted" in process.communicate()[1] and process.returncode == 130
+    assert not (nodes.folders["b"] / drill_files.FOLDER).exists() and left(tmp_path / "home") == ["peer-bbbbbbbbbbbb"]
+
+
+def test_the_next_drill_removes_what_a_killed_one_left_on_nodes(tmp_path, memory, stack, call_json) -> None:
+    large(tmp_path / "home")
+    nodes = Copies(tmp_path / "home", stack, "b")
+    process = started(tmp_path / "home", nodes)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL and (nodes.folders["b"] / drill_files.FOLDER).exists()
+    code, document = call_json("drill", tmp_path / "home")
+    assert code == 0 and all(one["good"] for one in on_nodes(document).values())
+    assert not (nodes.folders["b"] / drill_files.FOLDER).exists()
