@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_drill import by_act, in_memory, left
@@ -21,9 +24,12 @@ from lastgood.agent import drill_files
 from lastgood.engine.inline_executor import Inline
 from lastgood.format import layout
 from lastgood.io.machine import NODE
-from lastgood.records import GenerationId
-from lastgood.run import access
+from lastgood.ports import Tier
+from lastgood.records import Finding, GenerationId
+from lastgood.run import access, drill_nodes, drill_scratch, paths
 from lastgood.run.agent_messages import Send, Serve
+from lastgood.run.drill_acts import Act, Reading
+from lastgood.run.drill_peers import PeerRead, read_peers
 from lastgood.run.peer_security import Certificates
 from lastgood.run.peers import PeerNode, PeerOrder
 from lastgood.run.writer import RunWriter
@@ -81,6 +87,15 @@ def stack() -> Iterator[contextlib.ExitStack]:
         yield stack
 
 
+def played(home: Path, mine: Path) -> tuple[list[PeerRead], dict[str, Act]]:
+    """What a drill of the run `home` finds on other nodes, and its acts there. `mine`: the folder of this node."""
+    with ThreadPoolExecutor(2) as workers, drill_scratch.opened(str(home.parent), home.name) as scratch:
+        own, reading = access.for_reading(f"{paths.MEMORY}{mine}"), Reading(workers)
+        rows = read_peers(str(mine), own, reading.read_ranks)
+        acts = drill_nodes.play(str(mine), own, rows, scratch.memory, reading)
+    return rows, {one.what: one for one in acts}
+
+
 def on_nodes(document: dict) -> dict[str, dict]:
     """The acts on other nodes."""
     return {what: one for what, one in by_act(document).items() if what.startswith(("copies: ", "parity: "))}
@@ -116,90 +131,121 @@ def test_files_come_back_from_parity_on_other_nodes(tmp_path, memory, stack, cal
     assert {name: contents(folder) for name, folder in nodes.folders.items()} == before
 
 
-def test_certificates_hold_for_a_drill_too(home, tmp_path, stack, call_json, monkeypatch) -> None:
+def test_certificates_hold_for_a_drill_too(home, tmp_path, stack, monkeypatch) -> None:
     signer = authority(tmp_path)
 
     def certificate(node: str) -> Certificates:
         own, key = signer.certificate(node)
-        return Certificates(certificate=own, key=key, authority=signer.file, encrypt=node != "")
+        return Certificates(certificate=own, key=key, authority=signer.file, encrypt=True)
 
     monkeypatch.setenv(NODE, "a")
-    Copies(home, stack, "b", certificate=certificate)
-    code, document = call_json("drill", home)
-    assert code == 0 and [one["good"] for one in on_nodes(document).values()] == [True] * 3, document["acts"]
+    nodes = Copies(home, stack, "b", certificate=certificate)
+    _, acts = played(home, nodes.folders["a"])
+    assert [one.good for one in acts.values()] == [True] * 3, acts
 
 
-def test_a_node_without_room_is_not_tried(home, stack, call, call_json) -> None:
+def test_a_node_without_room_is_not_tried(home, stack, call) -> None:
     nodes = Copies(home, stack, "b", prelude="from lastgood.agent import drill_files; drill_files.SHARE = 1 << 60")
     before = nodes.contents()
-    code, document = call_json("drill", home)
-    ((what, act),) = on_nodes(document).items()
-    assert code == 0 and what == "copies: this node is lost" and act["good"] is None and "that are free" in act["why"]
-    assert nodes.contents() == before and "not tried" in call("drill", home)[1]
+    ((what, act),) = played(home, nodes.folders["a"])[1].items()
+    assert what == "copies: this node is lost" and act.good is None and "a drill gets one half" in act.why
+    assert nodes.contents() == before
+    code, out, _ = call("drill", home)
+    assert code == 0 and "copies: this node is lost" in out and "not tried" in out
 
 
-def test_a_copy_that_is_damaged_already_is_left_alone(home, stack, call_json) -> None:
+def test_a_copy_that_is_damaged_already_is_left_alone(home, stack) -> None:
     nodes = Copies(home, stack, "bc")
     (file,) = nodes.folders["b"].glob(f"gen/*/{DATA}")
     flip(file)
     before = nodes.contents()
-    code, document = call_json("drill", home)
-    lost, damaged, _ = on_nodes(document)
-    assert code == 4 and [row["good"] for row in document["peers"]] == [False, True]
-    assert (lost, damaged) == ("copies: this node is lost", "copies: a byte on node c differs")
-    assert all(one["good"] for one in on_nodes(document).values()) and nodes.contents() == before
+    rows, acts = played(home, nodes.folders["a"])
+    assert [row.good for row in rows] == [False, True]
+    assert [*acts][:2] == ["copies: this node is lost", "copies: a byte on node c differs"]
+    assert all(one.good for one in acts.values()) and nodes.contents() == before
 
 
-def test_nodes_that_are_down_are_not_tried(home, stack, call_json) -> None:
+def test_nodes_that_are_down_are_not_tried(home, stack) -> None:
     nodes = Copies(home, stack, "b")
     nodes.agents["b"].kill()
     nodes.agents["b"].wait()
-    code, document = call_json("drill", home)
-    ((_, act),) = on_nodes(document).items()
-    assert code == 0 and act["good"] is None and act["why"].startswith("node b: PeerDown")
+    (act,) = played(home, nodes.folders["a"])[1].values()
+    assert act.good is None and act.why.startswith("node b: PeerDown")
 
 
-def test_parity_that_makes_one_loss_good_plays_one(tmp_path, memory, stack, call_json) -> None:
+def test_parity_that_makes_one_loss_good_plays_one(tmp_path, memory, stack) -> None:
     nodes = Nodes(tmp_path / "home", stack, 3, 1)
     nodes.protect()
-    code, document = call_json("drill", tmp_path / "home")
-    lost, damaged, cut = on_nodes(document).values()
-    assert code == 0 and lost["good"] and lost["what"] == "parity: this node is lost"
-    assert damaged["good"] is None and "makes one loss good" in damaged["why"] and cut["why"] == damaged["why"]
+    lost, damaged, cut = played(tmp_path / "home", nodes.folders["a"])[1].values()
+    assert lost.good and lost.what == "parity: this node is lost"
+    assert damaged.good is None and "makes one loss good" in damaged.why and cut.why == damaged.why
 
 
-def large(home: Path) -> None:
-    """Save a step whose files take a drill a while."""
-    with access.for_writing(home, "atomic_dirsync") as tier:
+def test_what_came_back_is_compared_with_what_was_there(home, stack, monkeypatch) -> None:
+    nodes, read = Copies(home, stack, "b"), Reading.read
+
+    def other_file(reading: Reading, tier: Tier, *args: Any) -> tuple[list[Finding], str]:
+        findings, digest = read(reading, tier, *args)
+        return findings, "0" * 32 if tier.place.endswith("/back") else digest
+
+    monkeypatch.setattr(Reading, "read", other_file)
+    acts = played(home, nodes.folders["a"])[1].values()
+    assert {one.why for one in acts} == {"what came back is not what this node had"}
+
+
+def test_copies_that_a_node_has_removed_are_no_failure(home, stack, monkeypatch) -> None:
+    """Its job was opened anew, for example, which goes first."""
+    nodes = Copies(home, stack, "b")
+    bring_back = drill_nodes.NodeStage._bring_back
+
+    def without(stage: drill_nodes.NodeStage, *args: Any) -> Any:
+        shutil.rmtree(nodes.folders["b"] / drill_files.FOLDER)
+        return bring_back(stage, *args)
+
+    monkeypatch.setattr(drill_nodes.NodeStage, "_bring_back", without)
+    lost = played(home, nodes.folders["a"])[1]["copies: this node is lost"]
+    assert lost.good is None and lost.why.startswith("node b has removed the copies")
+
+
+# ---- a drill that is interrupted -----------------------------------------------------------------------------------
+
+PLAYS = """
+import sys
+from pathlib import Path
+from test_drill_nodes import played
+played(Path(sys.argv[1]), Path(sys.argv[2]))
+"""
+
+
+@pytest.fixture
+def large(tmp_path: Path, memory: Path, stack) -> Copies:
+    """Nodes a and b with a step whose files take a drill a while."""
+    with access.for_writing(tmp_path / "home", "atomic_dirsync") as tier:
         run = RunWriter(tier, Inline())
         run.begin(None)
         save(run, 2, {"w": bytes(48 << 20)})
+    return Copies(tmp_path / "home", stack, "b")
 
 
 def started(home: Path, nodes: Copies) -> subprocess.Popen[bytes]:
     """A drill in another process, which has copies on node b."""
-    command = [sys.executable, "-m", "lastgood", "drill", str(home)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    command, path = [sys.executable, "-c", PLAYS, home, nodes.folders["a"]], os.pathsep.join(sys.path)
+    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path})
     until(lambda: process.poll() is not None or (nodes.folders["b"] / drill_files.FOLDER).exists())
     return process
 
 
-def test_an_interrupted_drill_leaves_nothing_on_nodes(tmp_path, memory, stack) -> None:
-    large(tmp_path / "home")
-    nodes = Copies(tmp_path / "home", stack, "b")
-    process = started(tmp_path / "home", nodes)
+def test_an_interrupted_drill_leaves_nothing_on_nodes(tmp_path, large) -> None:
+    process = started(tmp_path / "home", large)
     process.send_signal(signal.SIGINT)
-    assert b"interrupted" in process.communicate()[1] and process.returncode == 130
-    assert not (nodes.folders["b"] / drill_files.FOLDER).exists() and left(tmp_path / "home") == ["peer-bbbbbbbbbbbb"]
+    assert process.wait() == -signal.SIGINT
+    assert not (large.folders["b"] / drill_files.FOLDER).exists() and left(tmp_path / "home") == ["peer-bbbbbbbbbbbb"]
 
 
-def test_the_next_drill_removes_what_a_killed_one_left_on_nodes(tmp_path, memory, stack, call_json) -> None:
-    large(tmp_path / "home")
-    nodes = Copies(tmp_path / "home", stack, "b")
-    process = started(tmp_path / "home", nodes)
+def test_the_next_drill_removes_what_a_killed_one_left_on_nodes(tmp_path, large) -> None:
+    process = started(tmp_path / "home", large)
     process.kill()
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL and (nodes.folders["b"] / drill_files.FOLDER).exists()
-    code, document = call_json("drill", tmp_path / "home")
-    assert code == 0 and all(one["good"] for one in on_nodes(document).values())
-    assert not (nodes.folders["b"] / drill_files.FOLDER).exists()
+    process.wait()
+    assert process.returncode == -signal.SIGKILL and (large.folders["b"] / drill_files.FOLDER).exists()
+    assert all(one.good for one in played(tmp_path / "home", large.folders["a"])[1].values())
+    assert not (large.folders["b"] / drill_files.FOLDER).exists()
