@@ -92,7 +92,7 @@ def played(home: Path, mine: Path) -> tuple[list[PeerRead], dict[str, Act]]:
     with ThreadPoolExecutor(2) as workers, drill_scratch.opened(str(home.parent), home.name) as scratch:
         own, reading = access.for_reading(f"{paths.MEMORY}{mine}"), Reading(workers)
         rows = read_peers(str(mine), own, reading.read_ranks)
-        acts = drill_nodes.play(str(mine), own, rows, scratch.memory, reading)
+        acts = drill_nodes.play(str(mine), own, rows, scratch.front, reading)
     return rows, {one.what: one for one in acts}
 
 

@@ -73,14 +73,14 @@ class _Act(NamedTuple):
     """why it is not played, as far as that is known before"""
 
 
-def play(memory: str, own: Tier, rows: Sequence[PeerRead], place: ScratchPlace, reading: Reading) -> list[Act]:
-    """Play all acts with the nodes that the agent of the folder `memory` knows.
+def play(folder: str, own: Tier, rows: Sequence[PeerRead], place: ScratchPlace, reading: Reading) -> list[Act]:
+    """Play all acts with the nodes that the agent of `folder` knows.
 
     `own`: the tier of that folder. `rows`: what was read on these nodes before. `place`: of the files that come back.
     Raises nothing but bugs and interruptions.
     """
     try:
-        known = agent_link.peers_of(memory)
+        known = agent_link.peers_of(folder)
     except (OSError, ValueError, LastgoodError):
         return []  # `rows` say so
     if known is None:
@@ -130,6 +130,7 @@ class NodeStage:
 
     def play(self) -> Iterator[Act]:
         """Play all acts. One that fails does not end the others. Raises nothing but bugs and interruptions."""
+        shutil.rmtree(self._root, ignore_errors=True)
         try:
             try:
                 scene = self._prepared()
