@@ -118,7 +118,9 @@ def test_copies_are_removed_once_their_drill_makes_no_call(node: Node) -> None:
     assert contents(node.root) == node.before
 
 
-def test_an_agent_removes_the_copies_of_a_killed_drill(memory: Path) -> None:
+@pytest.mark.parametrize("attached", [False, True])
+def test_an_agent_removes_the_copies_of_a_killed_drill(memory: Path, attached: bool) -> None:
+    """Also while a training process is attached, when the agent waits for nothing else."""
     root = memory / "lastgood-0" / "run-0123456789ab"
     root.mkdir(parents=True, mode=0o700)
     node = Node(root)
@@ -127,6 +129,8 @@ def test_an_agent_removes_the_copies_of_a_killed_drill(memory: Path) -> None:
         serve = Serve(job=JOB, key=KEY, node="b", host="127.0.0.1", port=0)
         port = agent_link.asked(own, Request(protocol=agent_link.PROTOCOL, call="serve", serve=serve)).port
         peer = PeerNode(leader=1, name="b", domain="", host="127.0.0.1", port=port)
+        if attached:
+            agent_link.asked(own, Request(protocol=agent_link.PROTOCOL, call="attach"))
         copies.make(peer, node.folder, node.files)
         until(lambda: not (root / drill_files.FOLDER).exists())
 

@@ -112,7 +112,7 @@ def test_files_come_back_from_copies_on_other_nodes(home, stack, call_json, othe
     names = {"b": "this node is lost", "bc": "this node and node b are lost"}[others]
     assert lost[0] == f"copies: {names}" and lost[1]["way_back"].startswith(f"step 2 came back from node {others[-1]};")
     assert damaged[0] == "copies: a byte on node b differs" and f"from node b, {rest};" in damaged[1]["way_back"]
-    assert cut[0] == "copies: node b is cut off while it is read" and f"from {rest};" in cut[1]["way_back"]
+    assert cut[0] == "copies: node b is cut off while it is read" and f"{rest};" in cut[1]["way_back"]
     for _, one in (lost, damaged, cut):
         assert one["good"] and one["seconds"] > 0 and one["network_bytes"] > 0
     assert nodes.contents() == before and left(home) == [nodes.folders[one].name for one in others]

@@ -254,7 +254,7 @@ class NodeStage:
         yield _Act(
             f"{self._kind}: a byte on node {node.name} differs",
             partial(self._make, scene, self._nodes, flips=True),
-            partial(self._meet_damage, scene, node),
+            partial(self._damage, scene, node),
             lacks,
         )
         yield _Act(
@@ -270,17 +270,17 @@ class NodeStage:
             self._copies.remove(node)
         sources = [self._source(node) for node in self._nodes]
         self._bring_back(scene, sources)
-        return self._told(scene, "", sources)
+        return self._described(scene, "", sources)
 
-    def _meet_damage(self, scene: _Scene, node: PeerNode) -> Played:
+    def _damage(self, scene: _Scene, node: PeerNode) -> Played:
         first, others, here = self._sources(node, self._source(node))
         passed_over = self._bring_back(scene, [first, *others, *here])
         if self._kind == "copies":
-            _require(any(one.bytes for one in (*others, *here)), "the damage was not met")
+            _require(any(one.bytes for one in (*others, *here)), "the damage was not found")
         else:
-            met = any(place == first.place and is_damage(error) for (place, _), error in passed_over.items())
-            _require(met, "the damage was not met")
-        return self._told(scene, "found: ", [first, *others, *here])
+            found = any(place == first.place and is_damage(error) for (place, _), error in passed_over.items())
+            _require(found, "the damage was not found")
+        return self._described(scene, "found: ", [first, *others, *here])
 
     def _cut_off(self, scene: _Scene, node: PeerNode) -> Played:
         assert scene.target is not None
@@ -296,7 +296,7 @@ class NodeStage:
             first, others, here = self._sources(node, self._source(through, cut_in_the_middle))
             self._bring_back(scene, [first, *others, *here])
             _require(relay.is_cut, f"node {node.name} was not read in {folder}")
-            return self._told(scene, "cut off: ", [*others, *here], relay.passed)
+            return self._described(scene, "cut off: ", [first, *others, *here], relay.passed - first.bytes)
 
     # ---- parts of acts -------------------------------------------------------------------------------------
 
@@ -337,11 +337,11 @@ class NodeStage:
         disk.put_new(f"{layout.folder(generation.id)}/{layout.COMMIT}", self._commit)
         return disk
 
-    def _told(self, scene: _Scene, found: str, sources: Sequence[Counted], cut_bytes: int = 0) -> Played:
-        """In words: which of these have given the files. `cut_bytes`: what came from a node before it was cut off."""
+    def _described(self, scene: _Scene, found: str, sources: Sequence[Counted], more_bytes: int = 0) -> Played:
+        """In words: which of these have given the files. `more_bytes`: what crossed the network and was of no use."""
         names = ", ".join(one.place for one in sources if one.bytes)
         done = "computed from" if self._kind == "parity" else "came back from"
-        count = cut_bytes + sum(one.bytes for one in sources if one.place != HERE)
+        count = more_bytes + sum(one.bytes for one in sources if one.place != HERE)
         return f"{found}step {scene.generation.step} {done} {names}; {size(count)} over the network", count
 
 
