@@ -193,18 +193,24 @@ def test_what_came_back_is_compared_with_what_was_there(home, stack, monkeypatch
     assert {one.why for one in acts} == {"what came back is not what this node had"}
 
 
-def test_copies_that_a_node_has_removed_are_no_failure(home, stack, monkeypatch) -> None:
-    """Its job was opened anew, for example, which goes first."""
-    nodes = Copies(home, stack, "b")
+def test_what_happens_to_a_node_meanwhile_is_no_failure(home, stack, monkeypatch) -> None:
+    """Its job was opened anew, for example, which goes first; or it went down."""
+    nodes, happens = Copies(home, stack, "b"), iter(("removed", "", "killed"))
     bring_back = drill_nodes.NodeStage._bring_back
 
-    def without(stage: drill_nodes.NodeStage, *args: Any) -> Any:
-        shutil.rmtree(nodes.folders["b"] / drill_files.FOLDER)
+    def meanwhile(stage: drill_nodes.NodeStage, *args: Any) -> Any:
+        if (one := next(happens)) == "removed":
+            shutil.rmtree(nodes.folders["b"] / drill_files.FOLDER)
+        elif one:
+            nodes.agents["b"].kill()
+            nodes.agents["b"].wait()
         return bring_back(stage, *args)
 
-    monkeypatch.setattr(drill_nodes.NodeStage, "_bring_back", without)
-    lost = played(home, nodes.folders["a"])[1]["copies: this node is lost"]
+    monkeypatch.setattr(drill_nodes.NodeStage, "_bring_back", meanwhile)
+    lost, damaged, cut = played(home, nodes.folders["a"])[1].values()
     assert lost.good is None and lost.why.startswith("node b has removed the copies")
+    assert damaged.good, "the copies are made again"
+    assert cut.good is None and cut.why.startswith("node b cannot be read any more: ")
 
 
 # ---- a drill that is interrupted -----------------------------------------------------------------------------------

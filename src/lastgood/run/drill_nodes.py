@@ -125,8 +125,8 @@ class NodeStage:
         self._commit = b""
         """the record COMMIT, which every node has"""
         self._digest = ""
-        self._whole = set[str]()
-        """the nodes whose copies are whole"""
+        self._made = dict[str, bool]()
+        """the nodes that have copies -> whether these are whole"""
 
     def play(self) -> Iterator[Act]:
         """Play all acts. One that fails does not end the others. Raises nothing but bugs and interruptions."""
@@ -156,20 +156,20 @@ class NodeStage:
         try:
             way_back, count = act.play()
         except (LastgoodError, OSError) as error:
-            if removed := self._removed(scene):
-                return Act(
-                    what=act.what, why=f"node {removed} has removed the copies: its job was opened, or it waited"
-                )
+            if lacks := self._lacks(scene):
+                return Act(what=act.what, why=lacks)
             return Act(what=act.what, good=False, seconds=time.monotonic() - begun, why=_text(error))
         seconds = time.monotonic() - begun
         return Act(what=act.what, way_back=way_back, good=True, seconds=seconds, network_bytes=count)
 
-    def _removed(self, scene: _Scene) -> str:
-        """The name of a node whose copies are not there any more, though no act has removed them."""
-        for node in (one for one in self._nodes if one.name in self._whole):
-            with contextlib.suppress(LastgoodError):
+    def _lacks(self, scene: _Scene) -> str:
+        """Why an act is no proof: a node went down meanwhile, or its copies are gone, which no act removed. Or ""."""
+        for node in (one for one in self._nodes if one.name in self._made):
+            try:
                 if not self._copies.list(node, layout.folder(scene.generation.id)):
-                    return node.name
+                    return f"node {node.name} has removed the copies, as when its job is opened"
+            except LastgoodError as error:
+                return f"node {node.name} cannot be read any more: {error.what}"
         return ""
 
     # ---- before the acts -----------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ class NodeStage:
 
     def _lose(self, scene: _Scene, lost: Sequence[PeerNode]) -> Played:
         for node in lost:
-            self._whole.discard(node.name)
+            self._made.pop(node.name, None)
             self._copies.remove(node)
         sources = [self._source(node) for node in self._nodes]
         self._bring_back(scene, sources)
@@ -304,12 +304,11 @@ class NodeStage:
         """Let these nodes make the copies that are missing or damaged. `flips`: a byte differs in those of one node."""
         damaged, byte = scene.target if flips and scene.target else (None, None)
         for node in nodes:
-            if node.name not in self._whole or node is damaged:
-                self._whole.discard(node.name)
-                folder, flipped = layout.folder(scene.generation.id), byte if node is damaged else None
-                self._copies.make(node, folder, scene.files[node.name], flipped)
-                if node is not damaged:
-                    self._whole.add(node.name)
+            if not self._made.get(node.name) or node is damaged:
+                self._made.pop(node.name, None)
+                flipped = byte if node is damaged else None
+                self._copies.make(node, layout.folder(scene.generation.id), scene.files[node.name], flipped)
+                self._made[node.name] = node is not damaged
 
     def _source(self, node: PeerNode, before: Callable[[Extent], None] = lambda extent: None) -> Counted:
         return Counted(cast(Tier, PeerDisk(self._copies, node)), f"node {node.name}", before)
