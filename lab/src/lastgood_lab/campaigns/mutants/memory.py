@@ -62,6 +62,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *table(
         "agent",
         ("agent", "agent_work", "ranks_memory"),
+        ("parity below is written by the training process", "parity-below-by-agent", Never()),
         ("a place keeps a run that was not closed from ending", "unclosed-place-ends-with-the-process", Remove()),
         ("COMMIT is copied before the files of other nodes", "commit-copied-after-all-nodes", Never()),
         ("another user is served", "agent-serves-own-user", Never()),
