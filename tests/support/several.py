@@ -1,0 +1,102 @@
+"""The nodes of one job of `lastgood run`, each a process of this machine. Their ranks need no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+from agents import until
+from lastgood.policy.recovery import PREEMPTED
+from lastgood.supervisor.placement import free_port
+
+COMMAND = [str(Path(sys.executable).with_name("lastgood")), "run", "--spawn"]
+NAMES = ["RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_PORT"]
+RANK = f"""
+import json, os, signal, sys, time
+attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
+code = 1 if os.path.exists("unsaved") else {PREEMPTED}
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(code))
+seen = {{name: os.environ[name] for name in {NAMES!r}}} | {{"node": os.environ["LASTGOOD_NODE"]}}
+with open(f"attempt-{{attempt}}-{{rank}}.new", "w") as file:
+    json.dump(seen, file)
+os.rename(file.name, file.name.removesuffix(".new"))
+if os.path.exists(f"fail-{{attempt}}-{{rank}}"):
+    while not all(os.path.exists(f"attempt-{{attempt}}-{{one}}") for one in range(int(seen["WORLD_SIZE"]))):
+        time.sleep(0.02)
+    os.kill(os.getpid(), int(open(f"fail-{{attempt}}-{{rank}}").read() or 0))
+    sys.exit(7)
+while not os.path.exists("done"):
+    time.sleep(0.02)
+    if os.path.exists(f"over-{{attempt}}"):  # a signal of one node reaches the ranks of all, as a Checkpointer does it
+        sys.exit(code)
+"""
+
+
+class Nodes:
+    """The nodes of one job in a folder. `stores`: how many of them can hold the store (default: the first one)."""
+
+    def __init__(self, folder: Path, nnodes: str, stores: int = 1) -> None:
+        self.folder, self._nnodes = folder, nnodes
+        self.endpoints = [f"127.0.0.1:{free_port('127.0.0.1')}" for _ in range(stores)]
+        self._started = dict[str, subprocess.Popen[bytes]]()
+        (folder / "rank.py").write_text(textwrap.dedent(RANK))
+
+    def start(self, name: str, *options: str) -> subprocess.Popen[bytes]:
+        conf = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=5,join_timeout=60"
+        if len(self.endpoints) == 1:
+            conf += f",is_host={'false' if self._started else 'true'}"
+        place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", ",".join(self.endpoints), "--rdzv-conf", conf]
+        with open(self.folder / f"{name}.log", "wb") as log:
+            self._started[name] = subprocess.Popen(
+                [*COMMAND, "--nnodes", self._nnodes, *place, *options, "rank.py"],
+                cwd=self.folder,
+                env={**os.environ, "LASTGOOD_NODE": name},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        if 1 < len(self.endpoints) >= len(self._started):  # on one machine, who comes first holds the first store
+            until(lambda: _listens(self.endpoints[len(self._started) - 1]))
+        return self._started[name]
+
+    def seen(self, attempt: int, ranks: int) -> list[dict[str, str]]:
+        """What the ranks of an attempt have seen, once all are there."""
+        paths = [self.folder / f"attempt-{attempt}-{rank}" for rank in range(ranks)]
+        until(lambda: all(path.exists() for path in paths))
+        return [json.loads(path.read_text()) for path in paths]
+
+    def lose(self, name: str) -> None:
+        """Kill the supervisor of a node. Its ranks, its membership and its store end with it."""
+        self._started[name].kill()
+        self._started[name].wait()
+
+    def touch(self, name: str, text: str = "") -> None:
+        (self.folder / name).write_text(text)
+
+    def log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text()
+
+    def reported(self) -> list[str]:
+        """What all nodes have reported about spare nodes."""
+        return re.findall(r"spare nodes in reserve: (.*)", "".join(map(self.log, self._started)))
+
+    def end(self) -> None:
+        for one in self._started.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(one.pid, signal.SIGKILL)
+            one.wait()
+
+
+def _listens(endpoint: str) -> bool:
+    host, _, port = endpoint.rpartition(":")
+    with contextlib.suppress(OSError), socket.create_connection((host, int(port))):
+        return True
+    return False
