@@ -73,10 +73,32 @@ class Nodes:
         until(lambda: all(path.exists() for path in paths))
         return [json.loads(path.read_text()) for path in paths]
 
+    def newest(self, ranks: int) -> int:
+        """The newest attempt, once it has so many ranks, which all have begun."""
+        found = dict[int, int]()
+
+        def whole() -> bool:
+            found.clear()
+            for path in self.folder.glob("attempt-*-*[0-9]"):
+                attempt = int(path.name.split("-")[1])
+                found[attempt] = found.get(attempt, 0) + 1
+            return bool(found) and found[max(found)] == ranks == int(self.seen(max(found), 1)[0]["WORLD_SIZE"])
+
+        until(whole)
+        return max(found)
+
     def lose(self, name: str) -> None:
         """Kill the supervisor of a node. Its ranks, its membership and its store end with it."""
         self._started[name].kill()
         self._started[name].wait()
+
+    def send(self, name: str, number: signal.Signals) -> None:
+        """Send a signal to all processes of a node."""
+        found, parents = {self._started[name].pid}, _parents()
+        while new := {one for one, parent in parents.items() if parent in found} - found:
+            found |= new
+        for one in found:
+            os.kill(one, number)
 
     def touch(self, name: str, text: str = "") -> None:
         (self.folder / name).write_text(text)
@@ -100,3 +122,12 @@ def _listens(endpoint: str) -> bool:
     with contextlib.suppress(OSError), socket.create_connection((host, int(port))):
         return True
     return False
+
+
+def _parents() -> dict[int, int]:
+    """Process -> its parent, of all processes."""
+    found = dict[int, int]()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            found[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+    return found

@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
@@ -74,7 +74,8 @@ class Member:
         chosen = parameters.get_as_bool("is_host")
         host, _ = parse_rendezvous_endpoint(settings.endpoint, default_port=29400)
         self._holds_store = _matches_machine_hostname(host) if chosen is None else chosen
-        self._moved, self._round = moved, cast(Any, None)
+        self._waits = store_list.watch(settings, self._at, moved) if settings.stores else threading.Event()
+        self._round: Any = None
         """the store with the keys of the current round"""
 
     def answer(self, request: Request) -> Answer:
@@ -85,10 +86,9 @@ class Member:
             case Join():
                 if self._handler.is_closed() and not request.waited:
                     return Failed(kind="ended", what=f"the job of --rdzv-id {self._settings.run_id} has ended")
-                ends = store_list.watch(self._settings, self._at, self._moved) if self._settings.stores else None
+                self._waits.set()
                 found = self._handler.next_rendezvous()
-                if ends is not None:
-                    ends.set()
+                self._waits.clear()
                 self._round = found.store
                 return Joined(
                     node=found.rank,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -25,8 +25,6 @@ WATCH_SECONDS = 5.0
 """how often a node that waits looks whether the others are at a later store"""
 READ_SECONDS = 60
 """torch's default of read_timeout"""
-PROBES = 32
-"""stores that are asked at the same time"""
 
 
 class NoStore(Exception):
@@ -68,35 +66,39 @@ def found(settings: Settings) -> tuple[int, str, Any]:
 
 
 def watch(settings: Settings, at: int, moved: Callable[[], None]) -> threading.Event:
-    """Call `moved` from a thread once the nodes of the job are at a later store than `at`. Set the event to end it."""
-    ends = threading.Event()
+    """Call `moved` from a thread once the nodes of the job are at a later store than `at`, while the event is set."""
+    waits = threading.Event()
 
     def look() -> None:
-        while not ends.wait(WATCH_SECONDS):
-            if any(one is not None and one.active for one in _seen(settings, at + 1)) and not ends.is_set():
+        while True:
+            time.sleep(WATCH_SECONDS)
+            waits.wait()
+            if any(one is not None and one.active for one in _seen(settings, at + 1)) and waits.is_set():
                 moved()
-                return
 
     threading.Thread(target=look, name="lastgood-stores", daemon=True).start()
-    return ends
+    return waits
 
 
 def _seen(settings: Settings, first: int) -> Sequence[Seen | None]:
     """What the stores show, from number `first` on; those before are not asked."""
-    asked = settings.stores[first:]
-    if not asked:
-        return [None] * first
-    with ThreadPoolExecutor(min(len(asked), PROBES)) as probes:
-        return [*[None] * first, *probes.map(lambda endpoint: _probed(endpoint, settings.run_id), asked)]
+    found: list[Seen | None] = [None] * len(settings.stores)
 
+    def probe(number: int) -> None:
+        endpoint = settings.stores[number]
+        with contextlib.suppress(OSError, RuntimeError):
+            socket.create_connection(parted(endpoint), PROBE_SECONDS).close()  # torch tries again where it is refused
+            store = _connected(endpoint, PROBE_SECONDS)
+            found[number] = Seen(id=store.get(ID).decode(), active=of_job(store, settings.run_id).check([ACTIVE]))
 
-def _probed(endpoint: str, run_id: str) -> Seen | None:
-    try:
-        socket.create_connection(parted(endpoint), PROBE_SECONDS).close()  # torch tries again where it is refused
-        store = _connected(endpoint, PROBE_SECONDS)
-        return Seen(id=store.get(ID).decode(), active=of_job(store, run_id).check([ACTIVE]))
-    except (OSError, RuntimeError):
-        return None
+    # A store that is stopped takes the connection, and torch then waits for it without a bound.
+    probes = [threading.Thread(target=probe, args=[one], daemon=True) for one in range(first, len(found))]
+    for one in probes:
+        one.start()
+    until = time.monotonic() + 2 * PROBE_SECONDS
+    for one in probes:
+        one.join(max(0.0, until - time.monotonic()))
+    return [*found]
 
 
 def _connected(endpoint: str, seconds: float) -> Any:

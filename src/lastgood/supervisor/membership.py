@@ -211,11 +211,11 @@ class Membership:
         """How long nodes are waited for."""
         return float(self._settings.configuration.get("join_timeout", JOIN_SECONDS))
 
-    def join(self, last: Round | None = None) -> Joined:
-        """Join the next round, and wait until it is complete. Reports both, because it may take long.
+    def join(self, last: Round | None = None, again: bool = False) -> Joined:
+        """Join the next round, and wait until it is complete. Reports the wait, because it may take long.
 
         `last`: the last round that has begun, where the store can move (default: none). A store that is lost is
-        replaced by the next one.
+        replaced by the next one. `again` (default: False): this node goes on to wait, and has reported it.
 
         Raises Over if the job is over, TierDown if no store answers or too few nodes come, and Cancelled if this node
         is asked to end.
@@ -223,7 +223,7 @@ class Membership:
         while True:
             with contextlib.suppress(StoreLost):
                 self._connect(last)
-                return self._joined_round()
+                return self._joined_round(again)
 
     def _connect(self, last: Round | None) -> None:
         """Find the store, if this node is connected to none."""
@@ -242,13 +242,13 @@ class Membership:
             self._settings = msgspec.structs.replace(self._settings, known=known, endpoint=endpoint)
             self._connected = True
 
-    def _joined_round(self) -> Joined:
+    def _joined_round(self, again: bool) -> Joined:
         least, most = self._settings.least, self._settings.most
         wanted = f"{least} nodes" if least == most else f"{least} to {most} nodes"
-        reporting.info(f"waits until {wanted} have joined the job at {self._settings.endpoint}")
+        if not again:
+            reporting.info(f"waits until {wanted} have joined the job at {self._settings.endpoint}")
         answer = self._asked(Join(waited=self._joined), math.inf)
         assert isinstance(answer, Joined)
-        reporting.info(f"takes part, as one of {answer.nodes} nodes")
         self._joined, self._losses = True, 0
         if not self.moves:
             return answer

@@ -109,9 +109,9 @@ class SeveralNodes:
                 return self._join(job)
 
     def _join(self, job: str) -> str | None:
-        infos, until = None, time.monotonic() + self._membership.join_seconds
+        infos, until, again = None, time.monotonic() + self._membership.join_seconds, False
         while infos is None:
-            joined = self._membership.join(self._moves.last)
+            joined = self._membership.join(self._moves.last, again)
             past = self._moves.joined(joined)
             mine = msgspec.structs.replace(
                 self._info, address=joined.address, job=job, holds_store=joined.holds_store, past=past
@@ -119,8 +119,9 @@ class SeveralNodes:
             self._membership.put({f"node/{joined.node}": _encoded(mine)})
             shown = self._of_all("node", joined.nodes)
             infos = None if shown is None else [msgspec.json.decode(one, type=NodeInfo) for one in shown]
-            if infos is not None and self._membership.moves and not self._agreed(joined, infos, until):
-                infos = None
+            if infos is not None and self._membership.moves and not self._agreed(joined, infos, until, again):
+                infos, again = None, True
+        reporting.info(f"takes part, as one of {joined.nodes} nodes")
         self.infos, self.node, self.lost = infos, joined.node, set()
         try:
             ordered = order(infos)
@@ -142,7 +143,7 @@ class SeveralNodes:
             self._moves.follows(verdict)
         return verdict
 
-    def _agreed(self, joined: Joined, infos: Sequence[NodeInfo], until: float) -> bool:
+    def _agreed(self, joined: Joined, infos: Sequence[NodeInfo], until: float, again: bool) -> bool:
         """Whether all nodes of a round begin it, where the store can move. Raises TierDown."""
         if not self._moves.enough(joined, infos):
             if time.monotonic() > until:
@@ -151,6 +152,8 @@ class SeveralNodes:
                     safe="What was saved is safe. The ranks of this node were ended; others may go on elsewhere.",
                     todo="Start the job again on its nodes, if no others go on.",
                 )
+            if not again:
+                reporting.warning("waits for more nodes of the last round, because those may go on without this one")
             self._pause()
             return False
         self._membership.put({f"agreed/{joined.node}": ""})
