@@ -23,7 +23,7 @@ RANK = f"""
 import json, os, signal, sys, time
 attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
 code = 1 if os.path.exists("unsaved") else {PREEMPTED}
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(code))
+signal.signal(signal.SIGTERM, lambda *_: (open(f"over-{{attempt}}", "w"), sys.exit(code)))
 seen = {{name: os.environ[name] for name in {NAMES!r}}} | {{"node": os.environ["LASTGOOD_NODE"]}}
 with open(f"attempt-{{attempt}}-{{rank}}.new", "w") as file:
     json.dump(seen, file)

@@ -136,19 +136,24 @@ def spares_waiting(nodes: int, waiting: int, bounds: Bounds) -> int:
     return max(0, nodes + waiting - bounds.most)
 
 
-def enough(pasts: Sequence[Past], store: int, used: bool, left: int) -> bool:
-    """Whether the nodes of a round may begin: no others of the round before can, in another store.
+def last_round(pasts: Sequence[Past], newest: Round | None) -> Round | None:
+    """The last round that has begun, as far as the nodes of a round know it, and their store: `newest`. None: none."""
+    known = [*(one.last for one in pasts if one.last is not None), *([] if newest is None else [newest])]
+    return max(known, key=_order, default=None)
 
-    `pasts`: what they bring. `store`: that of the round. `used`: whether a round has begun there. `left`: how many
-    nodes of the last round have ended, as they were asked to, as far as this store shows it.
+
+def enough(pasts: Sequence[Past], store: int, newest: Round | None, left: int) -> bool:
+    """Whether the nodes of a round may begin: no others can then begin beside them, at any store.
+
+    `pasts`: what they bring. `store`: that of the round. `newest`: the last round that has begun there. `left`: how
+    many nodes of the last round have ended, as they were asked to, as far as this store shows it.
 
     They are more than half of the nodes of the last round that has begun, and of each later one that may have; in the
-    store of that round, half of them. Nodes without a past begin a job only in the first store, and only once.
+    store of that round, half of them. A job begins in the first store.
     """
-    known = [one.last for one in pasts if one.last is not None]
-    if not known:
-        return store == 0 and not used  # guard: new-job-begins-at-first-store
-    last = max(known, key=_order)
+    last = last_round(pasts, newest)
+    if last is None:
+        return store == 0  # guard: new-job-begins-at-first-store
     tried = [one for past in pasts for one in past.tried if _order(one) > _order(last)]
     for one in (last, *tried):  # guard: round-that-may-have-begun-counts
         there = sum(past.last == one or one in past.tried for past in pasts)

@@ -28,6 +28,7 @@ from ..supervisor.membership import (
     Join,
     Joined,
     Put,
+    Raise,
     Read,
     Request,
     Settings,
@@ -107,6 +108,11 @@ class Member:
                 return Values(values=[store.get(key).decode() if store.check([key]) else None for key in request.keys])
             case Claim():
                 return Values(values=[self._of(request.job).compare_set(request.key, "", request.value).decode()])
+            case Raise():
+                store, seen, before = self._of(job=True), "", None
+                while seen < request.value and seen != before:
+                    before, seen = seen, store.compare_set(request.key, seen, request.value).decode()
+                return Values(values=[])
             case Waiting():
                 return Waiters(joining=self._handler.num_nodes_waiting(), reserve=self._reserve())
             case Close():

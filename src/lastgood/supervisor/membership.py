@@ -105,6 +105,13 @@ class Claim(Record, frozen=True, kw_only=True, tag="claim"):
     job: bool = False
 
 
+class Raise(Record, frozen=True, kw_only=True, tag="raise"):
+    """Set a key of the job unless it has a later value, in the order of texts."""
+
+    key: str
+    value: str
+
+
 class Waiting(Record, frozen=True, kw_only=True, tag="waiting"):
     """How many nodes wait."""
 
@@ -161,7 +168,7 @@ class Failed(Record, frozen=True, kw_only=True, tag="failed"):
     what: str
 
 
-Request = Where | Join | Put | Read | Claim | Waiting | Close
+Request = Where | Join | Put | Read | Claim | Raise | Waiting | Close
 Answer = Connected | Joined | Values | Waiters | Failed
 
 
@@ -274,6 +281,10 @@ class Membership:
         answer = self._asked(Claim(key=key, value=value, job=job))
         assert isinstance(answer, Values) and answer.values[0] is not None
         return answer.values[0]
+
+    def raise_to(self, key: str, value: str) -> None:
+        """Set a key of the job unless it has a later value, in the order of texts. Raises TierDown."""
+        self._asked(Raise(key=key, value=value))
 
     def waiting(self) -> Waiters:
         """The nodes that wait, to join or in reserve. Raises TierDown."""

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ..policy.membership import Past, Round, enough
+from ..policy.membership import Past, Round, enough, last_round
 from ..records import Record
 from .membership import Joined, Membership
 from .placement import NodeInfo
 
-ROUND = "round"
-"""the key of a job with the token of its newest round, in a store where one has begun"""
+BEGUN = "begun"
+"""the key of a job with the order of the last round that has begun at a store, and how many nodes it has"""
 
 
 class Carried(Record, frozen=True, kw_only=True):
@@ -70,21 +70,24 @@ class Moves:
 
     def enough(self, joined: Joined, infos: Sequence[NodeInfo]) -> bool:
         """Whether the nodes of a round may begin. If so, this node agrees to it. Raises TierDown."""
-        lasts = [one.past.last for one in infos if one.past.last is not None]
-        left = 0
-        if lasts:
-            last = max(lasts, key=lambda one: (one.store, one.order))
+        pasts, text = [one.past for one in infos], self._membership.read([BEGUN], job=True)[0]
+        newest = None
+        if text is not None:
+            order, nodes = map(int, text.split())
+            newest = Round(store=joined.store, order=order, nodes=nodes)
+        last, left = last_round(pasts, newest), 0
+        if last is not None:
             found = self._membership.read([_left(last, node) for node in range(last.nodes)], job=True)
             left = len(found) - found.count(None)
-        used = self._membership.read([ROUND], job=True)[0] is not None
-        if not enough([one.past for one in infos], joined.store, used, left):
+        if not enough(pasts, joined.store, newest, left):
             return False
         tried = (*self._past.tried, _round(joined))
         self._past = msgspec.structs.replace(self._past, tried=tried)
         return True
 
     def agreed(self, joined: Joined) -> None:
-        """All nodes of the round have agreed to it."""
+        """All nodes of the round have agreed to it. Raises TierDown."""
+        self._membership.raise_to(BEGUN, f"{joined.order:012d} {joined.nodes}")
         self._past = msgspec.structs.replace(self._past, last=_round(joined), tried=())
 
     def carried(self, infos: Sequence[NodeInfo]) -> Carried | None:

@@ -38,7 +38,7 @@ from ..policy.hang import Signs
 from ..records import Record
 from . import long_values
 from .membership import ACTIVE, Joined, Membership, StoreLost
-from .moves import ROUND, Carried, Moves, lost_text
+from .moves import Carried, Moves, lost_text
 from .placement import NodeInfo, Notice, Placement, free_port, order
 from .signals import PASSED_ON, Signals
 
@@ -131,7 +131,7 @@ class SeveralNodes:
         self.infos, self.node = [infos[one] for one in ordered], ordered.index(joined.node)
         carried = self._moves.carried(infos)
         self._token = self._membership.claim("token", secrets.token_hex(8))
-        self._membership.put({ROUND: self._token, ACTIVE: ""}, job=True)
+        self._membership.put({"round": self._token, ACTIVE: ""}, job=True)
         found = self._membership.read([f"verdict/{one.job}" for one in self.infos], job=True)
         belonged = [one for one, info in enumerate(self.infos) if info.past.last is not None]
         known = next((one for one, verdict in enumerate(found) if verdict is not None), min(belonged, default=0))
@@ -407,7 +407,7 @@ class SeveralNodes:
             if value is not None and value != self._seen[node][0]:
                 self._seen[node] = (value, now)
         # A node that was suspended for long is no participant for torch any more: the others may be in a new round.
-        if self._membership.read([ROUND], job=True)[0] != self._token:  # guard: suspended-node-joins-anew
+        if self._membership.read(["round"], job=True)[0] != self._token:  # guard: suspended-node-joins-anew
             self.lost.add(self.node)
         return values[: len(keys)]
 
