@@ -9,9 +9,60 @@ from pathlib import Path
 import pytest
 
 from agents import until
-from several import Nodes
+from commands import Call
+from several import COMMAND, Nodes
 
 pytestmark = pytest.mark.slow
+
+TRAINING = """
+import os, signal
+import torch, torch.distributed as dist
+import lastgood
+
+attempt, node = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), os.environ["LASTGOOD_NODE"]
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+
+
+def lose_node():
+    os.kill(os.getppid(), signal.SIGKILL)  # the supervisor; the ranks, the membership and the store end with it
+    signal.pause()
+
+
+class LostInRestore:
+    def state_dict(self):
+        return {"nothing": 0}
+
+    def load_state_dict(self, state):
+        if (attempt, node) == (1, "b"):
+            lose_node()
+
+
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+optimizer = torch.optim.AdamW(model.parameters())
+sampler, audit = lastgood.ResumableSampler(144, global_batch=12, seed=0, rank=rank, world_size=world), lastgood.Audit()
+state = {"model": model, "optimizer": optimizer, "sampler": sampler, "audit": audit, "lost": LostInRestore()}
+with lastgood.Checkpointer("run", state, cadence=lastgood.Every(steps=3)) as ckpt:
+    n = ckpt.restore().step
+    for ids in sampler.loader(torch.arange(144)):
+        audit.observe(*sampler.position, ids)
+        if (attempt, node, n) == (0, "a", 7):
+            lose_node()
+        optimizer.zero_grad()
+        model(ids.float()[:, None]).mean().backward()
+        optimizer.step()
+        n += 1
+        save = ckpt.step(n)
+        if save is not None:
+            save.committed()
+audits = [None] * world
+dist.all_gather_object(audits, audit)
+report = lastgood.Audit.merge(audits).report(sampler)
+if rank == 0:
+    print("samples:", report.scheduled, report.exact, flush=True)
+dist.barrier()
+"""
 
 
 @pytest.fixture
@@ -26,27 +77,27 @@ def nodes(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Nodes]:
 @pytest.mark.parametrize("nodes", ["2:3"], indirect=True)
 def test_without_the_node_of_the_store_the_others_go_on_at_the_next(nodes: Nodes) -> None:
     started = [nodes.start(name) for name in "abc"]
-    assert {one["node"] for one in nodes.seen(0, 3)} == {"a", "b", "c"}
+    nodes.newest(3)
     nodes.lose("a")
-    assert {one["node"] for one in nodes.seen(1, 2)} == {"b", "c"}
+    assert {one["node"] for one in nodes.seen(nodes.newest(2), 2)} == {"b", "c"}
     nodes.touch("done")
     assert [one.wait(60) for one in started[1:]] == [0, 0]
     reports = nodes.log("b") + nodes.log("c")
-    assert f"(a): lost, with the store of the nodes: the store of the nodes is at {nodes.endpoints[1]} now" in reports
+    assert f"(a): lost with the store of the nodes, which is at {nodes.endpoints[1]} now" in reports
     assert "frame #" not in reports
 
 
 @pytest.mark.parametrize("nodes", ["2:4"], indirect=True)
 def test_the_store_moves_again_when_its_next_node_is_lost(nodes: Nodes) -> None:
     started = [nodes.start(name) for name in "abcd"]
-    nodes.seen(0, 4)
+    nodes.newest(4)
     nodes.lose("a")
-    assert {one["node"] for one in nodes.seen(1, 3)} == {"b", "c", "d"}
+    assert {one["node"] for one in nodes.seen(nodes.newest(3), 3)} == {"b", "c", "d"}
     nodes.lose("b")
-    assert {one["node"] for one in nodes.seen(2, 2)} == {"c", "d"}
+    assert {one["node"] for one in nodes.seen(nodes.newest(2), 2)} == {"c", "d"}
     nodes.touch("done")
     assert [one.wait(60) for one in started[2:]] == [0, 0]
-    assert f"(b): lost, with the store of the nodes: the store of the nodes is at {nodes.endpoints[2]} now" in (
+    assert f"(b): lost with the store of the nodes, which is at {nodes.endpoints[2]} now" in (
         nodes.log("c") + nodes.log("d")
     )
 
@@ -95,7 +146,23 @@ def test_a_node_that_was_cut_off_begins_no_job_of_its_own(nodes: Nodes) -> None:
 def test_one_of_two_nodes_is_no_majority_and_ends(nodes: Nodes) -> None:
     nodes.start("a")
     second = nodes.start("b")
-    nodes.seen(0, 2)
+    attempt = nodes.newest(2)
     nodes.lose("a")
     assert second.wait(60) == 5
-    assert not (nodes.folder / "attempt-1-0").exists()
+    assert nodes.newest(2) == attempt
+
+
+def test_each_sample_is_trained_once_when_nodes_of_the_store_are_lost(tmp_path: Path, call: Call) -> None:
+    """The first one in a step, the next one while it restores."""
+    command = [*COMMAND[:-1], "--preload", "lastgood.loop.checkpointer"]
+    nodes = Nodes(tmp_path, "2:4", stores=3, script=TRAINING, command=command)
+    try:
+        started = [nodes.start(name) for name in "abcd"]
+        assert [one.wait(200) for one in started[2:]] == [0, 0]
+    finally:
+        nodes.end()
+    assert "samples: 144 True" in nodes.log("c") + nodes.log("d")
+    listed = " ".join(call("attempts", tmp_path / "run")[1].split())
+    for name, at in (("a", 1), ("b", 2)):
+        lost = f"({name}): lost with the store of the nodes, which is at {nodes.endpoints[at]} now"
+        assert lost in listed

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 from agents import until
@@ -41,13 +42,16 @@ while not os.path.exists("done"):
 
 
 class Nodes:
-    """The nodes of one job in a folder. `stores`: how many of them can hold the store (default: the first one)."""
+    """The nodes of one job in a folder. `stores`: how many of them can hold the store (default: the first one).
+    `script`: of the ranks (default: RANK), and `command`, by which it is run."""
 
-    def __init__(self, folder: Path, nnodes: str, stores: int = 1) -> None:
-        self.folder, self._nnodes = folder, nnodes
+    def __init__(
+        self, folder: Path, nnodes: str, stores: int = 1, script: str = RANK, command: Sequence[str] = COMMAND
+    ) -> None:
+        self.folder, self._nnodes, self._command = folder, nnodes, command
         self.endpoints = [f"127.0.0.1:{free_port('127.0.0.1')}" for _ in range(stores)]
         self._started = dict[str, subprocess.Popen[bytes]]()
-        (folder / "rank.py").write_text(textwrap.dedent(RANK))
+        (folder / "rank.py").write_text(textwrap.dedent(script))
 
     def start(self, name: str, *options: str) -> subprocess.Popen[bytes]:
         conf = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=5,join_timeout=60"
@@ -56,7 +60,7 @@ class Nodes:
         place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", ",".join(self.endpoints), "--rdzv-conf", conf]
         with open(self.folder / f"{name}.log", "wb") as log:
             self._started[name] = subprocess.Popen(
-                [*COMMAND, "--nnodes", self._nnodes, *place, *options, "rank.py"],
+                [*self._command, "--nnodes", self._nnodes, *place, *options, "rank.py"],
                 cwd=self.folder,
                 env={**os.environ, "LASTGOOD_NODE": name},
                 stdout=log,

@@ -54,7 +54,9 @@ def parted(endpoint: str) -> tuple[str, int]:
 
 
 def _is_here(host: str) -> bool:
-    """Whether a name or address is one of this machine."""
+    """Whether a name or address is one of this machine. Its own name may not be known to all others yet."""
+    if host.partition(".")[0] == socket.gethostname().partition(".")[0]:
+        return True
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError:

@@ -114,11 +114,12 @@ def lost_text(before: Sequence[NodeInfo], now: Sequence[NodeInfo], endpoint: str
     """
     there = [one.host for one in now if one.past.last is not None]
     missing = [node for node, one in enumerate(before) if one.host not in there]
-    moved = f"the store of the nodes is at {endpoint} now"
     if not missing:
-        return 0, f"the store of the nodes was lost, and no node: {moved}"
+        return 0, f"the store of the nodes was lost, and no node; it is at {endpoint} now"
     names = ", ".join(f"node {one} ({before[one].host})" for one in missing)
-    return sum(one.ranks for one in before[: missing[0]]), f"{names}: lost, with the store of the nodes: {moved}"
+    return sum(
+        one.ranks for one in before[: missing[0]]
+    ), f"{names}: lost with the store of the nodes, which is at {endpoint} now"
 
 
 def _round(joined: Joined) -> Round:
