@@ -10,6 +10,7 @@ import pytest
 
 from agents import until
 from commands import Call
+from lastgood.policy.recovery import PREEMPTED
 from several import COMMAND, Nodes
 
 pytestmark = pytest.mark.slow
@@ -152,10 +153,25 @@ def test_one_of_two_nodes_is_no_majority_and_ends(nodes: Nodes) -> None:
     assert nodes.newest(2) == attempt
 
 
+@pytest.mark.parametrize("nodes", ["2:3"], indirect=True)
+def test_the_node_of_the_store_may_leave_when_it_is_asked_to(nodes: Nodes) -> None:
+    """Without a second store the other nodes ended with 5."""
+    first, *others = (nodes.start(name) for name in "abc")
+    attempt = nodes.newest(3)
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(60) == PREEMPTED
+    assert {one["node"] for one in nodes.seen(nodes.newest(2), 2)} == {"b", "c"}
+    nodes.touch("done")
+    assert [one.wait(60) for one in others] == [0, 0]
+    assert f"attempt {attempt + 1}: ended" in nodes.log("a")
+    assert "lost with the store" not in nodes.log("b") + nodes.log("c")
+
+
 def test_each_sample_is_trained_once_when_nodes_of_the_store_are_lost(tmp_path: Path, call: Call) -> None:
     """The first one in a step, the next one while it restores."""
     command = [*COMMAND[:-1], "--preload", "lastgood.loop.checkpointer"]
     nodes = Nodes(tmp_path, "2:4", stores=3, script=TRAINING, command=command)
+    nodes.last_call_seconds = 15  # all four begin together
     try:
         started = [nodes.start(name) for name in "abcd"]
         assert [one.wait(200) for one in started[2:]] == [0, 0]

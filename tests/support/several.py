@@ -49,12 +49,15 @@ class Nodes:
         self, folder: Path, nnodes: str, stores: int = 1, script: str = RANK, command: Sequence[str] = COMMAND
     ) -> None:
         self.folder, self._nnodes, self._command = folder, nnodes, command
+        self.last_call_seconds = 1
         self.endpoints = [f"127.0.0.1:{free_port('127.0.0.1')}" for _ in range(stores)]
         self._started = dict[str, subprocess.Popen[bytes]]()
         (folder / "rank.py").write_text(textwrap.dedent(script))
 
     def start(self, name: str, *options: str) -> subprocess.Popen[bytes]:
-        conf = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=5,join_timeout=60"
+        conf = (
+            f"last_call_timeout={self.last_call_seconds},keep_alive_interval=1,keep_alive_max_attempt=5,join_timeout=60"
+        )
         if len(self.endpoints) == 1:
             conf += f",is_host={'false' if self._started else 'true'}"
         place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", ",".join(self.endpoints), "--rdzv-conf", conf]
@@ -92,17 +95,22 @@ class Nodes:
         return max(found)
 
     def lose(self, name: str) -> None:
-        """Kill the supervisor of a node. Its ranks, its membership and its store end with it."""
+        """Kill the supervisor of a node. Its ranks, its membership and its store end with it: raises if they do not."""
+        processes = self._processes(name)
         self._started[name].kill()
         self._started[name].wait()
+        until(lambda: not processes & _parents().keys())
 
     def send(self, name: str, number: signal.Signals) -> None:
         """Send a signal to all processes of a node."""
+        for one in self._processes(name):
+            os.kill(one, number)
+
+    def _processes(self, name: str) -> set[int]:
         found, parents = {self._started[name].pid}, _parents()
         while new := {one for one, parent in parents.items() if parent in found} - found:
             found |= new
-        for one in found:
-            os.kill(one, number)
+        return found
 
     def touch(self, name: str, text: str = "") -> None:
         (self.folder / name).write_text(text)

@@ -109,9 +109,9 @@ class Member:
             case Claim():
                 return Values(values=[self._of(request.job).compare_set(request.key, "", request.value).decode()])
             case Raise():
-                store, seen, before = self._of(job=True), "", None
-                while seen < request.value and seen != before:
-                    before, seen = seen, store.compare_set(request.key, seen, request.value).decode()
+                store, seen = self._of(job=True), ""
+                while seen < request.value:
+                    seen = store.compare_set(request.key, seen, request.value).decode()
                 return Values(values=[])
             case Waiting():
                 return Waiters(joining=self._handler.num_nodes_waiting(), reserve=self._reserve())

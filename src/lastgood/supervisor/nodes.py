@@ -321,6 +321,8 @@ class SeveralNodes:
         if found is not None:
             self._carried = None
             self._moves.decided(self._number + 1, found)
+            if self._membership.moves:
+                self._membership.put({f"{self._number}/received/{self.node}": ""})
         return found
 
     def _standing(self, mine: str | None) -> str | None:
@@ -366,13 +368,14 @@ class SeveralNodes:
     def leave(self, last: bool) -> None:
         """This node ends. `last`: so does the job: nodes that wait are to end too, and this one waits until all others
         have the verdict, because the store may end with this node."""
-        if not last:
-            with contextlib.suppress(TierDown):
-                self._moves.leaves(self.node)
-        if last:
-            with contextlib.suppress(TierDown):
+        with contextlib.suppress(TierDown):
+            if last:
                 self._membership.close()
+            else:
+                self._moves.leaves(self.node)
+        if last or self._membership.moves:
             self._await_others(f"{self._number}/received")
+        if last:
             select.select([], [], [], WAITERS_SECONDS)
 
     def end(self) -> None:
