@@ -64,7 +64,7 @@ class Moves:
         """What this node brings to a round. The round learns the rest where it does not have it. Raises TierDown."""
         past = self._past
         if past.last is not None and (past.lived or past.last.store != joined.store):
-            carried = Carried(infos=self._infos, verdict=self._verdict)
+            carried = Carried(infos=self._infos if past.lived else [], verdict=self._verdict)
             self._membership.claim(_key(past), msgspec.json.encode(carried).decode(), job=True)
         return past
 
