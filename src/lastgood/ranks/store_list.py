@@ -48,8 +48,8 @@ def found(settings: Settings) -> tuple[int, str, Any]:
     most_seconds = LOST_SECONDS if known.id else read_seconds
     while True:
         seen, over = _seen(settings, known.at), time.monotonic() - began > most_seconds
-        # Two nodes are no majority without the one of the store.
-        leaves = over and bool(known.id) and (known.last is None or known.last.nodes > 2)
+        # One of two nodes is no majority.
+        leaves = over and bool(known.id) and (settings.most if known.last is None else known.last.nodes) > 2
         number = store_to_join(seen, known.at, known.id, leaves)
         if number is not None:
             break

@@ -13,6 +13,7 @@ import socket
 import subprocess
 from collections.abc import Sequence
 
+from .. import reporting
 from . import program
 
 MODULE = "lastgood.ranks.store_server"
@@ -39,11 +40,13 @@ class HeldStore:
 
 def hold(endpoints: Sequence[str]) -> HeldStore | None:
     """Hold the store of the first endpoint that is of this machine, and whose port is free; None: there is none."""
-    for number, endpoint in enumerate(endpoints):
-        host, port = parted(endpoint)
-        if _is_here(host):
-            with contextlib.suppress(OSError):  # another node on this machine holds it, as in tests
-                return HeldStore(number, _listening(port))
+    here = [(number, one) for number, one in enumerate(endpoints) if _is_here(parted(one)[0])]
+    for number, endpoint in here:
+        with contextlib.suppress(OSError):  # another node of this machine may hold it, as in tests
+            return HeldStore(number, _listening(parted(endpoint)[1]))
+    if here:
+        ports = ", ".join(endpoint for _, endpoint in here)
+        reporting.warning(f"this node holds no store: another process has the port of {ports}")
     return None
 
 

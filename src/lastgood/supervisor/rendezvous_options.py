@@ -33,6 +33,7 @@ SILENT_SECONDS, SILENT_TIMES = 30.0, 3
 """A membership ends if its supervisor is stopped or hangs for so long, and for so many times as nodes may be silent."""
 ENDPOINT_PORT = 29400
 """torchrun's default of the port of --rdzv-endpoint"""
+LAST_PORT = 65535
 STATIC_PORT = 29500
 """torchrun's default of --master-port"""
 
@@ -115,7 +116,8 @@ def _stores(endpoints: str, configuration: Mapping[str, str]) -> tuple[str, ...]
     if "is_host" in configuration:
         raise _refused("--rdzv-conf is_host with several endpoints", "Leave it out.")
     found = [one if one.rpartition(":")[2].isdigit() else f"{one}:{ENDPOINT_PORT}" for one in found]
-    wrong = [one for one in found if one.startswith(":") or found.count(one) > 1]
+    ports = [int(one.rpartition(":")[2]) for one in found]
+    wrong = [one for one in found if one.startswith(":") or found.count(one) > 1] or max(ports) > LAST_PORT
     if wrong:
         what = f"--rdzv-endpoint {endpoints}"
         raise _refused(what, "Give HOST:PORT of each node that can hold the store once, with commas between them.")
