@@ -11,6 +11,7 @@ import pytest
 from agents import until
 from commands import Call
 from lastgood.policy.recovery import PREEMPTED
+from lastgood_lab import namespaces
 from several import COMMAND, Nodes
 
 pytestmark = pytest.mark.slow
@@ -134,13 +135,19 @@ def test_a_node_that_was_cut_off_begins_no_job_of_its_own(nodes: Nodes) -> None:
     started = [nodes.start(name) for name in "abc"]
     attempt = nodes.newest(3)
     nodes.send("a", signal.SIGSTOP)
-    assert nodes.newest(2) == attempt + 1
+    apart = nodes.newest(2)
     nodes.send("a", signal.SIGCONT)
-    last = nodes.newest(3)
-    for one in range(attempt + 1, last):
-        assert {rank["node"] for rank in nodes.seen(one, 2)} == {"b", "c"}
-    nodes.touch("done")
+    end_together(nodes, attempt, apart)
     assert [one.wait(60) for one in started] == [0] * 3
+
+
+def end_together(nodes: Nodes, before: int, apart: int) -> None:
+    """Wait until all three nodes train. `before`: the last attempt in which they did; in `apart` only two did."""
+    for one in range(before + 1, nodes.newest(3)):
+        seen = nodes.seen(one, 2)
+        assert [rank["WORLD_SIZE"] for rank in seen] == ["2", "2"]
+        assert one != apart or {rank["node"] for rank in seen} == {"b", "c"}
+    nodes.touch("done")
 
 
 @pytest.mark.parametrize("nodes", ["1:2"], indirect=True)
@@ -151,6 +158,25 @@ def test_one_of_two_nodes_is_no_majority_and_ends(nodes: Nodes) -> None:
     nodes.lose("a")
     assert second.wait(60) == 5
     assert nodes.newest(2) == attempt
+
+
+def test_a_node_whose_link_is_cut_trains_only_with_the_others(tmp_path: Path) -> None:
+    """It holds the store, which answers it all the time. It goes to the store of the others once the link is mended."""
+    if lacks := namespaces.missing():
+        pytest.skip(lacks)
+    with namespaces.Network(3) as network:
+        nodes = Nodes(tmp_path, "1:3", stores=3, network=network)
+        try:
+            started = [nodes.start(name) for name in "abc"]
+            attempt = nodes.newest(3)
+            network.cut(0)
+            apart = nodes.newest(2)
+            until(lambda: "waits for more nodes of the last round" in nodes.log("a"))
+            network.mend(0)
+            end_together(nodes, attempt, apart)
+            assert [one.wait(60) for one in started] == [0] * 3
+        finally:
+            nodes.end()
 
 
 @pytest.mark.parametrize("nodes", ["2:3"], indirect=True)

@@ -11,12 +11,14 @@ import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from agents import until
 from lastgood.policy.recovery import PREEMPTED
 from lastgood.supervisor.placement import free_port
+from lastgood_lab.namespaces import Network, enter
 
 COMMAND = [str(Path(sys.executable).with_name("lastgood")), "run", "--spawn"]
 NAMES = ["RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_PORT"]
@@ -43,14 +45,24 @@ while not os.path.exists("done"):
 
 class Nodes:
     """The nodes of one job in a folder. `stores`: how many of them can hold the store (default: the first one).
-    `script`: of the ranks (default: RANK), and `command`, by which it is run."""
+    `script`: of the ranks (default: RANK), and `command`, by which it is run. `network`: whose nodes they are, in the
+    order in which they start (default: none, all have the address of this machine)."""
 
     def __init__(
-        self, folder: Path, nnodes: str, stores: int = 1, script: str = RANK, command: Sequence[str] = COMMAND
+        self,
+        folder: Path,
+        nnodes: str,
+        stores: int = 1,
+        script: str = RANK,
+        command: Sequence[str] = COMMAND,
+        network: Network | None = None,
     ) -> None:
         self.folder, self._nnodes, self._command = folder, nnodes, command
         self.last_call_seconds = 1
         self.endpoints = [f"127.0.0.1:{free_port('127.0.0.1')}" for _ in range(stores)]
+        self._network = network
+        if network is not None:
+            self.endpoints = [f"{network.address(one)}:29400" for one in range(stores)]
         self._started = dict[str, subprocess.Popen[bytes]]()
         (folder / "rank.py").write_text(textwrap.dedent(script))
 
@@ -69,10 +81,17 @@ class Nodes:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                preexec_fn=self._entered(len(self._started)),
             )
-        if 1 < len(self.endpoints) >= len(self._started):  # on one machine, who comes first holds the first store
+        if self._network is None and 1 < len(self.endpoints) >= len(
+            self._started
+        ):  # on one machine, who comes first holds the first store
             until(lambda: _listens(self.endpoints[len(self._started) - 1]))
         return self._started[name]
+
+    def _entered(self, node: int) -> Callable[[], None] | None:
+        """What a process of a node does first."""
+        return None if self._network is None else partial(enter, self._network.name(node))
 
     def seen(self, attempt: int, ranks: int) -> list[dict[str, str]]:
         """What the ranks of an attempt have seen, once all are there."""

@@ -17,6 +17,8 @@ from .. import reporting
 from . import program
 
 MODULE = "lastgood.ranks.store_server"
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+"""torch prints a page for each lost connection to a store; the supervisor reports it in one line."""
 
 
 class HeldStore:
@@ -28,6 +30,7 @@ class HeldStore:
             self._process = subprocess.Popen(
                 [*program.PYTHON, MODULE, str(listening.fileno()), str(os.getpid())],
                 pass_fds=[listening.fileno()],
+                env={**QUIET, **os.environ},
                 start_new_session=True,
             )
 

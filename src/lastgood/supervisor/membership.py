@@ -29,7 +29,7 @@ from ..errors import Cancelled, LastgoodError, Refused, TierDown
 from ..policy.membership import Round
 from ..records import Record
 from . import framed, program
-from .held_store import HeldStore
+from .held_store import QUIET, HeldStore
 from .signals import Signals
 
 JOIN_SECONDS = 600.0
@@ -41,10 +41,8 @@ ANSWER_SECONDS = 20.0
 ACTIVE = "active"
 """the key of a job that says that its nodes are at this store"""
 MODULE = "lastgood.ranks.membership"
-QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-"""torch prints a page for each lost connection to a store; the supervisor reports it in one line."""
 SILENT = {"TORCH_CPP_LOG_LEVEL": "FATAL"}
-"""and a line for each store that does not answer"""
+"""It prints more for each store that does not answer."""
 
 
 class Known(Record, frozen=True, kw_only=True):
