@@ -69,14 +69,14 @@ def watch(settings: Settings, at: int, moved: Callable[[], None]) -> threading.E
     """Call `moved` from a thread once the nodes of the job are at a later store than `at`, while the event is set."""
     waits = threading.Event()
 
-    def look() -> None:
+    def poll() -> None:
         while True:
             time.sleep(WATCH_SECONDS)
             waits.wait()
             if any(one is not None and one.active for one in _seen(settings, at + 1)) and waits.is_set():
                 moved()
 
-    threading.Thread(target=look, name="lastgood-stores", daemon=True).start()
+    threading.Thread(target=poll, name="lastgood-stores", daemon=True).start()
     return waits
 
 
