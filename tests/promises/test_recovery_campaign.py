@@ -10,7 +10,7 @@ import pytest
 
 from lastgood_lab.campaigns import recovery
 from lastgood_lab.campaigns.recovery_faults import Attempt, Fault, Plan
-from lastgood_lab.campaigns.recovery_judge import Note, Reported, compared, judged
+from lastgood_lab.campaigns.recovery_judge import Note, Reported, compared, judged, reported
 
 PLAN = Plan(attempts=[Attempt(faults=[Fault(kind="kill", phase="step", rank=2)])], total=4, room="")
 
@@ -41,6 +41,21 @@ def test_the_judge_finds_a_wrong_rank_a_lost_save_and_a_wrong_answer() -> None:
         assert wrong.problems
 
 
+@pytest.mark.parametrize(("named", "right"), [("rank 2 is slow", True), ("rank 1 is slow", False), ("no rank", False)])
+def test_the_judge_finds_a_slow_rank_that_is_not_named(named: str, right: bool) -> None:
+    """A slow rank counted as a fault that an attempt survives, whether or not it was named."""
+    lines = [f"lastgood: at step 30 a step takes 0.1 s, and has from the first ones on: {named}, in 9 of 10 samples"]
+    lines += ["lastgood: attempt 1: rank 0 failed first: exit code 90, at step 2, after 7.1 s. restart: at once."]
+    lines += ["lastgood: attempt 2: rank 0 failed first: exit code 90, at step 4, after 7.1 s. restart: at once."]
+    reports = reported("\n".join(lines), 0)
+    for phase, cause in (("step", right), ("teardown", None)):
+        plan = Plan(attempts=[Attempt(faults=[Fault(kind="slow", phase=phase, rank=2)])], total=4, room="")
+        fault = {**FAULT, "kind": "slow", "phase": phase}
+        (trial,) = judged(plan, [*BEFORE[:-1], fault, *WHOLE[len(BEFORE) :]], reports)
+        assert trial.outcome == "went on" and trial.cause is cause
+    assert reports[1].slow == (), "of the attempt before"
+
+
 @pytest.mark.parametrize("change", [{"digest": "b"}, {"exact": False}, {"step": 3}])
 def test_the_judge_finds_a_job_that_ends_otherwise(change: dict[str, object]) -> None:
     calm = [*notes(0, range(1, 5), 0), END]
@@ -59,14 +74,14 @@ def test_each_kind_of_fault_is_tried_in_each_phase() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a file system")
 def test_a_job_comes_back_exactly_from_a_slice_of_the_faults(tmp_path: Path) -> None:
-    kinds = [("kill", "start"), ("exception", "save"), ("nan", "step")]
+    kinds = [("kill", "start"), ("exception", "save"), ("slow", "restore"), ("nan", "step")]
     attempts = [Attempt(faults=[Fault(kind=kind, phase=phase, rank=1)]) for kind, phase in kinds]
     with recovery.mounted(tmp_path / "faults") as room:
-        plan = Plan(attempts=attempts, total=40, room=room)
+        plan = Plan(attempts=attempts, total=90, room=room)
         found = recovery.lived(tmp_path / "faults", plan)
     skipped = [(epoch, window) for epoch, window in found.notes[-1]["skipped"]]
     with recovery.mounted(tmp_path / "calm") as room:
-        calm = recovery.lived(tmp_path / "calm", Plan(attempts=[], total=40, room=room, skipped=skipped))
+        calm = recovery.lived(tmp_path / "calm", Plan(attempts=[], total=90, room=room, skipped=skipped))
     trials = judged(plan, found.notes, found.reports)
     assert [(one.kind, one.phase) for one in trials] == kinds
     assert not any(one.problems or one.cause is False for one in trials), trials

@@ -176,7 +176,8 @@ def _add_own(to: _Options) -> None:
         "--slow-factor",
         type=slow_factor,
         default=2.0,
-        help="The slow rank is named when steps take so many times as long as usual; 0: never. Default 2.",
+        help="The slow rank is named when steps take so many times as long as usual, or as on the other ranks; 0: "
+        "never. Default 2.",
     )
     to.option(
         "--slow-window",

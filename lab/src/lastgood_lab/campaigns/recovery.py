@@ -41,9 +41,10 @@ from lastgood_lab.campaigns.reports import report
 from lastgood_lab.campaigns.trials import in_memory
 from lastgood_lab.journal import Journal
 
-RANKS, HANG_SECONDS, ROOM, TOTAL = 4, 6, "size=32m", 260
+RANKS, HANG_SECONDS, SLOW_WINDOW_SECONDS, ROOM, TOTAL = 4, 6, 0.3, "size=32m", 422
 LIMIT_SECONDS = 1200.0
-COMMAND = [sys.executable, "-m", "lastgood", "run", "--nproc-per-node", str(RANKS), "--hang-timeout", str(HANG_SECONDS)]
+COMMAND = [sys.executable, "-m", "lastgood", "run", "--nproc-per-node", str(RANKS)]
+COMMAND += ["--hang-timeout", str(HANG_SECONDS), "--slow-window", str(SLOW_WINDOW_SECONDS)]
 JOB = ["-m", "lastgood_lab.campaigns.recovery_job"]
 
 

@@ -12,16 +12,19 @@ from typing import Any, NamedTuple
 from lastgood_lab.campaigns.recovery_faults import MESSAGE, PASSING, SURVIVED, Fault, Plan
 
 Note = Mapping[str, Any]
+SLOW, SLOW_RANK = re.compile(r"lastgood: at step \d+ a step takes "), re.compile(r"\brank (\d+) is slow\b")
 REPORT = re.compile(r"lastgood: attempt (\d+): (?:rank (\d+) )?(.*), after ([\d.]+) s\. (\w+): (.*)\.$")
 
 
 class Reported(NamedTuple):
-    """One line of the report of `lastgood run`. `rank`: that is named; -1: none. `act`: what followed, and `why`."""
+    """One line of the report of `lastgood run`. `rank`: that is named; -1: none. `act`: what followed, and `why`.
+    `slow`: the ranks that were named as slow during the attempt."""
 
     rank: int
     what: str
     act: str
     why: str = ""
+    slow: tuple[int, ...] = ()
 
 
 class Trial(NamedTuple):
@@ -40,11 +43,14 @@ class Trial(NamedTuple):
 
 def reported(text: str, first: int) -> dict[int, Reported]:
     """Number of an attempt -> its line. `text`: stderr of a supervisor. `first`: number of its first attempt."""
-    found = {}
+    found, slow = dict[int, Reported](), set[int]()
     for line in text.splitlines():
-        if match := REPORT.match(line):
+        if SLOW.match(line):
+            slow.update(map(int, SLOW_RANK.findall(line)))
+        elif match := REPORT.match(line):
             number, rank, what, _, act, why = match.groups()
-            found[first + int(number) - 1] = Reported(int(rank or -1), what, act, why)
+            found[first + int(number) - 1] = Reported(int(rank or -1), what, act, why, tuple(sorted(slow)))
+            slow.clear()
     return found
 
 
@@ -81,6 +87,8 @@ def _of_fault(fault: Fault, note: Note, notes: Sequence[Note], line: Reported | 
         problems.append(f"not started again: {line}")
     elif fault.kind in (*PASSING, "store") and (f"exit code {SURVIVED}" in line.what or another):
         outcome = "went on"
+        if fault.kind == "slow" and fault.phase != "teardown":  # then no step is left in which the rank is slow
+            cause = line.slow == (fault.rank,)
     elif fault.phase == "teardown" and f"exit code {SURVIVED}" in line.what and line.rank != fault.rank:
         pass  # nothing is to be named: that rank had ended before, as the plan of each attempt has it
     else:

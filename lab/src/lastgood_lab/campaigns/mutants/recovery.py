@@ -39,6 +39,12 @@ MUTANTS: tuple[Mutant, ...] = (
         ("an end that was asked for is reported as a failure", "asked-end-is-no-failure", Instead("return False")),
         ("of two values of a policy one is taken", "repeated-key-refused", Never()),
         ("a rank like the others is named slow", "slow-rank-stands-out", Swap(">= bound", ">= 1")),
+        (
+            "a rank with somewhat more work is named slow from the first step on",
+            "first-slow-rank-by-factor",
+            Swap("1 - 1 / pace.factor", "0.0"),
+        ),
+        ("the stage of a pipeline with most work is named slow", "unequal-work-is-not-slow", Never()),
         ("a bound of the user is not kept", "restarts-bounded", Never()),
         ("a job that fails for ever is started for ever", "no-endless-restarts", Never()),
         ("a rank outlives its supervisor", "child-dies-with-parent", Remove()),
