@@ -104,7 +104,7 @@ def job(folder: Path, ranks: int, steps: int, slow: str) -> tuple[Attempt, str]:
 
 @pytest.mark.slow
 def test_a_rank_that_becomes_slow_is_named_with_the_line(tmp_path: Path, call: Call) -> None:
-    attempt, report = job(tmp_path, 2, 260, '"load" if rank == 1 and n > 180 else ""')
+    attempt, report = job(tmp_path, 2, 300, '"load" if rank == 1 and n > 180 else ""')
     named = [(rank.rank, "train.py" in rank.at and "in load" in rank.at) for one in attempt.slow for rank in one.ranks]
     assert named == [(1, True)] and "rank 1 is slow" in report
     assert "rank 1 is slow" in " ".join(call("attempts", tmp_path / "run")[1].split())

@@ -24,7 +24,7 @@ WINDOWS = 3
 """How many windows in a row must be slow: one alone may be an evaluation, a compilation, or a disk that was busy."""
 USUAL_WINDOWS = 10
 """of how many windows in a row the median is a usual pace"""
-SAMPLES = 10
+SAMPLES = 20
 """how many samples of where the ranks are are taken before one is named"""
 _LEAST_SHARE, _LEAST_RATIO = 0.4, 3.0
 """A slow rank is apart in so many of the samples at least, and so many times as often as the others."""

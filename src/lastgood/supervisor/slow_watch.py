@@ -49,7 +49,9 @@ class SlowWatch:
             self._follow()
         if self._phase in ("first", "sampling") and now >= self._next_sample_at and self._looked_at is not None:
             self._next_sample_at = now + self._pause_seconds()
-            self._samples.append(stuck(ranks, stacks(ranks)))
+            first = len(self._samples) % len(ranks)  # a rank that is asked first is delayed, and the others wait for it
+            asked = [*ranks[first:], *ranks[:first]]
+            self._samples.append(stuck(asked, stacks(asked)))
             if self._phase == "sampling" and len(self._samples) == slow.SAMPLES:
                 return self._judged(step)
         return []

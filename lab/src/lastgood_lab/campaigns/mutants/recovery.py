@@ -21,6 +21,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "checkpointer",
             "policy_file",
             "slow",
+            "late_rank",
             "quarantine",
             "host_signs",
             "lost_supervisor",
@@ -59,6 +60,13 @@ MUTANTS: tuple[Mutant, ...] = (
         ("attempts before a remedy count after it", "remedy-begins-the-count-anew", Never()),
         ("the ranks that waited are named", "timeouts-name-who-hangs", Never()),
         ("a rank that cannot write its stacks is killed", "stacks-asked-only-of-who-can", Remove()),
+        ("a rank that has become another program is killed", "stacks-asked-only-of-handlers", Instead("return True")),
+        ("ranks that all wait for each other are taken for hung", "all-arrived-is-no-late-rank", Never()),
+        (
+            "a rank that waits and computes by turns is taken for hung",
+            "rank-that-computes-waits-anew",
+            Instead("return True"),
+        ),
         ("a remedy is tried again and again", "each-remedy-tried-once", Swap("act not in tried and ", "")),
         (
             "an attempt that saved something newer counts as none",
