@@ -50,10 +50,10 @@ def test_steps_that_take_longer_are_reported_once_and_are_usual_then(tmp_path: P
     ranks = Ranks(tmp_path)
     assert ranks.train(15, 1.0) == [] and ranks.train(2, 30.0) == [], "two long steps are no slow job"
     assert ranks.train(15, 1.0) == []
-    (one,) = ranks.train(30, 3.0)
+    (one,) = ranks.train(40, 3.0)
     assert (one.step_seconds, one.usual_step_seconds, one.ranks) == (3.0, 1.0, [])
     assert "no rank here differs" in one.what
-    assert len(ranks.train(30, 9.0)) == 1, "slower than what has become usual"
+    assert len(ranks.train(40, 9.0)) == 1, "slower than what has become usual"
 
 
 def test_phases_do_not_make_a_job_slow(tmp_path: Path) -> None:
