@@ -36,9 +36,9 @@ GROUP_BYTES = 16 << 20
 FILLER = "filler"
 RESTORE_CALLS = 24
 """about the number of system calls on the run that a rank makes in a restore"""
-SLOW_SECONDS = 0.1
+SLOW_SECONDS = 0.2
 """how much longer each step of a slow rank takes"""
-SLOW_STEPS = 40
+SLOW_STEPS = 30
 """In an attempt with a slow rank there are so many steps more: it is named after ten windows of training."""
 SURVIVED = 90
 """exit code of ranks whose attempt no fault has ended"""
