@@ -10,7 +10,7 @@ import pytest
 
 from lastgood_lab.campaigns import recovery
 from lastgood_lab.campaigns.recovery_faults import Attempt, Fault, Plan
-from lastgood_lab.campaigns.recovery_judge import Note, Reported, compared, judged, reported
+from lastgood_lab.campaigns.recovery_judge import Note, Reported, compared, judged
 
 PLAN = Plan(attempts=[Attempt(faults=[Fault(kind="kill", phase="step", rank=2)])], total=4, room="")
 
@@ -41,19 +41,25 @@ def test_the_judge_finds_a_wrong_rank_a_lost_save_and_a_wrong_answer() -> None:
         assert wrong.problems
 
 
-@pytest.mark.parametrize(("named", "right"), [("rank 2 is slow", True), ("rank 1 is slow", False), ("no rank", False)])
-def test_the_judge_finds_a_slow_rank_that_is_not_named(named: str, right: bool) -> None:
+@pytest.mark.parametrize(("named", "right"), [((2,), True), ((1,), False), ((1, 2), False), ((), False)])
+def test_the_judge_finds_a_slow_rank_that_is_not_named(named: tuple[int, ...], right: bool) -> None:
     """A slow rank counted as a fault that an attempt survives, whether or not it was named."""
-    lines = [f"lastgood: at step 30 a step takes 0.1 s, and has from the first ones on: {named}, in 9 of 10 samples"]
-    lines += ["lastgood: attempt 1: rank 0 failed first: exit code 90, at step 2, after 7.1 s. restart: at once."]
-    lines += ["lastgood: attempt 2: rank 0 failed first: exit code 90, at step 4, after 7.1 s. restart: at once."]
-    reports = reported("\n".join(lines), 0)
+    report = Reported(0, "failed first: exit code 90, at step 2", "restart", slow=named)
     for phase, cause in (("step", right), ("teardown", None)):
         plan = Plan(attempts=[Attempt(faults=[Fault(kind="slow", phase=phase, rank=2)])], total=4, room="")
         fault = {**FAULT, "kind": "slow", "phase": phase}
-        (trial,) = judged(plan, [*BEFORE[:-1], fault, *WHOLE[len(BEFORE) :]], reports)
+        (trial,) = judged(plan, [*BEFORE[:-1], fault, *WHOLE[len(BEFORE) :]], {0: report})
         assert trial.outcome == "went on" and trial.cause is cause
-    assert reports[1].slow == (), "of the attempt before"
+
+
+def test_the_judge_wants_the_lost_node_named_by_another_one() -> None:
+    plan = Plan(attempts=[Attempt(faults=[Fault(kind="node", phase="step", rank=2)])], total=4, room="")
+    lost = [{**one, "kind": "node", "node": "b"} if one is FAULT else one for one in WHOLE]
+    for what, named in (("node 1 (b): no sign of life for 5 s", True), ("node 0 (a): no sign of life for 5 s", False)):
+        (trial,) = judged(plan, lost, {0: Reported(-1, what, "restart")})
+        assert trial.cause is named and not trial.problems
+    (alone,) = judged(plan, [{**one, "node": ""} for one in lost], {0: Reported(-1, "no sign of life", "restart")})
+    assert alone.problems, "a supervisor that was killed reports nothing"
 
 
 @pytest.mark.parametrize("change", [{"digest": "b"}, {"exact": False}, {"step": 3}])

@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 from lastgood_lab.campaigns.recovery_faults import MESSAGE, PASSING, SURVIVED, Fault, Plan
 
 Note = Mapping[str, Any]
-SLOW, SLOW_RANK = re.compile(r"lastgood: at step \d+ a step takes "), re.compile(r"\brank (\d+) is slow\b")
 REPORT = re.compile(r"lastgood: attempt (\d+): (?:rank (\d+) )?(.*), after ([\d.]+) s\. (\w+): (.*)\.$")
 
 
 class Reported(NamedTuple):
     """One line of the report of `lastgood run`. `rank`: that is named; -1: none. `act`: what followed, and `why`.
-    `slow`: the ranks that were named as slow during the attempt."""
+    `slow`: the ranks that `lastgood attempts` names as slow."""
 
     rank: int
     what: str
@@ -43,14 +42,11 @@ class Trial(NamedTuple):
 
 def reported(text: str, first: int) -> dict[int, Reported]:
     """Number of an attempt -> its line. `text`: stderr of a supervisor. `first`: number of its first attempt."""
-    found, slow = dict[int, Reported](), set[int]()
+    found = {}
     for line in text.splitlines():
-        if SLOW.match(line):
-            slow.update(map(int, SLOW_RANK.findall(line)))
-        elif match := REPORT.match(line):
+        if match := REPORT.match(line):
             number, rank, what, _, act, why = match.groups()
-            found[first + int(number) - 1] = Reported(int(rank or -1), what, act, why, tuple(sorted(slow)))
-            slow.clear()
+            found[first + int(number) - 1] = Reported(int(rank or -1), what, act, why)
     return found
 
 
@@ -79,8 +75,10 @@ def _of_fault(fault: Fault, note: Note, notes: Sequence[Note], line: Reported | 
     seconds = min(new) - note["at"] if new else None
     outcome, cause = "recovered", None
     if fault.kind == "node":
-        if line is not None:
+        if line is not None and not note.get("node"):
             problems.append(f"a supervisor that was killed has reported {line}")
+        elif line is not None:
+            cause = f"({note['node']}): no sign of life" in line.what  # another node has reported it
     elif line is None:
         problems.append("the attempt was not reported")
     elif line.act != "restart":
