@@ -139,6 +139,8 @@ def _of_sockets(world: World) -> Names:
             "Lock": lambda path, mark=b"": FileLock(world, path, mark),
             "PosixFiles": lambda: SimpleNamespace(rename=lambda old, new: world.at(old).rename(old, new)),
             "MemoryFiles": lambda folder, spill: world.at(folder),
+            "still": lambda folder: contextlib.nullcontext(),
+            "memory_relief": SimpleNamespace(watched=lambda *_: contextlib.nullcontext(), AGENT_INTERVAL_SECONDS=0.0),
             "shutil": SimpleNamespace(rmtree=lambda path, ignore_errors: world.at(path).remove_tree(path)),
             "read_spec": lambda folder: world.ledger.spec if folder in world.at(folder).folders else None,
             "user_of": lambda connection: os.geteuid(),
