@@ -128,24 +128,24 @@ class MemoryFiles:
         return file
 
     def list(self, path: str) -> dict[str, int | None]:
-        found, missing = dict[str, int | None](), False
+        found, missing = self._listed_on_disk(path), False
         try:
-            found = self._files.list(path)
+            found = found | self._files.list(path)
         except FileNotFoundError:
             missing = True
-        on_disk = dict[str, int | None]()
+        # A file may have moved there before memory was listed, and one there may be replaced by one in memory.
+        found = self._listed_on_disk(path) | found  # guard: moved-file-is-listed
+        if missing and not found:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        return found
+
+    def _listed_on_disk(self, path: str) -> dict[str, int | None]:
+        """What the spill folder has. Folders are made in memory first: what lies below one that only the disk has is of
+        an earlier start of the machine, and is listed so that it is removed."""
         if elsewhere := self._spilled(path):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                # Folders are made in memory first. What lies below one that only the disk has is of an earlier start
-                # of the machine, and is listed so that it is removed.
-                on_disk = self._files.list(elsewhere)
-        if on_disk and not missing:
-            # A file may have moved to the disk since memory was listed, or been replaced by one in memory.
-            with contextlib.suppress(FileNotFoundError):
-                found = found | on_disk | self._files.list(path)  # guard: moved-file-is-listed
-        elif missing and not on_disk:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-        return on_disk | found
+                return self._files.list(elsewhere)
+        return {}
 
     def make_dir(self, path: str) -> None:
         """As `ports.Files.make_dir`. The folder of the run is made anew if somebody has removed it.

@@ -147,8 +147,8 @@ class Relief:
         if reporting.is_reported(self._moved):
             reporting.warning(
                 f"memory is short for the processes of this job: {os.path.relpath(path, self._root)} was moved from "
-                f"memory to {files.spill_folder}, where it is read from now on ({self._moved} such files, "
-                f"{size(self._moved_bytes)}). {SMALLER}"
+                f"memory to {files.spill_folder}, where it is read from now on (moved file {self._moved}, "
+                f"{size(self._moved_bytes)} in all). {SMALLER}"
             )
 
 
