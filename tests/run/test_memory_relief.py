@@ -16,7 +16,7 @@ import torch
 import lastgood
 from agents import agent, ended, until
 from lastgood.format import layout
-from lastgood.io.memory_files import MemoryFiles
+from lastgood.io.memory_files import MemoryFiles, still
 from lastgood.io.memory_moves import STAGED, moved
 from lastgood.io.reused_files import FOLDER, LEAST_BYTES
 from lastgood.records import Extent
@@ -265,3 +265,26 @@ def test_who_reads_finds_what_is_moved_later(tmp_path: Path, memory: Path) -> No
         name, buffer = str(path.relative_to(folder)), memoryview(bytearray(len(data)))
         reader.read_into(Extent(blob=name, offset=0, length=len(data)), buffer)
         assert buffer == data and reader.list(os.path.dirname(name))[path.name] == len(data)
+
+
+def waits_for(process: int, inode: int) -> bool:
+    """Whether a process waits for the lock of a file."""
+    lines = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+    return any("->" in line and str(process) in line and line[6].endswith(f":{inode}") for line in lines)
+
+
+def test_memory_is_not_removed_while_a_file_moves(tmp_path: Path, memory: Path) -> None:
+    """The agent removed the spill folder, and a move made it anew with a file that nothing removes any more."""
+    home = tmp_path / "home"
+    with lastgood.Checkpointer(home, {"n": 1}, tiers=[lastgood.Tier("memory://")]) as ckpt:
+        ckpt.restore()
+        ckpt.save(1).result()
+    folder = memory_place.folder_of(home)
+    ended(folder)
+    inode = os.stat(folder).st_ino
+    with agent(Path(folder), linger_seconds=0.1) as process:
+        with still(folder, fcntl.LOCK_SH):
+            until(lambda: waits_for(process.pid, inode))
+            assert os.path.isdir(folder)
+        assert process.wait(60) == 0
+    assert not os.path.exists(folder)

@@ -68,6 +68,11 @@ MUTANTS: tuple[Mutant, ...] = (
         ("what is not committed is moved", "only-committed-files-moved", Instead("pass")),
         ("each rank moves what one shortage takes", "one-process-moves-files", Remove()),
         ("half a copy stays on the disk", "half-a-copy-removed", Instead("pass")),
+        (
+            "memory is removed between the steps of a move",
+            "no-move-into-removed-memory",
+            Swap("still(self._folder)", "contextlib.nullcontext()"),
+        ),
         ("a reader does not find what is moved while he reads", "later-spill-is-read", Swap("spill is None or ", "")),
     ),
     *table(
