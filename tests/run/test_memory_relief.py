@@ -230,7 +230,7 @@ def test_a_job_that_grows_into_the_memory_of_its_saves_lives(
 
 
 @pytest.mark.slow
-def test_an_agent_gives_memory_back_after_the_job(tmp_path: Path, memory: Path, group: Path) -> None:
+def test_an_agent_gives_memory_back_after_the_job(tmp_path: Path, memory: Path, group: Path, call, call_json) -> None:
     """What lies in memory is counted for the group of its container as long as the agent lives."""
     home, numbers = tmp_path / "home", 1_000_000
     state = {"w": torch.full((numbers,), 3.0)}
@@ -244,6 +244,10 @@ def test_an_agent_gives_memory_back_after_the_job(tmp_path: Path, memory: Path, 
         (group / "cgroup.procs").write_text(str(process.pid))
         (group / "memory.limit_in_bytes").write_text(str(100 << 20))
         until(lambda: [*spilled.rglob("*.safetensors")] and not [*folder.rglob("*.safetensors")])
+        code, data = call_json("agent", "status", str(home))
+        (row,) = data["runs"]
+        assert code == 0 and row["spill"] == str(spilled) and row["spilled"] >= 4 * numbers > row["bytes"]
+        assert "4.01 MB of its saves lie in" in " ".join(call("agent", "status")[1].split())
     state["w"].zero_()
     with lastgood.Checkpointer(home, state, tiers=[lastgood.Tier("memory://")]) as ckpt:
         assert [*ckpt.restore().sources] == [memory_place.url_of(home)]
