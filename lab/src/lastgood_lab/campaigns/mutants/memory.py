@@ -227,6 +227,12 @@ MUTANTS: tuple[Mutant, ...] = (
     *table(
         "parity among nodes",
         ("node_parity", "stripes", "node_disks", "peers"),
+        (
+            "a bad sector is waited for as if its node were down",
+            "unreadable-is-no-outage",
+            Swap("isinstance(error, Unavailable | PeerRefused)", "not is_damage(error)"),
+        ),
+        ("a full memory counts as damage", "full-memory-is-no-damage", Swap(", NoSpace", "")),
         ("a node that cannot be read counts as lost", "lost-node-is-no-damage", Never()),
         ("a node that is silent is waited for with each chunk", "silent-node-asked-last", Remove()),
         ("an agent that is silent is waited for with each chunk", "silent-giver-asked-last", Remove()),
