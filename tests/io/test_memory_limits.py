@@ -66,6 +66,12 @@ def test_a_group_that_is_full_leaves_nothing(tmp_path: Path) -> None:
     assert available_bytes(written(tmp_path, files)) == 0
 
 
+def test_the_limit_above_which_a_group_is_slowed_down_counts(tmp_path: Path) -> None:
+    """Kubernetes sets it below the limit at which it kills (MemoryQoS). Files in a tmpfs cannot be reclaimed there."""
+    files = {"proc/self/cgroup": "0::/\n", **group(V2, str(64 * GIB), 14 * GIB), f"{V2}/memory.high": f"{16 * GIB}\n"}
+    assert available_bytes(written(tmp_path, files)) == 16 * GIB - 14 * GIB - MARGIN_BYTES
+
+
 def test_without_any_of_these_files_nothing_is_known(tmp_path: Path) -> None:
     assert available_bytes(str(tmp_path)) is None
 

@@ -20,7 +20,7 @@ from lastgood.io.memory_files import MemoryFiles, still
 from lastgood.io.memory_moves import STAGED, moved
 from lastgood.io.reused_files import FOLDER, LEAST_BYTES
 from lastgood.records import Extent
-from lastgood.run import access, memory_place, memory_relief
+from lastgood.run import access, agent_link, memory_place, memory_relief
 from lastgood.run.memory_relief import LOCK, Relief
 
 LENGTH = 2 * LEAST_BYTES
@@ -292,3 +292,24 @@ def test_memory_is_not_removed_while_a_file_moves(tmp_path: Path, memory: Path) 
             assert os.path.isdir(folder)
         assert process.wait(60) == 0
     assert not os.path.exists(folder)
+
+
+def test_the_agent_finds_what_another_first_directory_has(tmp_path: Path, memory: Path) -> None:
+    """Files that had moved to the first directory below counted as missing once the job named another one."""
+    home, state = tmp_path / "home", {"w": torch.full((1_000_000,), 3.0)}
+
+    def opened(first: str) -> lastgood.Checkpointer:
+        every = lastgood.Every(steps=100)
+        tiers = [lastgood.Tier("memory://"), lastgood.Tier(tmp_path / first, cadence=every)]
+        return lastgood.Checkpointer(home, state, cadence=every, tiers=tiers)
+
+    with opened("a") as ckpt:
+        ckpt.restore()
+        ckpt.save(1).result()
+        folder, spill = memory_place.folder_of(home), memory_place.spill_folder(str(tmp_path / "a"))
+        (path,) = Path(folder).rglob("*.safetensors")
+        assert moved(MemoryFiles(folder, spill), str(path))
+    with opened("b") as ckpt:
+        assert ckpt.restore().step == 1
+        spec = agent_link.read_spec(folder)
+        assert spec is not None and spec.spill == spill

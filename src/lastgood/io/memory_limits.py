@@ -20,6 +20,9 @@ MARGIN_LEAST_BYTES = 192 << 20
 SHORT_SHARE = 3, 4
 """Memory is short where less than this part of a margin is left. New files leave the whole margin, so they alone never
 make memory short: only what the processes of the job take besides does."""
+_LIMITS = "memory.max", "memory.high"
+"""In version 2 of control groups: past the first a process is killed; past the second each one is slowed down until the
+group has given memory back, which files in a tmpfs without swap cannot."""
 _STATISTICS = "inactive_file", "file_dirty", "file_writeback"
 _STATISTICS_1 = "total_inactive_file", "total_dirty", "total_writeback"
 """In version 1 of control groups: pages of the page cache, those not yet written, and those being written."""
@@ -78,10 +81,9 @@ def _of_groups(root: str) -> Iterator[Limit]:
         return
     for number, controllers, path in (one for one in lines if len(one) == 3):
         if number == "0":
-            yield from _of_group_and_parents(root, "sys/fs/cgroup", path, "memory.max", "memory.current", _STATISTICS)
-            yield from _of_group_and_parents(
-                root, "sys/fs/cgroup/unified", path, "memory.max", "memory.current", _STATISTICS
-            )
+            for mount in ("sys/fs/cgroup", "sys/fs/cgroup/unified"):
+                for limit in _LIMITS:
+                    yield from _of_group_and_parents(root, mount, path, limit, "memory.current", _STATISTICS)
         elif "memory" in controllers.split(","):
             names = "memory.limit_in_bytes", "memory.usage_in_bytes"
             yield from _of_group_and_parents(root, "sys/fs/cgroup/memory", path, *names, _STATISTICS_1)

@@ -69,6 +69,11 @@ MUTANTS: tuple[Mutant, ...] = (
         ("each rank moves what one shortage takes", "one-process-moves-files", Remove()),
         ("half a copy stays on the disk", "half-a-copy-removed", Instead("pass")),
         (
+            "an agent does not find what another first directory has",
+            "agent-knows-earlier-spill",
+            Swap("files.spill_folder", "options.spill(tier.place)"),
+        ),
+        (
             "memory is removed between the steps of a move",
             "no-move-into-removed-memory",
             Swap("still(self._folder)", "contextlib.nullcontext()"),
