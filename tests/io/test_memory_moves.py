@@ -19,6 +19,7 @@ from lastgood.io.memory_files import MemoryFiles, still
 from lastgood.io.memory_moves import STAGED, moved
 from lastgood.io.os_errors import NoMemory
 from lastgood.io.reused_files import FOLDER, LEAST_BYTES
+from lastgood.run import memory_place
 
 LENGTH = 3 * LEAST_BYTES + 100
 NAME = "gen/tensors"
@@ -92,6 +93,29 @@ def test_a_moved_file_is_read_from_the_disk(both: Both, monkeypatch: pytest.Monk
     both.files.remove(both.path)
     both.files.remove(str(both.memory / "gen"))
     assert both.files.list(str(both.memory)) == {} and not [*both.disk.iterdir()]
+
+
+def is_cached(path: Path) -> bool:
+    """Whether the last whole page of a file is in the page cache: it can be read without waiting for the disk."""
+    if memory_place.file_system(str(path)) in ("tmpfs", "ramfs", ""):
+        pytest.skip("needs a temporary folder on a disk")
+    with open(path, "rb") as file:
+        try:
+            return bool(os.preadv(file.fileno(), [bytearray(4096)], LENGTH // 4096 * 4096 - 4096, os.RWF_NOWAIT))
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            pytest.skip(f"needs a file system that reads without waiting: {error}")
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["past the cache", "through the cache"])
+def test_a_moved_file_takes_no_memory_on_the_disk(both: Both, monkeypatch: pytest.MonkeyPatch, direct: bool) -> None:
+    """Its pages would count for the group that is short of memory, in place of those that were freed."""
+    if not direct:
+        monkeypatch.setattr(memory_moves, "takes_direct", lambda folder: False)
+    assert moved(both.files, both.path) == LENGTH
+    assert not is_cached(both.spilled)
+    assert both.read() == both.data and is_cached(both.spilled)
 
 
 def test_who_has_the_file_open_or_mapped_reads_on(both: Both) -> None:

@@ -108,8 +108,7 @@ def _copied(file: PosixFile, staged: str, length: int, stop: Callable[[], bool])
         copy.sync()  # guard: moved-file-synced
     finally:
         copy.close()
-    if not direct:
-        _DISK.open(staged, "read", fresh=True).close()
+    _DISK.open(staged, "read", fresh=True).close()  # guard: moved-file-leaves-the-cache
     return True
 
 

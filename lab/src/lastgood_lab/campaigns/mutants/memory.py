@@ -57,6 +57,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         ("a file that was replaced meanwhile is lost", "replaced-file-not-moved", Never()),
         ("a copy counts that the disk did not take", "moved-file-synced", Remove()),
+        ("what moved to the disk stays in the page cache", "moved-file-leaves-the-cache", Remove()),
         ("a file that was cut meanwhile is moved", "moved-file-is-whole", Never()),
         ("saves move while deleted files hold memory", "deleted-files-freed-before-moves", Remove()),
         ("everything is moved for a small shortage", "only-what-lacks-is-moved", Swap("done >= lacking or ", "")),
