@@ -17,7 +17,15 @@ from lastgood.io.machine import NODE
 from lastgood.run import access, drill_acts, drill_peers, memory_place
 from lastgood_lab.campaigns.rank_jobs import PATIENCE
 from lastgood_lab.worlds import world
-from ranked_memory import died_beside_left_out, folder, found_beside_left_out, scrubbed, trained, uninterrupted
+from ranked_memory import (
+    died_before_commit,
+    died_beside_left_out,
+    folder,
+    found_beside_left_out,
+    scrubbed,
+    trained,
+    uninterrupted,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -77,6 +85,31 @@ def test_the_agents_of_all_nodes_complete_a_save_after_every_rank_died(tmp_path:
     killed(nodes, memory, home, 6, with_agents=True)
     until(lambda: 6 in steps(home))
     assert one_place(home).verify(6).good
+
+
+@pytest.mark.parametrize("nodes", [["a", "a"], ["a", "b"]], ids="".join)
+@pytest.mark.parametrize("restarted", [True, False], ids=["the next start", "the agents"])
+def test_what_all_ranks_have_sealed_is_committed_late(tmp_path: Path, memory: Path, nodes, restarted: bool) -> None:
+    """The ranks died between their seals and COMMIT, and the save was removed by the next opening."""
+    home = tmp_path / "home"
+    world(2, died_before_commit, nodes, memory, home, 6, not restarted, dies=(0, 1))
+    if not restarted:
+        until(lambda: steps(home)[-1:] == [6])
+        assert one_place(home).verify(6).good
+        for node in set(nodes):
+            ended(str(folder(home, node, memory)))
+            shutil.rmtree(folder(home, node, memory))
+    found = world(2, trained, nodes, memory, home, 9)
+    for rank in range(2):
+        assert found[rank]["step"] == 6 and found[rank]["losses"] == losses(2)[rank][6:]
+
+
+def test_what_one_rank_has_not_sealed_is_never_committed(tmp_path: Path, memory: Path) -> None:
+    nodes, home = ["a", "b"], tmp_path / "home"
+    world(2, died_before_commit, nodes, memory, home, 6, False, dies=(0, 1))
+    (manifest,) = folder(home, "b", memory).glob("gen/*6-*/r00001.manifest.json")
+    manifest.unlink()
+    assert {one["step"] for one in world(2, trained, nodes, memory, home, 8)} == {5}
 
 
 def test_the_agents_copy_what_killed_ranks_left_on_their_disks(tmp_path: Path, disks: Path) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import lastgood
 from agents import ended, state, until
 from harness import flip, one_place, reports
-from lastgood.run import lower_place, memory_place, peer_opening
+from lastgood.run import lower_place, memory_place, peer_opening, writer
 from lastgood.run.verify import never
 from lastgood_lab.campaigns.rank_jobs import PATIENCE, Loop
 
@@ -105,6 +105,37 @@ def trained(
         begun = time.monotonic()
     closing = {"closing_seconds": time.monotonic() - begun}
     return {"step": found.step, "sources": [*found.sources], "losses": losses, "survives": survives, **closing}
+
+
+def died_before_commit(
+    rank: int, size: int, nodes: Sequence[str], memory: Path, home: Path, upto: int, with_agents: bool
+) -> None:
+    """Train; all ranks die when every one has sealed step `upto`, and before its COMMIT. `with_agents`: as above."""
+    own, sealed = folder(home, nodes[rank], memory), home.with_name("sealed")
+    loop = Loop("fsdp" if size > 1 else "plain", size)
+
+    def die(*record: object) -> Any:
+        sealed.touch()
+        if not with_agents:
+            ended(str(own))
+        os._exit(9)
+
+    ckpt = opened(loop, nodes[rank], memory, home)
+    found = ckpt.restore()
+    for n in range(found.step + 1, upto):
+        loop.step(n)
+        save = ckpt.step(n)
+        assert save is not None
+        save.committed()
+    ckpt.wait()
+    until(lambda: (found := state(own)) and found.attached)
+    dist.barrier()
+    if rank == 0:
+        writer.commit.publish = die  # the next one makes the generation
+    loop.step(upto)
+    ckpt.step(upto)
+    until(sealed.exists)
+    die()
 
 
 def scrubbed(rank: int, size: int, nodes: Sequence[str], memory: Path, home: Path) -> tuple[list[int], list[str]]:

@@ -66,8 +66,6 @@ class Ledger:
     """how many had died when the newest job began, if it makes copies or parity"""
     found: set[GenerationId] = field(default_factory=set)
     """those that were committed by then"""
-    all_sealed: bool = False
-    """whether a generation counts too that all ranks have sealed and that no save has returned"""
     agents: list[Process] = field(default_factory=list)
     _files: dict[GenerationId, SealedFiles] = field(default_factory=dict)
 
@@ -101,7 +99,6 @@ class Ledger:
 
         One whose coordinator died before its save returned counts once it is in the home; with `every` in any case.
         """
-        every = every or self.all_sealed
         for at in self._lineage():
             if self.in_home(at) or ((every or at in self.reported) and self.in_memory(at)):
                 return at

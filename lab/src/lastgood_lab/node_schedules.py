@@ -106,11 +106,10 @@ class Finished(NamedTuple):
 
 
 class Explorer:
-    """Plays schedules. `world` is explored (node_explored.py). `shapes`: of the jobs. `finishes_sealed`: whether a
-    generation that all ranks have sealed, and nobody has committed, is to become durable too."""
+    """Plays schedules. `world` is explored (node_explored.py). `shapes`: of the jobs."""
 
-    def __init__(self, world: World, shapes: Sequence[Shape] = SHAPES, finishes_sealed: bool = False) -> None:
-        self._world, self._shapes, self._finishes_sealed = world, shapes, finishes_sealed
+    def __init__(self, world: World, shapes: Sequence[Shape] = SHAPES) -> None:
+        self._world, self._shapes = world, shapes
         self._scenes: dict[Shape, Scene] = {}
         self._ends: dict[int, list[str]] = {}
         self._story = list[str]()
@@ -142,7 +141,7 @@ class Explorer:
         if before.problems:
             return before
         world, ledger = self._world, before.ledger.continued(self._world)
-        ledger.linger_seconds, ledger.all_sealed = chance.choice((0.0, 1000.0, 1000.0)), self._finishes_sealed
+        ledger.linger_seconds = chance.choice((0.0, 1000.0, 1000.0))
         steps = chance.choice(([20], [20, 30]))
         world.begin(chance, _copied(before.folders), ledger, chance.choice(NOISE))
         ledger.agents = [start_agent(world, node, ledger.linger_seconds) for node in ledger.nodes]
@@ -258,6 +257,7 @@ class Explorer:
                 return False
             best = ledger.best()
             waits = best is not None and not ledger.in_home(best) and self._must_be_home(ledger, best)
+            waits = waits or bool(self._unfinished(ledger, best))
             return not waits or until > quiet[0] + PATIENCE_SECONDS
 
         scheduler.over = over
@@ -337,8 +337,7 @@ class Explorer:
             problems = list[str]()
             if best is not None and not drained and self._must_be_home(ledger, best):
                 problems.append(f"{best} is in memory, and its agents leave it there")
-            if self._finishes_sealed:
-                problems += self._unfinished(ledger, best)
+            problems += self._unfinished(ledger, best)
             if shape.parity is None:
                 problems += self._wrong_at_end(ledger, best)
             else:
@@ -376,20 +375,30 @@ class Explorer:
             for manifest, blob in ledger.parts_of(best)
         )
 
-    def _unfinished(self, ledger: Ledger, best: GenerationId | None) -> list[str]:
-        """The newest generation that every rank of its job has sealed in memory that is left, if the home lacks it."""
-        found = [] if best is None else [best]
+    def _sealed(self, ledger: Ledger) -> GenerationId | None:
+        """The newest generation that every rank of its job has sealed, if living agents have what they need to make it
+        durable: each part, and its intent or COMMIT. None: there is none. An agent that does not linger waits for no
+        other one."""
+        if not ledger.linger_seconds:
+            return None
+        attended, found = {one.node for one in ledger.agents if one.alive}, list[GenerationId]()
         for at in {one for one, _ in ledger.sealed}:
             ranks = len(ledger.parts_of(FIRST)) if at.incarnation == FIRST.incarnation else len(ledger.nodes)
             names = [(layout.manifest_name(rank), layout.blob_name(rank)) for rank in range(ranks)]
-            places = ledger.folders_of(at).values()
-            if all(
+            places = [there for node, there in ledger.folders_of(at).items() if node in attended]
+            if any({layout.INTENT, layout.COMMIT} & there.keys() for there in places) and all(
                 any(ledger._whole(at, one, there) and ledger._whole(at, other, there) for there in places)
                 for one, other in names
             ):
                 found.append(at)
-        newest = max(found, key=ledger.rank_of, default=None)
-        if newest is None or (newest in ledger.commits and ledger.in_home(newest)):
+        return max(found, key=ledger.rank_of, default=None)
+
+    def _unfinished(self, ledger: Ledger, best: GenerationId | None) -> list[str]:
+        """What is wrong if the home lacks the newest generation that all ranks have sealed, and has nothing newer."""
+        newest = self._sealed(ledger)
+        if newest is None or (best is not None and ledger.rank_of(best) > ledger.rank_of(newest)):
+            return []
+        if newest in ledger.commits and ledger.in_home(newest):
             return []
         return [f"{newest} was sealed by all ranks, and its agents leave it in memory"]
 

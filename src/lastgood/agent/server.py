@@ -39,6 +39,8 @@ from ..records import Finding, prepare
 from ..run import access, memory_place, memory_relief, paths
 from ..run.agent_link import LINGER_SECONDS, LOCK, MESSAGE_LIMIT_BYTES, PROTOCOL, SPEC, listening, read_spec, user_of
 from ..run.agent_messages import Answer, KnownPeers, Request
+from ..run.known import Environment, KnownRun
+from ..run.late_commit import commit_sealed
 from ..run.lower_place import PAUSES_SECONDS, pause_seconds
 from ..run.packed import PackedTier
 from ..storage.directory import Disk
@@ -299,13 +301,25 @@ class Server:
     def _copy(self) -> Drained:
         """On the worker: one attempt. Raises Cancelled if a training process attaches meanwhile."""
         spec, tier, self._copied = read_spec(self._folder), self._tier(), []
+        self._commit_late(tier)
         here = committed(tier)
         if spec is None:
             found = Drained([f"{SPEC} cannot be read, which names the places below"] if here else [], [], [])
         else:
-            found = drained(tier, spec, here, self._stop.is_set)
+            waits = not self._asked_to_end() and time.monotonic() < self._left_at + self._linger_seconds
+            found = drained(tier, spec, here, self._stop.is_set, waits)
         self._copied = [] if found.missing else here
         return found
+
+    def _commit_late(self, tier: Mendable) -> None:
+        """Commit what all ranks of this node have sealed in memory, unless a process has the run open."""
+        if not self._in_memory:
+            return
+        with contextlib.suppress(FileNotFoundError, BlockingIOError):
+            lock = Lock(os.path.join(self._folder, access.LOCK), access.AGENTS_MARK)
+            with contextlib.closing(lock):
+                known = KnownRun(tier, Environment())
+                commit_sealed(known, known.run_id)
 
     def _tier(self) -> Mendable:
         """The folder as a tier, which other processes change too."""

@@ -5,12 +5,12 @@ Pure: works on a survey, reads nothing.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from typing import NamedTuple
 
 from ..errors import NoSuchStep
 from ..format.commit import Survey
-from ..records import Finding, GenerationId
+from ..records import Commit, Finding, GenerationId
 from .arguments import is_whole
 
 
@@ -82,6 +82,25 @@ def never_committed(survey: Survey, copied: bool = False) -> set[GenerationId]:
         named.add(GenerationId(step=survey.pointer.step, incarnation=survey.pointer.incarnation))
     unsure = max((at.step for at in survey.broken), default=0)
     return {at for at in survey.incomplete - named if at.step >= unsure}  # guard: lost-commits-kept
+
+
+def under_way(survey: Survey, intents: Mapping[GenerationId, Commit]) -> list[GenerationId]:
+    """The saves that were under way when the job was lost, newest first: one of them may be committed late.
+
+    `intents`: of each folder without a COMMIT the record that the save wrote first. A save counts only if nothing that
+    is known is newer: a later save of its incarnation replaces it, and a later incarnation has left it behind.
+    """
+    newest = {at.incarnation: at.step for at in sorted([*survey.generations, *survey.broken], key=lambda at: at.step)}
+    return sorted(
+        (
+            at
+            for at in survey.incomplete - survey.witnessed  # guard: lost-commit-is-not-under-way
+            if at in intents
+            and intents[at].order >= survey.order  # guard: abandoned-save-not-committed
+            and at.step > newest.get(at.incarnation, -1)  # guard: replaced-save-not-committed
+        ),
+        reverse=True,
+    )
 
 
 def choose(survey: Survey, step: int | None) -> Choice:

@@ -27,7 +27,7 @@ from ..records import Finding, Generation, GenerationId, Incarnation, judged
 from ..storage.slots import Slots
 from .known import Environment, KnownRun
 from .node_disks import own_disk
-from .save import RankPart, RankWriter
+from .save import RankPart, RankWriter, SaveRequest
 from .verify import Stop, never, own_findings, post_key
 from .writer import SharedSurvey
 
@@ -79,6 +79,12 @@ class Follower:
         if self.known.incarnation is not None:
             with contextlib.suppress(StepTaken):
                 self.clear(self.admit(step))
+
+    def intend(self, request: SaveRequest) -> None:
+        """Does nothing: the coordinator stores it."""
+
+    def withdraw(self, at: GenerationId) -> None:
+        """Does nothing, as `intend`."""
 
     def publish(
         self, at: GenerationId, parts: Sequence[RankPart], pinned: bool, milestone: bool, metrics: Mapping[str, float]

@@ -6,7 +6,8 @@
 Invariants
   1. A generation is committed only after every file of every rank is durable and every check has passed.
   2. A save that fails on one rank fails on all ranks. A failed save leaves no generation; only after CommitUnknown it
-     is unknown whether the generation exists, and then no file of it is deleted.
+     is unknown whether the generation exists, and then no file of it is deleted. If the coordinator is lost, a save in
+     memory that all ranks have sealed is committed late (late_commit.py), also if other ranks could not learn of it.
 """
 
 from __future__ import annotations
@@ -119,6 +120,14 @@ class WritableRun(Protocol):
 
     known: KnownRun
 
+    def intend(self, request: SaveRequest) -> None:
+        """At the coordinator, for a save in memory: store what its COMMIT will say (format/intents.py)."""
+        ...
+
+    def withdraw(self, at: GenerationId) -> None:
+        """Delete what `intend` has stored, before any rank learns that the save has failed. Raises nothing."""
+        ...
+
     def publish(
         self, at: GenerationId, parts: Sequence[RankPart], pinned: bool, milestone: bool, metrics: Mapping[str, float]
     ) -> Generation:
@@ -156,6 +165,7 @@ def save(run: WritableRun, request: SaveRequest, writer: RankWriter, topic: AnyT
     try:
         if topic.is_retry:  # guard: retry-waits-for-first-try
             topic.agree(None, lambda _: None)  # the coordinator has now removed the files of the earlier attempt
+        run.intend(request)
         part = write_part(request, writer, known, begun_seconds)
         generation = _committed(run, request, part, topic)
     except CommitUnknown as error:  # guard: unknown-commit-deletes-nothing
@@ -167,6 +177,8 @@ def save(run: WritableRun, request: SaveRequest, writer: RankWriter, topic: AnyT
         run.doubt(at)
         raise
     except BaseException as error:
+        if not isinstance(error, NameTaken):
+            run.withdraw(at)  # guard: failed-save-not-committed-late
         topic.fail(error)  # the coordinator returns once every rank has posted or timed out: none writes any more
         # If a name was taken, the files under it belong to another save.
         # guard: taken-name-deletes-nothing

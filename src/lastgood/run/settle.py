@@ -15,6 +15,7 @@ from ..policy.retention import stale_incarnations
 from ..ports import Tier
 from ..records import RunHeader
 from .known import KnownRun
+from .late_commit import commit_sealed
 from .retire import Deletions
 
 
@@ -22,6 +23,7 @@ def settle(known: KnownRun, deletions: Deletions) -> str:
     """Settle a run and return its id. Raises Unreadable if its id is recorded only where it cannot be read now."""
     run_id = _ensure_header(known)
     _remove_litter(known, deletions)
+    commit_sealed(known, run_id)
     _complete(known)
     remove_unfinished(known, deletions)
     return run_id

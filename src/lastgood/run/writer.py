@@ -22,7 +22,7 @@ from ..coordination.rounds import encode_error
 from ..coordination.single_rank import AnyRanks, AnyTopic, SingleRank
 from ..engine.arena import Arena
 from ..errors import LastgoodError, NoSpace, StepTaken
-from ..format import catalog, commit, layout, parity_layout
+from ..format import catalog, commit, intents, layout, parity_layout
 from ..io.reed_solomon import Code
 from ..limits import RECORD_LIMIT_BYTES
 from ..policy.places import holder
@@ -30,7 +30,7 @@ from ..policy.retention import KEEP, Keep, unverified_ahead, wanted
 from ..ports import Tier
 from ..records import Commit, Finding, Generation, GenerationId, Incarnation, Pointer, Record, World
 from ..storage.slots import Slots
-from . import claims
+from . import claims, paths
 from .disk_space import RetryingTier
 from .known import Environment, KnownRun
 from .marks import Marks
@@ -97,7 +97,10 @@ class RunWriter:
         code = Code(*parity_layout.parsed(parity)) if parity else None
         self.verifier = Verifier(known, self.marks, self.ranks, workers, code)
         self.mender = Mender(known, self.marks, self.verifier, workers)
+        self._in_memory = paths.in_memory(tier.place)
         self._roomy = RetryingTier(own_disk(tier), self.make_room)
+        self._intended: dict[GenerationId, Commit] = {}
+        """saves that are under way in memory -> what their COMMIT will say"""
         self._catalogued: Set[GenerationId] = known.survey.catalogued
         """the generations in the catalog, where the run has one"""
 
@@ -174,31 +177,34 @@ class RunWriter:
             with contextlib.suppress(StepTaken):  # the files in that folder belong to another save
                 self.clear(self.admit(step))
 
+    def intend(self, request: SaveRequest) -> None:
+        """In memory: store what the COMMIT of a save will say (format/intents.py)."""
+        if self._in_memory:
+            record = self._commit_record(request.at, request.milestone, request.metrics)
+            intents.write(self._roomy, record, self._algorithm)
+            self._intended[request.at] = record
+
+    def withdraw(self, at: GenerationId) -> None:
+        """In memory: delete what `intend` has stored. Raises nothing."""
+        if self._intended.pop(at, None):
+            with contextlib.suppress(LastgoodError):
+                intents.withdraw(self._roomy, at)
+
     def publish(
         self, at: GenerationId, parts: Sequence[RankPart], pinned: bool, milestone: bool, metrics: Mapping[str, float]
     ) -> Generation:
         """Commit the parts that the ranks have sealed. Raises Overtaken, CommitUnknown."""
         known = self.known
-        assert known.incarnation is not None
         with known.lock:
             known.require_newest(at, pinned)  # guard: overtaken-save-not-committed
-            record = Commit(
-                format=layout.FORMAT,
-                run=known.run_id,
-                step=at.step,
-                incarnation=at.incarnation,
-                order=known.incarnation.order,
-                world=World(ranks=len(parts)),
-                continues=known.incarnation.parent,
-                parent=known.before(at),
-                seals=[one.seal for one in parts],
-                created=known.environment.wall_seconds(),
-                milestone=milestone,
-                metrics=dict(metrics),
-            )
+            # The same bytes as those of whoever commits late what this process has intended.
+            record = self._intended.get(at) or self._commit_record(at, milestone, metrics)
+            world, seals = World(ranks=len(parts)), [one.seal for one in parts]
+            record = msgspec.structs.replace(record, world=world, parent=known.before(at), seals=seals)
             size = sum(one.bytes for one in parts)
             # guard: publish-writes-commit
             generation = msgspec.structs.replace(commit.publish(self.tier, record, self._algorithm), bytes=size)
+            self._intended.pop(at, None)
             known.note_tried(at)
             known.record(generation)
             known.unread += 1
@@ -206,6 +212,25 @@ class RunWriter:
                 with contextlib.suppress(LastgoodError):  # each COMMIT holds the same; the next save tries again
                     self.record_incarnation()
             return generation
+
+    def _commit_record(self, at: GenerationId, milestone: bool, metrics: Mapping[str, float]) -> Commit:
+        """The COMMIT of a save, without its parent and its seals."""
+        known = self.known
+        assert known.incarnation is not None
+        return Commit(
+            format=layout.FORMAT,
+            run=known.run_id,
+            step=at.step,
+            incarnation=at.incarnation,
+            order=known.incarnation.order,
+            world=World(ranks=self.ranks.size),
+            continues=known.incarnation.parent,
+            parent=None,
+            seals=[],
+            created=known.environment.wall_seconds(),
+            milestone=milestone,
+            metrics=dict(metrics),
+        )
 
     def note_published(self, generation: Generation) -> None:
         """Does nothing: `publish` has added the generation already."""

@@ -2,7 +2,8 @@
 
 A life restores, saves every step to memory and each fourth one to the directory, until it is killed; in some lives the
 agent is killed too, before the training process or after it. Each life must restore the last committed save, or
-the one that was under way, to the bit. Where the agent is left, the directory must have that save once it has copied.
+the one that was under way, to the bit, and no older one than was sealed when the process died. Where the agent is left,
+the directory must have that save once it has copied.
 Writes lab/reports/memory_kills.*
 """
 
@@ -28,6 +29,7 @@ import torch
 
 import lastgood
 from lastgood.errors import NoSuchStep
+from lastgood.format import layout
 from lastgood.run import access, agent_link, agent_messages, memory_place
 from lastgood.run.reader import RunReader
 from lastgood_lab.campaigns.reports import report
@@ -63,7 +65,7 @@ class Run:
     def __init__(self, folder: Path, memory: Path, number: int) -> None:
         self.home, self._root, self._chance = folder / f"run{number}", memory, random.Random(number)
         self.memory = memory_place.folder_of(self.home, {memory_place.VARIABLE: str(memory)})
-        self.committed = 0
+        self.committed = self.sealed = 0
         self.ends = Counter[str]()
         self.problems: list[str] = []
 
@@ -84,6 +86,8 @@ class Run:
         if kind == "both":
             kill_agent(self.memory)
         process.join()
+        self.sealed, late = newest_sealed(Path(self.memory))
+        self.ends["sealed, and not committed"] += late
         self._receive(receiver, MOST_SAVES * 100)
         self.ends[kind] += 1
         if kind == "trainer" and self._chance.random() < 0.5:
@@ -95,8 +99,9 @@ class Run:
                 what, step, good = pipe.recv()
             except (EOFError, OSError):
                 return
-            if what == "restored" and step not in (self.committed, self.committed + 1):
-                self.problems.append(f"{self.home.name}: restored step {step}, and {self.committed} was committed")
+            if what == "restored" and (step not in (self.committed, self.committed + 1) or step < self.sealed):
+                was = f"{self.committed} was committed, {self.sealed} sealed"
+                self.problems.append(f"{self.home.name}: restored step {step}, and {was}")
             if not good:
                 self.problems.append(f"{self.home.name}: step {step} was restored with other bytes")
             self.committed = max(self.committed, step)
@@ -115,8 +120,9 @@ class Run:
         newest = 0
         with contextlib.suppress(NoSuchStep):  # it was killed before its first save
             newest = RunReader(access.for_reading(self.home)).generation().step
-        if newest not in (self.committed, self.committed + 1):
-            self.problems.append(f"{self.home.name}: the home has step {newest} of {self.committed}")
+        if newest not in (self.committed, self.committed + 1) or newest < self.sealed:
+            wanted = max(self.committed, self.sealed)
+            self.problems.append(f"{self.home.name}: the home has step {newest} of {wanted}")
         self.ends["copied by the agent"] += 1
 
 
@@ -125,6 +131,16 @@ def state_of(folder: str) -> agent_messages.Answer | None:
     with contextlib.suppress(OSError, ValueError):
         return agent_link.status(folder)
     return None
+
+
+def newest_sealed(memory: Path) -> tuple[int, bool]:
+    """The newest step whose manifest is in memory, and whether its COMMIT is not; (0, False) if there is none."""
+    newest = max(memory.glob(f"gen/*/{layout.manifest_name(0)}"), default=None)
+    if newest is None:
+        return 0, False
+    at = layout.parse_folder(newest.parent.name)
+    assert at is not None
+    return at.step, not (newest.parent / layout.COMMIT).exists()
 
 
 def kill_agent(folder: str) -> None:
@@ -174,6 +190,7 @@ def main() -> int:
         "training_processes_killed": ends["trainer"] + ends["agent first"] + ends["both"],
         "agents_killed": ends["agent first"] + ends["both"],
         "newest_save_copied_by_the_agent_and_found_at_home": ends["copied by the agent"],
+        "sealed_and_not_committed": ends["sealed, and not committed"],
         "saves_committed": sum(one.committed for one in runs),
         "violations": len(violated),
         "seconds": round(time.monotonic() - begun),

@@ -82,6 +82,30 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a reader does not find what is moved while he reads", "later-spill-is-read", Swap("spill is None or ", "")),
     ),
     *table(
+        "late commit",
+        ("late_commit", "ranks_memory"),
+        ("what all ranks have sealed is removed", "sealed-save-committed-late", Instead("return")),
+        ("agents leave what all ranks have sealed", "sealed-parts-copied", Remove()),
+        ("a save is committed that a rank has not sealed", "save-of-some-ranks-not-committed", Instead("continue")),
+        (
+            "the intent of another save is followed",
+            "intent-belongs-to-folder",
+            Swap("(intent.id, intent.run)", "(at, run)"),
+        ),
+        ("a lost COMMIT is made anew", "lost-commit-is-not-under-way", Swap(" - survey.witnessed", "")),
+        (
+            "what a rewind has left behind is committed",
+            "abandoned-save-not-committed",
+            Swap("and intents[at].order >= survey.order", ""),
+        ),
+        (
+            "a save is committed that a newer one has replaced",
+            "replaced-save-not-committed",
+            Swap("and at.step > newest.get(at.incarnation, -1)", ""),
+        ),
+        ("a failed save can be committed late", "failed-save-not-committed-late", Remove()),
+    ),
+    *table(
         "agent",
         ("agent", "agent_work", "ranks_memory"),
         ("a place keeps a run that was not closed from ending", "unclosed-place-ends-with-the-process", Remove()),
