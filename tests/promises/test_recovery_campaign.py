@@ -41,6 +41,16 @@ def test_the_judge_finds_a_wrong_rank_a_lost_save_and_a_wrong_answer() -> None:
         assert wrong.problems
 
 
+def test_the_judge_wants_the_lost_node_named_by_another_one() -> None:
+    plan = Plan(attempts=[Attempt(faults=[Fault(kind="node", phase="step", rank=2)])], total=4, room="")
+    lost = [{**one, "kind": "node", "node": "b"} if one is FAULT else one for one in WHOLE]
+    for what, named in (("node 1 (b): no sign of life for 5 s", True), ("node 0 (a): no sign of life for 5 s", False)):
+        (trial,) = judged(plan, lost, {0: Reported(-1, what, "restart")})
+        assert trial.cause is named and not trial.problems
+    (alone,) = judged(plan, [{**one, "node": ""} for one in lost], {0: Reported(-1, "no sign of life", "restart")})
+    assert alone.problems, "a supervisor that was killed reports nothing"
+
+
 @pytest.mark.parametrize("change", [{"digest": "b"}, {"exact": False}, {"step": 3}])
 def test_the_judge_finds_a_job_that_ends_otherwise(change: dict[str, object]) -> None:
     calm = [*notes(0, range(1, 5), 0), END]

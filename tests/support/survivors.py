@@ -89,7 +89,8 @@ def supervised_nodes(folder: Path, *arguments: object, nodes: int, ranks: int) -
     script.write_text(TRAINING)
     started = list[subprocess.Popen[bytes]]()
     for node in range(nodes):
-        conf = f"is_host={'false' if node else 'true'},last_call_timeout=1,keep_alive_interval=1"
+        # No node is lost here: a machine that is busy for some seconds must not look like one.
+        conf = f"is_host={'false' if node else 'true'},last_call_timeout=1,keep_alive_max_attempt=30"
         place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", conf]
         options = ["--nnodes", str(nodes), *place, "--local-addr", "127.0.0.1", "--nproc-per-node", str(ranks)]
         with open(folder / f"node-{node}.log", "wb") as log:

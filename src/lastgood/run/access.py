@@ -361,9 +361,9 @@ def _locked_place(place: paths.Place, of_agent: bool) -> Lock:
         while True:
             try:
                 lock = Lock(path, AGENTS_MARK if of_agent else b"")
-            except BlockingIOError as error:
+            except BlockingIOError:
                 if of_agent or not _held_by_agent(path) or time.monotonic() > until:
-                    raise _locked(place.root) from error
+                    raise _locked(place.root) from None
                 with contextlib.suppress(FileNotFoundError), open(path + WANTED, "w"):
                     os.utime(path + WANTED)
                 time.sleep(POLL_SECONDS)

@@ -3,7 +3,8 @@
 A job trains a small network (recovery_job.py). In each of its attempts a fault of recovery_faults.py happens, and
 recovery_judge.py judges what followed; at the end losses, weights and samples are compared with those of a job without
 faults. Finished jobs are kept in a journal, so that an interrupted campaign goes on. Needs root: the run lies in a
-small file system of its own, and memory is limited by a control group. Writes lab/reports/recovery.*
+small file system of its own, and memory is limited by a control group. `--nodes 2`: the ranks belong to two nodes, each
+with a supervisor of its own. Writes lab/reports/recovery.*, with two nodes recovery-nodes.*
 """
 
 from __future__ import annotations
@@ -37,13 +38,14 @@ from lastgood_lab.campaigns.recovery_faults import (
     remove_groups,
 )
 from lastgood_lab.campaigns.recovery_judge import Note, Reported, Trial, compared, judged, reported
+from lastgood_lab.campaigns.recovery_nodes import Life
 from lastgood_lab.campaigns.reports import report
 from lastgood_lab.campaigns.trials import in_memory
 from lastgood_lab.journal import Journal
 
 RANKS, HANG_SECONDS, ROOM, TOTAL = 4, 6, "size=32m", 260
 LIMIT_SECONDS = 1200.0
-COMMAND = [sys.executable, "-m", "lastgood", "run", "--nproc-per-node", str(RANKS), "--hang-timeout", str(HANG_SECONDS)]
+COMMAND = [sys.executable, "-m", "lastgood", "run", "--hang-timeout", str(HANG_SECONDS)]
 JOB = ["-m", "lastgood_lab.campaigns.recovery_job"]
 
 
@@ -101,21 +103,34 @@ def mounted(folder: Path) -> Iterator[str]:
         subprocess.run(["umount", room], check=True)
 
 
-def lived(folder: Path, plan: Plan) -> Lived:
+def lived(folder: Path, plan: Plan, nodes: int = 1) -> Lived:
     """Run a job to its end. A supervisor that was killed is started again."""
     (folder / "plan.json").write_bytes(msgspec.json.encode(plan))
     reports, first = dict[int, Reported](), 0
     while True:
-        command = [*COMMAND, *JOB, str(folder), str(first)]
-        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=LIMIT_SECONDS, check=False)
-        reports |= reported(done.stderr, first)
+        code, found = _life(folder, nodes, first)
+        reports |= found
         notes = [json.loads(line) for line in (folder / "notes.jsonl").read_text().splitlines()]
-        if done.returncode >= 0:
+        if code >= 0:
             break
         first = max(one["attempt"] for one in notes) + 1
     remove_groups()
     pids = {one["pid"] for one in notes if one["what"] == "start"}
-    return Lived(notes, reports, done.returncode, [pid for pid in pids if _lives(pid, folder)])
+    return Lived(notes, reports, code, [pid for pid in pids if _lives(pid, folder)])
+
+
+def _life(folder: Path, nodes: int, first: int) -> tuple[int, dict[int, Reported]]:
+    """Start a job once. Returns its exit code, negative if it is to be started again, and what was reported.
+
+    `first`: the number of its first attempt.
+    """
+    command, program = [*COMMAND, "--nproc-per-node", str(RANKS // nodes)], [*JOB, str(folder)]
+    if nodes > 1:
+        life = Life(folder, first, command, program)
+        return life.lived(time.monotonic() + LIMIT_SECONDS), life.reports()
+    command += [*program, str(first)]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=LIMIT_SECONDS, check=False)
+    return done.returncode, reported(done.stderr, first)
 
 
 def _lives(pid: int, folder: Path) -> bool:
@@ -125,12 +140,12 @@ def _lives(pid: int, folder: Path) -> bool:
         return False
 
 
-def tried(folder: Path, number: int) -> dict[str, Any]:
+def tried(folder: Path, number: int, nodes: int = 1) -> dict[str, Any]:
     """Run one job, and one without faults which leaves out the same batches. Returns its trials and problems."""
     begun = time.monotonic()
     with mounted(folder / "faults") as room:
         plan = plan_of(number, room)
-        found = lived(folder / "faults", plan)
+        found = lived(folder / "faults", plan, nodes)
     ends = [one for one in found.notes if one["what"] == "end"]
     skipped = [(epoch, window) for epoch, window in ends[-1]["skipped"]] if ends else []
     with mounted(folder / "calm") as room:
@@ -170,7 +185,7 @@ def unnamed(trials: Sequence[Trial]) -> str:
     return "\n".join(["| fault whose first cause was not named | phase | trials |", "|---|---|---|", *rows])
 
 
-def write(jobs: Sequence[dict[str, Any]], first: int) -> int:
+def write(jobs: Sequence[dict[str, Any]], first: int, nodes: int) -> int:
     """Write the report. Returns the number of violations."""
     trials = [Trial(*one) for job in jobs for one in job["trials"]]
     named = [one.cause for one in trials if one.cause is not None]
@@ -187,34 +202,37 @@ def write(jobs: Sequence[dict[str, Any]], first: int) -> int:
         "first_job": first,
         "violated": violated,
     }
-    report("recovery", "Faults in every phase of jobs under `lastgood run`", facts, [table(trials), unnamed(trials)])
+    title = "Faults in every phase of jobs under `lastgood run`" + (f" on {nodes} nodes" if nodes > 1 else "")
+    report("recovery", title, facts, [table(trials), unnamed(trials)], tier="nodes" if nodes > 1 else "directory")
     return len(violated)
 
 
-def _in_memory(number: int) -> dict[str, Any]:
+def _in_memory(number: int, nodes: int) -> dict[str, Any]:
     with in_memory() as folder:
-        return tried(folder, number)
+        return tried(folder, number, nodes)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=2000, help="at least so many faults (default: %(default)s)")
     parser.add_argument("--first", type=int, default=0, help="number of the first job, which determines its faults")
+    parser.add_argument("--nodes", type=int, choices=(1, 2), default=1, help="default: %(default)s")
     parser.add_argument("--jobs", type=int, default=1, help="so many at once (default: %(default)s)")
     parser.add_argument("--journal", type=Path, default=Path(tempfile.gettempdir()) / "recovery.journal.jsonl")
     options = parser.parse_args()
     if os.geteuid():
         parser.error("needs root: it mounts file systems, and limits memory")
     journal, jobs, numbers = Journal(options.journal), list[dict[str, Any]](), count(options.first)
-    trials = 0
+    trials, nodes = 0, options.nodes
     with ThreadPoolExecutor(options.jobs) as workers:
         while trials < options.trials:
             some = [next(numbers) for _ in range(options.jobs)]
-            known = {number: journal.get(job=number) for number in some}
-            begun = {number: workers.submit(_in_memory, number) for number in some if known[number] is None}
+            keys = {number: {"job": number} | ({"nodes": nodes} if nodes > 1 else {}) for number in some}
+            known = {number: journal.get(**keys[number]) for number in some}
+            begun = {number: workers.submit(_in_memory, number, nodes) for number in some if known[number] is None}
             for done in as_completed(begun.values()):
                 number = next(at for at, one in begun.items() if one is done)
-                known[number] = journal.put(done.result(), job=number)
+                known[number] = journal.put(done.result(), **keys[number])
             for number in some:
                 jobs.append(known[number] or {})
                 trials += len(jobs[-1]["trials"])
@@ -222,7 +240,7 @@ def main() -> int:
                     print(f"\njob {number}: {text}", flush=True)
             wrong = sum(bool(job["problems"]) for job in jobs)
             print(f"{trials:,} of {options.trials:,} trials, {len(jobs)} jobs, {wrong} with violations", flush=True)
-    return 1 if write(jobs, options.first) else 0
+    return 1 if write(jobs, options.first, nodes) else 0
 
 
 if __name__ == "__main__":

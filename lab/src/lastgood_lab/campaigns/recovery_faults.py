@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from lastgood.io.machine import NODE
 from lastgood.records import Record
 
 PHASES = ("start", "rendezvous", "restore", "step", "save", "commit", "teardown")
@@ -147,7 +148,8 @@ class Injector:
                 return
             if not fault.step and fault.window is None:
                 self._left.remove(fault)
-        self._notes.note("fault", kind=fault.kind, phase=fault.phase, step=self.step)
+        node = os.environ.get(NODE, "")
+        self._notes.note("fault", kind=fault.kind, phase=fault.phase, step=self.step, node=node)
         match fault.kind:
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -73,8 +73,10 @@ def _of_fault(fault: Fault, note: Note, notes: Sequence[Note], line: Reported | 
     seconds = min(new) - note["at"] if new else None
     outcome, cause = "recovered", None
     if fault.kind == "node":
-        if line is not None:
+        if line is not None and not note.get("node"):
             problems.append(f"a supervisor that was killed has reported {line}")
+        elif line is not None:
+            cause = f"({note['node']}): no sign of life" in line.what  # another node has reported it
     elif line is None:
         problems.append("the attempt was not reported")
     elif line.act != "restart":
