@@ -20,6 +20,7 @@ from lastgood.io.memory_moves import STAGED, moved
 from lastgood.io.os_errors import NoMemory
 from lastgood.io.reused_files import FOLDER, LEAST_BYTES
 from lastgood.run import memory_place
+from mounts import small_tmpfs
 
 LENGTH = 3 * LEAST_BYTES + 100
 NAME = "gen/tensors"
@@ -69,15 +70,8 @@ def both(tmp_path: Path) -> Both:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk with room for 2 MiB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"needs a mount: {mounted.stderr.decode().strip()}")
-    try:
+    with small_tmpfs(tmp_path / "small", "2m") as folder:
         yield folder
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
 
 
 @pytest.mark.parametrize("direct", [True, False], ids=["past the cache", "through the cache"])

@@ -22,6 +22,7 @@ from lastgood.io.reused_files import FOLDER, LEAST_BYTES
 from lastgood.records import Extent
 from lastgood.run import access, agent_link, memory_place, memory_relief
 from lastgood.run.memory_relief import LOCK, Relief
+from mounts import small_tmpfs
 
 LENGTH = 2 * LEAST_BYTES
 
@@ -140,15 +141,8 @@ def test_half_a_copy_of_a_killed_process_is_removed(run: Run) -> None:
 @pytest.fixture
 def small_memory(tmp_path: Path) -> Iterator[Path]:
     """A tmpfs of 32 MiB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(folder)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"needs a mount: {mounted.stderr.decode().strip()}")
-    try:
+    with small_tmpfs(tmp_path / "small", "32m") as folder:
         yield folder
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
 
 
 def test_a_full_tmpfs_gets_its_room_back(tmp_path: Path, small_memory: Path) -> None:
