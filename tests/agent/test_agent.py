@@ -191,8 +191,6 @@ def test_a_save_that_came_while_the_agent_waited_is_copied_too(run: Run, came: s
     (saved,) = run.memory.glob(f"gen/*3-*{came}")
     aside = run.memory.parent / saved.name
     saved.rename(aside)
-    for intent in run.memory.glob("gen/*3-*/INTENT.json"):
-        intent.unlink()  # the commit is not the agent's to make
     with agent(run.memory, linger_seconds=1.0) as process:
         until(lambda: state(run.memory) and 2 in steps(run.home))
         aside.rename(saved)

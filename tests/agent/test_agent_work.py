@@ -34,9 +34,9 @@ class Job:
     def __init__(self, home: Path) -> None:
         self.home, self.memory, self.training = home, Path(memory_place.folder_of(home)), Training()
 
-    def opened(self) -> lastgood.Checkpointer:
-        tiers = [lastgood.Tier("memory://", cadence=lastgood.Every(steps=1))]
-        ckpt = lastgood.Checkpointer(self.home, self.training.state, cadence=lastgood.Every(steps=10), tiers=tiers)
+    def opened(self, parity: str | None = None) -> lastgood.Checkpointer:
+        options = {"tiers": [lastgood.Tier("memory://", cadence=lastgood.Every(steps=1))], "parity": parity}
+        ckpt = lastgood.Checkpointer(self.home, self.training.state, cadence=lastgood.Every(steps=10), **options)
         ckpt.restore()
         return ckpt
 
@@ -77,8 +77,22 @@ def test_the_agent_finds_the_damage_that_this_process_finds(job: Job, monkeypatc
         assert found and found == expected
 
 
+def test_the_agent_writes_the_parity_of_what_it_has_copied(job: Job, monkeypatch) -> None:
+    with job.opened(parity="2+1") as ckpt:
+        monkeypatch.setattr(verify.parity, "protect", unused)
+        job.save(ckpt, 10)
+        ckpt.wait()
+        assert [*job.home.glob("gen/*10-*/*parity*")]
+        monkeypatch.undo()
+    (packed,) = job.home.glob("gen/*10-*/*.safetensors")
+    flip(packed, -5)
+    assert not one_place(job.home).verify(10).good
+    lastgood.Checkpointer(job.home, Training().state).restore(step=10)
+    assert one_place(job.home).verify(10).good, "it is rebuilt from its parity"
+
+
 def test_without_an_agent_the_training_process_reads_and_copies(job: Job) -> None:
-    with job.opened() as ckpt:
+    with job.opened(parity="2+1") as ckpt:
         process = state(job.memory).process
         os.kill(process, signal.SIGKILL)
         until(lambda: not os.path.exists(f"/proc/{process}/exe"))

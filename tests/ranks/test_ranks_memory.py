@@ -88,20 +88,20 @@ def test_the_agents_of_all_nodes_complete_a_save_after_every_rank_died(tmp_path:
 
 
 @pytest.mark.parametrize("nodes", [["a", "a"], ["a", "b"]], ids="".join)
-@pytest.mark.parametrize("restarted", [True, False], ids=["the next start", "the agents"])
-def test_what_all_ranks_have_sealed_is_committed_late(tmp_path: Path, memory: Path, nodes, restarted: bool) -> None:
+def test_what_all_ranks_have_sealed_is_committed_by_the_next_start(tmp_path: Path, memory: Path, nodes) -> None:
     """The ranks died between their seals and COMMIT, and the save was removed by the next opening."""
     home = tmp_path / "home"
-    world(2, died_before_commit, nodes, memory, home, 6, not restarted, dies=(0, 1))
-    if not restarted:
-        until(lambda: steps(home)[-1:] == [6])
-        assert one_place(home).verify(6).good
-        for node in set(nodes):
-            ended(str(folder(home, node, memory)))
-            shutil.rmtree(folder(home, node, memory))
+    world(2, died_before_commit, nodes, memory, home, 6, False, dies=(0, 1))
     found = world(2, trained, nodes, memory, home, 9)
     for rank in range(2):
         assert found[rank]["step"] == 6 and found[rank]["losses"] == losses(2)[rank][6:]
+
+
+def test_the_agent_commits_what_all_ranks_of_its_node_have_sealed(tmp_path: Path, memory: Path) -> None:
+    home = tmp_path / "home"
+    world(2, died_before_commit, ["a", "a"], memory, home, 6, True, dies=(0, 1))
+    until(lambda: steps(home)[-1:] == [6])
+    assert one_place(home).verify(6).good
 
 
 def test_what_one_rank_has_not_sealed_is_never_committed(tmp_path: Path, memory: Path) -> None:

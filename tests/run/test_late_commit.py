@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from harness import reported
 from histories import at, generation
 from lastgood.coordination.single_rank import SingleTopic
 from lastgood.engine.inline_executor import Inline
-from lastgood.errors import TierDown
+from lastgood.errors import NoSpace, TierDown
 from lastgood.format import commit, layout
 from lastgood.format.commit import Survey
 from lastgood.policy.restore import under_way
-from lastgood.records import GenerationId
+from lastgood.ports import Tier
+from lastgood.records import Commit, Generation, GenerationId, Incarnation
 from lastgood.run import access, memory_place, paths
 from lastgood.run.writer import RunWriter
 from lastgood_lab.plain import load, save
@@ -41,9 +44,9 @@ class Run:
             run.begin(parent)
             yield run
 
-    def sealed(self, monkeypatch: pytest.MonkeyPatch, *steps: int) -> GenerationId:
+    def sealed(self, monkeypatch: pytest.MonkeyPatch, *steps: int, parent: GenerationId | None = None) -> GenerationId:
         """Save these steps; the process ends just before the COMMIT of the last one, of which this is the id."""
-        with self.opened() as run:
+        with self.opened(parent) as run:
             for step in steps[:-1]:
                 save(run, step, {"w": bytes([step]) * 100})
             with monkeypatch.context() as patch, pytest.raises(Lost):
@@ -56,6 +59,12 @@ class Run:
     def loaded(self) -> tuple[int, bytes]:
         found, state = load(access.for_reading(f"{paths.MEMORY}{self.folder}"))
         return found.generation.step, state["w"]
+
+
+def at_of(folder: Path) -> GenerationId:
+    at = layout.parse_folder(folder.name)
+    assert at is not None
+    return at
 
 
 def _lost(*arguments: object) -> None:
@@ -88,26 +97,107 @@ def test_a_save_of_which_a_file_is_missing_is_removed(run: Run, monkeypatch) -> 
 
 
 def test_the_intent_of_another_folder_commits_nothing(run: Run, monkeypatch) -> None:
-    folder = run.folder / layout.folder(run.sealed(monkeypatch, 5, 7))
-    (other,) = run.folder.glob(f"gen/*5-*/{layout.INTENT}")
-    (folder / layout.INTENT).write_bytes(other.read_bytes())
+    folder = run.folder / layout.folder(run.sealed(monkeypatch, 7))
+    record = layout.decode((folder / layout.INTENT).read_bytes(), Commit, layout.INTENT)
+    (folder / layout.INTENT).write_bytes(layout.encode(msgspec.structs.replace(record, step=8)))
     with run.opened():
-        assert not folder.exists()
+        assert not [*run.folder.glob("gen/*")]
 
 
-def test_the_intent_of_a_failed_save_goes_before_ranks_know(run: Run, monkeypatch) -> None:
-    """They go on then. If the process that commits is lost, nobody may commit the save."""
+def test_a_rewind_leaves_an_unknown_commit_behind(run: Run, monkeypatch) -> None:
+    """Step 50 was of unknown outcome, the run went back to 10, and its next save was not committed in time. Step 50
+    came back, because it was the highest."""
+    older = run.folder / layout.folder(run.sealed(monkeypatch, 10, 50))
+    older.rename(run.folder / older.name)
+    run.sealed(monkeypatch, 11)
+    (run.folder / older.name).rename(older)
+    with run.opened():
+        pass
+    assert run.loaded()[0] == 11
 
-    class Topic(SingleTopic):
-        def fail(self, error: BaseException) -> None:
-            found.extend(run.folder.glob(f"gen/*/{layout.INTENT}"))
 
-    found: list[Path] = []
+def test_memory_that_is_full_is_opened_all_the_same(run: Run, monkeypatch) -> None:
+    """There was no room for the COMMIT, and no new job could be started."""
+    folder = run.folder / layout.folder(run.sealed(monkeypatch, 5, 7))
+
+    def full(*arguments: object) -> None:
+        raise NoSpace("no space left", safe="", todo="")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(commit, "publish", full)
+        with reported("step 7 had been saved by all ranks .* given up: no space left"), run.opened():
+            pass
+    assert not folder.exists() and run.loaded()[0] == 5
+
+
+class Refused(SingleTopic):
+    """Notes which intents there are when a decision has failed, as other ranks learn of it then."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.found = folder, list[Path]()
+
+    def agree(self, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
+        try:
+            return decide([mine])
+        except BaseException:
+            self.found += self.folder.glob(f"gen/*/{layout.INTENT}")
+            raise
+
+
+def test_the_intent_goes_before_ranks_learn_that_the_commit_failed(run: Run, monkeypatch) -> None:
+    topic = Refused(run.folder)
     with run.opened() as writer:
         monkeypatch.setattr(commit, "publish", _lost)
         with pytest.raises(Lost):
-            save(writer, 7, {"w": b"x"}, topic=Topic())
-    assert not found
+            save(writer, 7, {"w": b"x"}, topic=topic)
+    assert not topic.found
+
+
+def test_a_step_that_is_saved_again_is_not_committed_late(run: Run, monkeypatch) -> None:
+    """A rank that was late sealed its part of the first attempt after that had failed. The second one found the name
+    taken; then its files and those of the first one were committed together."""
+    seen: list[Path] = []
+
+    def refused(*arguments: object) -> None:
+        seen.extend(run.folder.glob(f"gen/*/{layout.INTENT}"))
+        raise TierDown("no answer", safe="", todo="")
+
+    with run.opened() as writer:
+        monkeypatch.setattr(commit, "publish", refused)
+        for first in (True, False):
+            with pytest.raises(TierDown):
+                save(writer, 7, {"w": b"x"})
+            assert len(seen) == 1, "the intent of the first attempt" if first else "none of the second one"
+
+
+def test_a_commit_is_what_was_intended_and_takes_the_intent_along(run: Run, monkeypatch) -> None:
+    """Who commits the save late writes the same bytes: some nodes may have the COMMIT of the process that was lost."""
+    intended: list[Commit] = []
+    publish = commit.publish
+
+    def published(tier: Tier, record: Commit, algorithm: str) -> Generation:
+        data = (run.folder / layout.folder(record.id) / layout.INTENT).read_bytes()
+        intended.append(layout.decode(data, Commit, layout.INTENT))
+        return publish(tier, record, algorithm)
+
+    monkeypatch.setattr(commit, "publish", published)
+    with run.opened() as writer:
+        found = save(writer, 7, {"w": b"x"}, milestone=True, metrics={"loss": 2.0}).commit
+    assert msgspec.structs.replace(found, seals=[]) == intended[0] and found.seals
+    assert not [*run.folder.rglob(layout.INTENT)]
+
+
+def test_a_deleted_generation_has_no_intent_at_any_moment(run: Run, monkeypatch) -> None:
+    """Without a GOING, as on a full disk, a kill in the middle of the deletion left what looked like a sealed save."""
+    with run.opened() as writer:
+        for step in (5, 7):
+            save(writer, step, {"w": bytes([step]) * 100})
+        (folder,) = run.folder.glob("gen/*7-*")
+        (folder / layout.INTENT).write_bytes((folder / layout.COMMIT).read_bytes())
+        monkeypatch.setattr(commit, "clear", _lost)
+        with pytest.raises(Lost):
+            commit.retire(writer.tier, at_of(folder))
+    assert not (folder / layout.COMMIT).exists() and not (folder / layout.INTENT).exists()
 
 
 def test_a_disk_gets_no_intent(tmp_path: Path) -> None:
@@ -119,22 +209,27 @@ def test_a_disk_gets_no_intent(tmp_path: Path) -> None:
 # ---- which save is meant -----------------------------------------------------------------------------------------
 
 
-def intents(*found: GenerationId, order: int = 1) -> dict[GenerationId, commit.Commit]:
+def intents(*found: GenerationId, order: int = 1) -> dict[GenerationId, Commit]:
     return {one: generation(one.step, one.incarnation, order).commit for one in found}
 
 
 def test_the_newest_save_comes_first_and_none_is_older_than_a_commit() -> None:
     survey = Survey(order=1, incomplete={at(20), at(30), at(40)}, generations={at(25): generation(25)})
+    survey.incarnations["a"] = Incarnation(format=1, order=1, id="a", parent=None)
     assert under_way(survey, intents(at(20), at(30), at(40))) == [at(40), at(30)]
     assert under_way(survey, intents(at(30))) == [at(30)], "the other has no intent"
     survey.broken[at(35)] = TierDown("", safe="", todo="")
     assert under_way(survey, intents(at(30), at(40))) == [at(40)], "a COMMIT that cannot be read counts too"
 
 
-def test_a_save_that_a_rewind_has_left_behind_stays_uncommitted() -> None:
+def test_a_save_that_another_incarnation_has_left_behind_is_out() -> None:
     survey = Survey(order=2, incomplete={at(40)}, generations={at(10, "b"): generation(10, "b", 2)})
+    survey.incarnations["b"] = Incarnation(format=1, order=2, id="b", parent=None)
     assert under_way(survey, intents(at(40))) == []
-    assert under_way(survey, intents(at(40), order=2)) == [at(40)]
+    assert under_way(survey, intents(at(40), order=2)) == [], "of two that do not know of each other none is newer"
+    assert under_way(survey, intents(at(40), order=3)) == [at(40)]
+    survey.incomplete.add(at(11, "c"))
+    assert under_way(survey, intents(at(40), order=3) | intents(at(11, "c"), order=4)) == [at(11, "c")]
 
 
 def test_a_generation_whose_commit_was_lost_is_no_save_under_way() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from lastgood.agent import drain, node_parts, nodes, parity_files, server, works
+from lastgood.agent import drain, nodes, parity_files, server, works
 from lastgood.coordination import rounds
 from lastgood.engine import stripes
 from lastgood.engine.inline_executor import Inline
@@ -105,7 +105,6 @@ def _of_agents(world: World) -> Names:
             "Server": lambda address, me, security, service, **_: WireServer(world, address, security, service),
         },
         drain: {"access": Access(world), "Arena": world.arenas, "ThreadPoolExecutor": _inline},
-        node_parts: {"access": Access(world), "Arena": world.arenas, "ThreadPoolExecutor": _inline},
         parity_files: {"Arena": world.arenas, "ThreadPoolExecutor": _inline},
         stripes: {"Arena": world.arenas},
         works: {

@@ -257,7 +257,6 @@ class Explorer:
                 return False
             best = ledger.best()
             waits = best is not None and not ledger.in_home(best) and self._must_be_home(ledger, best)
-            waits = waits or bool(self._unfinished(ledger, best))
             return not waits or until > quiet[0] + PATIENCE_SECONDS
 
         scheduler.over = over
@@ -337,7 +336,6 @@ class Explorer:
             problems = list[str]()
             if best is not None and not drained and self._must_be_home(ledger, best):
                 problems.append(f"{best} is in memory, and its agents leave it there")
-            problems += self._unfinished(ledger, best)
             if shape.parity is None:
                 problems += self._wrong_at_end(ledger, best)
             else:
@@ -374,33 +372,6 @@ class Explorer:
             )
             for manifest, blob in ledger.parts_of(best)
         )
-
-    def _sealed(self, ledger: Ledger) -> GenerationId | None:
-        """The newest generation that every rank of its job has sealed, if living agents have what they need to make it
-        durable: each part, and its intent or COMMIT. None: there is none. An agent that does not linger waits for no
-        other one."""
-        if not ledger.linger_seconds:
-            return None
-        attended, found = {one.node for one in ledger.agents if one.alive}, list[GenerationId]()
-        for at in {one for one, _ in ledger.sealed}:
-            ranks = len(ledger.parts_of(FIRST)) if at.incarnation == FIRST.incarnation else len(ledger.nodes)
-            names = [(layout.manifest_name(rank), layout.blob_name(rank)) for rank in range(ranks)]
-            places = [there for node, there in ledger.folders_of(at).items() if node in attended]
-            if any({layout.INTENT, layout.COMMIT} & there.keys() for there in places) and all(
-                any(ledger._whole(at, one, there) and ledger._whole(at, other, there) for there in places)
-                for one, other in names
-            ):
-                found.append(at)
-        return max(found, key=ledger.rank_of, default=None)
-
-    def _unfinished(self, ledger: Ledger, best: GenerationId | None) -> list[str]:
-        """What is wrong if the home lacks the newest generation that all ranks have sealed, and has nothing newer."""
-        newest = self._sealed(ledger)
-        if newest is None or (best is not None and ledger.rank_of(best) > ledger.rank_of(newest)):
-            return []
-        if newest in ledger.commits and ledger.in_home(newest):
-            return []
-        return [f"{newest} was sealed by all ranks, and its agents leave it in memory"]
 
 
 def _empty(top: str) -> Folders:

@@ -14,21 +14,21 @@ Invariants
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, cast
 
 from ..engine.arena import Arena
 from ..errors import Cancelled, Damaged, LastgoodError, NotARun
-from ..format import commit, layout
+from ..format import commit, layout, sealed
 from ..limits import CHUNK_BYTES, EXAMINATION_CHUNKS, WORKERS
 from ..policy.places import lacking, merged
 from ..policy.retention import Keep
 from ..ports import Mendable, Tier
-from ..records import Generation
-from ..run import access, agent_link, copying, paths
+from ..records import Generation, intact
+from ..run import access, agent_link, copying, pack_copies, paths
 from ..run.agent_messages import AgentSpec, Copied, CopyTo
-from . import node_parts
+from ..run.reader import read_all
 
 PARTS = 3
 """Of so many generations an agent copies the parts of its node, at most, while others may lack the newest COMMIT."""
@@ -75,14 +75,11 @@ class Notes:
                 self._memory.delete(agent_link.COPIED)  # what was noted before may not be true any more
 
 
-def drained(
-    memory: Mendable, spec: AgentSpec, here: list[str], stop: Callable[[], bool], waits: bool = False
-) -> Drained:
+def drained(memory: Mendable, spec: AgentSpec, here: list[str], stop: Callable[[], bool]) -> Drained:
     """Copy what the places lack, and note which of them lack nothing.
 
     `memory`: the tier in memory. `here`: what was committed there before. `stop`: polled before each chunk; once it is
-    true, Cancelled is raised. `waits` (default False): whether a save that nobody has committed is missing until all
-    nodes have copied their parts of it.
+    true, Cancelled is raised.
     """
     notes = Notes(memory)
     found = Drained([], [], [])
@@ -96,8 +93,6 @@ def drained(
 
         try:
             lacks = _drained_to(place, memory, spec.order, notes, gives_way)
-            # guard: sealed-parts-copied
-            lacks += node_parts.copied(memory, place.url, spec.order, gives_way, waits)
             found.missing.extend(lacks)
             notes.note(place.url, [] if lacks else here)
         except Cancelled:
@@ -164,7 +159,7 @@ def _waits_for(memory: Tier, there: Tier, one: Generation) -> str:
     folder = layout.folder(one.id)
     mine, found = memory.list(folder), there.list(folder)
     lacks = [seal.manifest for seal in one.commit.seals if seal.manifest not in found]
-    return "" if not lacks or any(name in mine for name in lacks) else node_parts.named(lacks)
+    return "" if not lacks or any(name in mine for name in lacks) else _named(lacks)
 
 
 def _is_whole(memory: Tier, one: Generation) -> bool:
@@ -188,11 +183,26 @@ def _copied_with(memory: Tier, target: Mendable, one: Generation, how: copying.C
     folder = layout.folder(one.id)
     here = memory.list(folder)
     mine = [seal for seal in one.commit.seals if seal.manifest in here]
-    node_parts.copy_part(memory, target, one, mine, how)
+    ranks = [seal.rank for seal in mine]
+    if pack_copies.wanted(target, [memory], one, how):
+        copying.pack_files(target, [memory], one, ranks, how)
+        pack_copies.pack_manifests(target, [memory], one, mine, how)
+    else:
+        copying.copy_files(target, [memory], one, ranks, how)
+        for seal in mine:
+            target.put_new(f"{folder}/{seal.manifest}", sealed.record_bytes([memory], one, seal))
     there = target.list(folder)
     lacks = [seal.manifest for seal in one.commit.seals if seal.manifest not in there]
     if lacks:  # guard: commit-copied-after-all-nodes
-        return node_parts.named(lacks)
+        return _named(lacks)
     commit.copy_records([memory, target], target, one)
-    node_parts.check(target, one, mine, how)
+    findings = read_all(target, one, how.arena, how.workers, how.stop, of=ranks)
+    if findings:
+        commit.mark(target, one, findings)
+    if not intact(findings):
+        raise Damaged(f"the copy of {one.id} does not read back: {findings[0].what}")
     return ""
+
+
+def _named(files: Sequence[str]) -> str:
+    return ", ".join(files[:3]) + (f" and {len(files) - 3} more" if len(files) > 3 else "")

@@ -31,7 +31,7 @@ from threading import Event
 import msgspec
 
 from .. import reporting
-from ..errors import Cancelled
+from ..errors import Cancelled, LastgoodError
 from ..io.files import Lock, PosixFiles
 from ..io.memory_files import MemoryFiles, still
 from ..ports import Mendable
@@ -306,16 +306,18 @@ class Server:
         if spec is None:
             found = Drained([f"{SPEC} cannot be read, which names the places below"] if here else [], [], [])
         else:
-            waits = not self._asked_to_end() and time.monotonic() < self._left_at + self._linger_seconds
-            found = drained(tier, spec, here, self._stop.is_set, waits)
+            found = drained(tier, spec, here, self._stop.is_set)
         self._copied = [] if found.missing else here
         return found
 
     def _commit_late(self, tier: Mendable) -> None:
-        """Commit what all ranks of this node have sealed in memory, unless a process has the run open."""
+        """Commit what all ranks have sealed in memory, if they were all on this node, and no process has the run open.
+
+        Where that fails, what was committed before is copied all the same, and the next attempt tries again.
+        """
         if not self._in_memory:
             return
-        with contextlib.suppress(FileNotFoundError, BlockingIOError):
+        with contextlib.suppress(OSError, LastgoodError):
             lock = Lock(os.path.join(self._folder, access.LOCK), access.AGENTS_MARK)
             with contextlib.closing(lock):
                 known = KnownRun(tier, Environment())

@@ -1,5 +1,6 @@
 """Work that a training process asks of its agent: files in memory are read and verified, copied to a place below, or
-given parity on other nodes and rebuilt from it (parity_files.py). Old generations in a place below are read again.
+given parity on other nodes and rebuilt from it (parity_files.py). In a place below parity is written, and what is old
+is read again.
 
 Decides nothing, and commits nothing: the training process does, which holds the locks meanwhile.
 
@@ -17,7 +18,8 @@ from typing import cast
 from ..engine import guard
 from ..engine.arena import Arena
 from ..errors import Cancelled, Damaged, LastgoodError, Refused, Unreadable
-from ..format import commit
+from ..format import commit, parity_layout
+from ..io.reed_solomon import Code
 from ..limits import CHUNK_BYTES, EXAMINATION_CHUNKS, WORKERS
 from ..ports import Mendable, Tier
 from ..records import Finding, Generation
@@ -26,6 +28,7 @@ from ..run.agent_messages import Work
 from ..run.peers import Peers
 from ..run.reader import read_all
 from ..run.scrubber import Pace
+from ..run.verify import protect_part
 from . import parity_files
 
 AT_ONCE = 2
@@ -90,6 +93,10 @@ class Works:
         if work.task == "scrub":
             with access.for_sharing(work.place, "atomic_dirsync") as target:
                 return _scrubbed(target, work, stopped)
+        if work.task == "protect":
+            with access.for_sharing(work.place, "atomic_dirsync") as target:
+                _protect(target, work, stopped)
+            return []
         memory = self._memory()
         generation = _committed(memory, work)
         if work.task in ("parity", "rebuild"):
@@ -132,6 +139,15 @@ def _scrubbed(target: Tier, work: Work, stopped: Event) -> list[Finding]:
         arena = Arena(EXAMINATION_CHUNKS * CHUNK_BYTES, CHUNK_BYTES)
         # guard: agent-scrubs-at-its-pace
         return read_all(target, generation, arena, workers, stopped.is_set, also=Pace(rate, stopped.wait).keep)
+
+
+def _protect(target: Tier, work: Work, stopped: Event) -> None:
+    """Write the parity of a verified generation in a place below, which it may be in alone."""
+    generation, code = _committed(target, work), Code(*parity_layout.parsed(work.code))
+    with ThreadPoolExecutor(WORKERS, "lastgood-work-read") as workers:
+        how = copying.Copying(Arena(EXAMINATION_CHUNKS * CHUNK_BYTES, CHUNK_BYTES), workers, stop=stopped.is_set)
+        for rank in work.of or []:
+            protect_part(target, generation, rank, code, how)
 
 
 def _on(target: Tier, memory: Mendable, generation: Generation, work: Work, stopped: Event) -> list[Finding]:

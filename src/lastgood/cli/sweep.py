@@ -24,6 +24,7 @@ from ..policy.retention import KEEP, Keep, surplus
 from ..ports import Tier
 from ..records import LAYERS, Finding, Generation, GenerationId, judged
 from ..run import access
+from ..run.late_commit import sealed_by_all
 from ..run.reader import read_all
 from ..run.watched import Watched
 from ..run.writer import RunWriter
@@ -90,7 +91,10 @@ def swept(run: str, keep: Keep | None, damaged: bool, dry_run: bool, take_over: 
         litter = [name for folder in ("", "incarnations") for name in _litter(tier, folder)]
         for at in sorted({*survey.generations, *survey.broken, *lost}):
             litter += _litter(tier, layout.folder(at))
-        writer = None if dry_run else RunWriter(tier, workers)  # opening deletes all of these
+        writer = None if dry_run else RunWriter(tier, workers)  # opening deletes all of these, or commits one late
+        late = sealed_by_all(tier, survey, survey.run or "") if dry_run else None
+        kept = {*(writer.survey.generations if writer else ()), *([late[0].id] if late else ())}
+        rows = [row for row in rows if id_of(row) not in kept]
         if writer:
             survey = writer.survey
             writer.marks.point()

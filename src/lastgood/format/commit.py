@@ -155,6 +155,8 @@ def retire(tier: Tier, at: GenerationId) -> None:
     """
     folder = layout.folder(at)
     listing = _names(tier, folder)
+    if layout.INTENT in listing:  # otherwise the next opening could commit it again
+        tier.delete(f"{folder}/{layout.INTENT}")  # guard: intent-goes-first
     if layout.COMMIT in listing:
         if layout.GOING in listing:  # guard: torn-going-record-replaced
             tier.delete(f"{folder}/{layout.GOING}")  # from a crash; on a tier without hard links it may be torn

@@ -1,12 +1,13 @@
-"""The record INTENT of a save in memory: its COMMIT without the seals, written before any rank seals.
+"""The record INTENT of a save in memory: its COMMIT without the seals, written before rank 0 seals.
 
 If every rank has sealed, and the process that commits was lost before it did, whoever finds INTENT and all manifests
-can commit the save. Commits nothing itself.
+can commit the save, with the bytes that this process would have written. Commits nothing itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -19,12 +20,24 @@ from .catalog import Listing
 from .sealed import read
 
 
-def write(tier: Tier, intent: Commit, algorithm: str) -> None:
-    """Store the intent of a save. `intent`: its commit record, without seals. `algorithm`: of the record's digest.
+class Intent(NamedTuple):
+    """`record`: of the COMMIT, without seals. `algorithm`: of its digest."""
 
-    Raises as `Tier.put_new`.
-    """
-    tier.put_new(f"{layout.folder(intent.id)}/{layout.INTENT}", layout.encode(intent, algorithm))
+    record: Commit
+    algorithm: str
+
+    def sealed(self, seals: Sequence[Seal]) -> Commit | None:
+        """The COMMIT of this save; None unless every rank has sealed. `seals`: all that were found."""
+        found = {one.rank: one for one in seals}
+        if sorted(found) != [*range(self.record.world.ranks)]:
+            return None  # guard: save-of-some-ranks-not-committed
+        return msgspec.structs.replace(self.record, seals=[found[rank] for rank in sorted(found)])
+
+
+def write(tier: Tier, intent: Intent) -> None:
+    """Store the intent of a save. Raises as `Tier.put_new`."""
+    record, algorithm = intent
+    tier.put_new(f"{layout.folder(record.id)}/{layout.INTENT}", layout.encode(record, algorithm))
 
 
 def withdraw(tier: Tier, at: GenerationId) -> None:
@@ -32,30 +45,41 @@ def withdraw(tier: Tier, at: GenerationId) -> None:
     tier.delete(f"{layout.folder(at)}/{layout.INTENT}")
 
 
-def found(tier: Tier, at: GenerationId, run: str, listing: Listing) -> Commit | None:
-    """The intent in the folder of a generation; None if there is none that can be read and belongs to this run."""
-    name = f"{layout.folder(at)}/{layout.INTENT}"
-    intent = commit.read_hint(tier, name, listing.get(layout.INTENT), Commit)
-    return intent if intent and (intent.id, intent.run) == (at, run) else None  # guard: intent-belongs-to-folder
+def find(tier: Tier, at: GenerationId, run: str, listing: Listing) -> Intent | None:
+    """The intent in the folder of a generation; None if there is none that can be read and belongs to this run.
 
-
-def sealed_by_all(
-    tier: Tier, intent: Commit, listing: Listing, committed: Collection[GenerationId]
-) -> tuple[Commit, str] | None:
-    """The commit record of a save that every rank has sealed, and the name of its digest; None of any other save.
-
-    `listing`: of its folder. `committed`: all generations that are committed; the save follows one of them. Raises
-    Unavailable.
+    `listing`: of the folder. Raises Unavailable.
     """
-    seals, algorithm = list[Seal](), ""
-    for rank in range(intent.world.ranks):
-        name = layout.manifest_name(rank)
-        try:
-            data = read(tier, f"{layout.folder(intent.id)}/{name}", listing.get(name))
-            algorithm = layout.decode(data, Manifest, name).digest
-            seals.append(Seal(rank=rank, manifest=name, length=len(data), digest=digest(algorithm, data)))
-            commit.sealed_manifest(tier, intent.id, seals[rank], intent.world.ranks, listing)
-        except Damaged:
-            return None  # guard: save-of-some-ranks-not-committed
-    before = (one for one in committed if one.incarnation == intent.incarnation and one.step < intent.step)
-    return msgspec.structs.replace(intent, seals=seals, parent=max(before, default=intent.continues)), algorithm
+    name = f"{layout.folder(at)}/{layout.INTENT}"
+    try:
+        data = read(tier, name, listing.get(layout.INTENT))
+        record = layout.decode(data, Commit, name)
+    except Damaged:
+        return None
+    if (record.id, record.run) != (at, run):
+        return None  # guard: intent-belongs-to-folder
+    return Intent(record, layout.root_of(data).partition(":")[0])
+
+
+def seals_of(tier: Tier, at: GenerationId) -> list[Seal]:
+    """The seals in a folder: of each manifest that can be read, and whose files have their lengths. Raises Unavailable.
+
+    Of a place on several nodes each node is asked once.
+    """
+    if (of_all := getattr(tier, "seals", None)) is not None:
+        found: list[Seal] = of_all(at)
+        return found
+    seals, folder = list[Seal](), layout.folder(at)
+    listing = tier.list(folder)
+    for name, length in listing.items():
+        if layout.is_manifest(name):
+            try:
+                data = read(tier, f"{folder}/{name}", length)
+                manifest = layout.decode(data, Manifest, name)
+                one = Seal(rank=manifest.rank, manifest=name, length=len(data), digest=digest(manifest.digest, data))
+                # Checked as that of one rank among others: how many there are, the intent says.
+                commit.sealed_manifest(tier, at, one, manifest.rank + 2, listing)
+            except Damaged:
+                continue
+            seals.append(one)
+    return seals

@@ -113,6 +113,11 @@ def manifest_name(rank: int) -> str:
     return f"r{rank:05d}.manifest.json"
 
 
+def is_manifest(name: str) -> bool:
+    """Whether a file name is that of a manifest."""
+    return name.endswith(".manifest.json")
+
+
 def rank_folder(rank: int) -> str:
     """The folder in which one of several ranks has its slots."""
     return f"r{rank:05d}"

@@ -223,12 +223,12 @@ class Lock:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # guard: exclusive-run-lock
+            if content or os.fstat(fd).st_size:
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, content, 0)
         except OSError:
-            _close(fd)
+            _close(fd)  # guard: failed-lock-is-released
             raise
-        if content or os.fstat(fd).st_size:
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, content, 0)
         self._fd: int | None = fd
         os.register_at_fork(after_in_child=self._leave)  # guard: lock-not-inherited-by-fork
 

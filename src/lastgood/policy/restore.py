@@ -88,16 +88,22 @@ def under_way(survey: Survey, intents: Mapping[GenerationId, Commit]) -> list[Ge
     """The saves that were under way when the job was lost, newest first: one of them may be committed late.
 
     `intents`: of each folder without a COMMIT the record that the save wrote first. A save counts only if nothing that
-    is known is newer: a later save of its incarnation replaces it, and a later incarnation has left it behind.
+    is known is newer: a later save of its incarnation replaces it, and another incarnation has left it behind, unless
+    its order is lower.
     """
-    newest = {at.incarnation: at.step for at in sorted([*survey.generations, *survey.broken], key=lambda at: at.step)}
+    order = max([survey.order, *(one.order for one in intents.values())])
+    of_order = {one.id for one in survey.incarnations.values() if one.order == order}
+    committed = [at for at in (*survey.generations, *survey.broken)]
     return sorted(
         (
             at
-            for at in survey.incomplete - survey.witnessed  # guard: lost-commit-is-not-under-way
-            if at in intents
-            and intents[at].order >= survey.order  # guard: abandoned-save-not-committed
-            and at.step > newest.get(at.incarnation, -1)  # guard: replaced-save-not-committed
+            for at, one in intents.items()
+            if at in survey.incomplete - survey.witnessed  # guard: lost-commit-is-not-under-way
+            and one.order == order  # guard: abandoned-save-not-committed
+            and of_order <= {at.incarnation}  # guard: save-of-equal-order-not-committed
+            and not any(
+                on.incarnation == at.incarnation and on.step > at.step for on in committed
+            )  # guard: replaced-save-not-committed
         ),
         reverse=True,
     )

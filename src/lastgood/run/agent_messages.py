@@ -65,14 +65,15 @@ class Send(Record, frozen=True, kw_only=True):
     orders: list[PeerOrder]
 
 
-Task = Literal["read", "copy", "pack", "scrub", "parity", "rebuild"]
+Task = Literal["read", "copy", "pack", "protect", "scrub", "parity", "rebuild"]
 
 
 class Work(Record, frozen=True, kw_only=True):
     """Files of a generation that an agent is to read and verify, or to copy or pack from its folder to a place.
 
     `root`: of the generation, as the training process knows it. `place`: where it is done; "": in its folder. `of`: the
-    ranks that wrote the files; None: all. "scrub": read all of a generation that may be in `place` alone, at most at
+    ranks that wrote the files; None: all. "protect": write the parity `code`, as "8+2", of files that are verified in
+    `place`. "scrub": read all of a generation that may be in `place` alone, at most at
     `bytes_per_second` (None: no limit). "parity": write the files of `stripes`; `nodes` are those that hold what this
     node's files can be computed from (policy/stripes.py: `neighbours`), which the agent notes for a drill. "rebuild":
     make the files of `of` whole here, from what the other `nodes` have.
@@ -86,6 +87,7 @@ class Work(Record, frozen=True, kw_only=True):
     stripes: list[StripeOrder] = msgspec.field(default_factory=list)
     nodes: list[PeerNode] = msgspec.field(default_factory=list)
     bytes_per_second: float | None = None
+    code: str = ""
 
 
 class Request(Record, frozen=True, kw_only=True):

@@ -14,6 +14,7 @@ from .. import reporting
 from ..engine.arena import Arena
 from ..errors import NotWritable
 from ..format import layout
+from ..io.reed_solomon import Code
 from ..ports import Tier
 from ..records import Finding, Generation
 from ..storage.directory import Disk
@@ -74,6 +75,17 @@ class AgentWork:
         `of`: the ranks that wrote the files; None: all ranks. Raises Cancelled once `stop()` is true.
         """
         return self._done(task, target, generation, of, stop) is not None
+
+    def protect(self, tier: Tier, generation: Generation, rank: int, code: Code, stop: Stop) -> bool:
+        """Write the parity of one rank's files in a place below, as `verify.protect_part`.
+
+        Returns False if this process has to do it. Raises Cancelled once `stop()` is true.
+        """
+        if self._own is None:
+            return False
+        text = f"{code.data}+{code.parity}"
+        work = Work(at=generation.id, root=generation.root, task="protect", place=tier.place, of=[rank], code=text)
+        return agent_link.waited_for(self._asked(self._own, work), stop) is not None
 
     def _done(
         self, task: agent_messages.Task, tier: Tier, generation: Generation, of: Collection[int] | None, stop: Stop

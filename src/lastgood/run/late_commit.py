@@ -1,44 +1,57 @@
 """Commits the newest save in memory that every rank had sealed when the job was lost, before its coordinator committed.
 
-Called where no training process saves: by the next opening of the run, or by the agent, under the lock of the run.
-Changes nothing else.
+Called where no training process saves: by the next opening of the run, or by the agent of the only node, under the lock
+of the run. Changes nothing else.
 """
 
 from __future__ import annotations
 
 from .. import reporting
+from ..errors import CommitUnknown, NoSpace, NotWritable
 from ..format import commit, intents, layout
 from ..policy import restore
-from ..records import GenerationId, Incarnation
+from ..ports import Tier
+from ..records import Commit, Incarnation
 from . import paths
 from .known import KnownRun
+
+
+def sealed_by_all(tier: Tier, survey: commit.Survey, run: str) -> tuple[Commit, str] | None:
+    """The COMMIT of the newest save that every rank has sealed, and the name of its digest; None if there is none.
+
+    `survey`: of the place. `run`: the id of the run. Raises Unavailable.
+    """
+    if not paths.in_memory(tier.place):
+        return None
+    listings = {at: survey.listings[layout.folder(at).partition("/")[2]] for at in survey.incomplete}
+    found = {at: one for at, files in listings.items() if (one := intents.find(tier, at, run, files))}
+    for at in restore.under_way(survey, {at: one.record for at, one in found.items()}):
+        record = found[at].sealed(intents.seals_of(tier, at))
+        if record is not None:
+            return record, found[at].algorithm
+    return None
 
 
 def commit_sealed(known: KnownRun, run: str) -> None:
     """Commit the newest save that every rank has sealed, if nothing newer is known. `run`: the id of the run.
 
-    Raises Unavailable, CommitUnknown, NoSpace, NotWritable, TierDown.
+    Where memory has no room for its COMMIT, the save stays as it is. Raises Unavailable, TierDown.
     """
     tier, survey = known.tier, known.survey
-    if not paths.in_memory(tier.place):
+    found = sealed_by_all(tier, survey, run)
+    if found is None:
         return
-    listings = {at: survey.listings[layout.folder(at).partition("/")[2]] for at in survey.incomplete}
-    intended = {at: one for at, files in listings.items() if (one := intents.found(tier, at, run, files))}
-    for at in restore.under_way(survey, intended):
-        sealed = intents.sealed_by_all(tier, intended[at], listings[at], survey.generations)
-        if sealed is not None:
-            commit.publish(tier, *sealed)  # guard: sealed-save-committed-late
-            _note(known, at, run)
-            reporting.info(f"step {at.step} had been saved by all ranks when the job was lost; it is committed now")
-            return
-
-
-def _note(known: KnownRun, at: GenerationId, run: str) -> None:
-    survey = known.survey
+    at = found[0].id
+    try:
+        commit.publish(tier, *found)  # guard: sealed-save-committed-late
+        intents.withdraw(tier, at)
+    except (CommitUnknown, NoSpace, NotWritable) as error:
+        reporting.warning(f"step {at.step} had been saved by all ranks when the job was lost, and is given up: {error}")
+        return  # guard: full-memory-opens
     survey.incomplete.discard(at)
-    survey.generations[at] = one = commit.read_generation(known.tier, at, run)
-    survey.order = max(survey.order, one.commit.order)
-    incarnation = Incarnation(
-        format=layout.FORMAT, order=one.commit.order, id=at.incarnation, parent=one.commit.continues
-    )
+    survey.generations[at] = one = commit.read_generation(tier, at, run)
+    order, parent = one.commit.order, one.commit.continues
+    survey.order = max(survey.order, order)
+    incarnation = Incarnation(format=layout.FORMAT, order=order, id=at.incarnation, parent=parent)
     survey.incarnations.setdefault(at.incarnation, incarnation)
+    reporting.info(f"step {at.step} had been saved by all ranks when the job was lost; it is committed now")

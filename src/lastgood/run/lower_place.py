@@ -70,7 +70,7 @@ class LowerPlace:
         self._others: copying.Others = copying.Nobody()
         if isinstance(ranks, RankGroup):
             self._others = OtherRanks(ranks, str(index), source.tier, lambda: self._stopped)
-        writer.verifier.others = self._others
+        writer.verifier.others, writer.verifier.agent = self._others, source.agent
         self._changed = threading.Condition()
         self._waiting: dict[GenerationId, Future[None]] = {}
         self._pinned: set[GenerationId] = set()

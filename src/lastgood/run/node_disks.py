@@ -24,9 +24,9 @@ from typing import Any, Literal
 import msgspec
 
 from ..errors import CommitUnknown, LastgoodError, MissingBlob, NameTaken, TierDown
-from ..format import commit, layout
+from ..format import commit, intents, layout
 from ..ports import Tier
-from ..records import Commit, Extent, Generation, Manifest, Record
+from ..records import Commit, Extent, Generation, GenerationId, Manifest, Record, Seal
 from ..storage.directory import Disk
 from ..storage.slots import Slots
 from .agent_link import AgentLink
@@ -77,7 +77,7 @@ class NodeLinks:
 class FileRequest(Record, frozen=True, kw_only=True):
     """One call of the coordinator to the disks of all other nodes. The arguments are those of `ports.Tier`."""
 
-    call: Literal["put_new", "agree", "point", "replace", "delete", "clear", "list", "tree", "read"]
+    call: Literal["put_new", "agree", "point", "replace", "delete", "clear", "list", "tree", "read", "seals"]
     name: str = ""
     data: bytes = b""
     to: str = ""
@@ -112,6 +112,8 @@ class NodeFiles:
             return _tree(own, asked.name, asked.to)
         elif asked.call == "read":
             return self._read(asked)
+        elif asked.call == "seals" and (at := layout.parse_folder(asked.name)):
+            return intents.seals_of(own, at)
         return None
 
     def _read(self, asked: FileRequest) -> bytes | None:
@@ -236,6 +238,12 @@ class NodeDisks:
         """Leader of a node -> what the node has in a folder. That of this node comes last."""
         answers = self._ask(FileRequest(call="list", name=folder))
         return dict(zip(self.nodes.others, answers, strict=True)) | {0: dict(self.own.list(folder))}
+
+    def seals(self, at: GenerationId) -> builtins.list[Seal]:
+        """As `intents.seals_of`, on all nodes."""
+        answers = self._ask(FileRequest(call="seals", name=layout.folder(at).partition("/")[2]))
+        found = [msgspec.convert(one, Seal) for answer in answers for one in answer]
+        return intents.seals_of(self.own, at) + found
 
     def held(self, generation: Generation) -> dict[int, set[int]]:
         """Leader of a node -> the ranks that wrote the generation whose files lie on the node."""

@@ -6,8 +6,9 @@
 Invariants
   1. A generation is committed only after every file of every rank is durable and every check has passed.
   2. A save that fails on one rank fails on all ranks. A failed save leaves no generation; only after CommitUnknown it
-     is unknown whether the generation exists, and then no file of it is deleted. If the coordinator is lost, a save in
-     memory that all ranks have sealed is committed late (late_commit.py), also if other ranks could not learn of it.
+     is unknown whether the generation exists, and then no file of it is deleted. If the coordinator is lost before it
+     has decided, or in the moment in which a save fails, a save in memory that all ranks have sealed is committed late
+     (late_commit.py).
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ class WritableRun(Protocol):
         ...
 
     def withdraw(self, at: GenerationId) -> None:
-        """Delete what `intend` has stored, before any rank learns that the save has failed. Raises nothing."""
+        """Note that a save has failed, and delete what `intend` has stored. Raises nothing."""
         ...
 
     def publish(
@@ -177,8 +178,7 @@ def save(run: WritableRun, request: SaveRequest, writer: RankWriter, topic: AnyT
         run.doubt(at)
         raise
     except BaseException as error:
-        if not isinstance(error, NameTaken):
-            run.withdraw(at)  # guard: failed-save-not-committed-late
+        run.withdraw(at)
         topic.fail(error)  # the coordinator returns once every rank has posted or timed out: none writes any more
         # If a name was taken, the files under it belong to another save.
         # guard: taken-name-deletes-nothing
@@ -265,6 +265,9 @@ def _committed(run: WritableRun, request: SaveRequest, part: RankPart, topic: An
         except CommitUnknown as error:
             doubted.append(error)
             raise
+        except BaseException:
+            run.withdraw(request.at)  # guard: failed-save-not-committed-late
+            raise
         return msgspec.to_builtins(published[0])
 
     try:
@@ -284,7 +287,7 @@ def _committed(run: WritableRun, request: SaveRequest, part: RankPart, topic: An
 def clear_failed(tier: Tier, at: GenerationId) -> None:
     """Remove the files of a failed save, as a committed generation is deleted.
 
-    Raises nothing: without a COMMIT, a file that remains has no effect, and the next opening of the run removes it.
+    Raises nothing: without COMMIT and INTENT a file that remains has no effect, and the next opening removes it.
     """
     with contextlib.suppress(LastgoodError):  # guard: failed-save-cleared
         commit.retire(tier, at)

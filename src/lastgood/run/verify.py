@@ -25,6 +25,7 @@ from ..policy import restore
 from ..policy.parts import divided
 from ..ports import Tier
 from ..records import Finding, Generation, GenerationId, Manifest, intact
+from .agent_work import AgentWork
 from .copying import Copying, Nobody, Others
 from .known import KnownRun
 from .marks import Marks
@@ -119,10 +120,13 @@ def protect_part(
 ) -> None:
     """Write the parity of one rank's files of a verified generation, unless they have complete parity already.
 
-    `digests`: those of its cells, from a reading that has just verified it; without them the files are read here.
+    `digests`: those of its cells, from a reading that has just verified it; without them the files are read, by the
+    agent of `how` if it can, which then writes the parity too.
     Raises Cancelled when `how.stop()` is true, SumMismatch if the files are not good any more, and the errors of
     reading and writing.
     """
+    if digests is None and how.agent.protect(tier, generation, rank, code, how.stop):  # guard: parity-below-by-agent
+        return
     manifest = commit.read_manifest(tier, generation, rank)  # guard: parity-only-of-verified-content
     if digests is None:
         if parity.complete(tier, generation, manifest, code, how.stop):  # guard: whole-parity-kept
@@ -145,6 +149,8 @@ class Verifier:
         self.code = code
         self.others: Others = Nobody()
         """the other ranks, which write the parity of their files"""
+        self.agent = AgentWork(None)
+        """writes the parity of a place below memory"""
         self._protected: set[GenerationId] = set()
 
     def verify(self, arena: Arena, stop: Stop = never) -> None:
@@ -272,7 +278,7 @@ class Verifier:
         """
         mine = self.others.own_part(generation)
         self.others.ask(generation, "protect", f"{code.data}+{code.parity}")
-        how = Copying(arena, self._workers, stop=stop)
+        how = Copying(arena, self._workers, stop=stop, agent=self.agent)
         for one in generation.commit.seals:
             if mine is None or one.rank in mine:
                 protect_part(self._known.tier, generation, one.rank, code, how, (digests or {}).get(one.rank))

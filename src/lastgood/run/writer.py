@@ -101,6 +101,8 @@ class RunWriter:
         self._roomy = RetryingTier(own_disk(tier), self.make_room)
         self._intended: dict[GenerationId, Commit] = {}
         """saves that are under way in memory -> what their COMMIT will say"""
+        self._failed: set[GenerationId] = set()
+        """saves that have failed: their steps may be saved again"""
         self._catalogued: Set[GenerationId] = known.survey.catalogued
         """the generations in the catalog, where the run has one"""
 
@@ -175,17 +177,29 @@ class RunWriter:
         topic.fail(error)  # after this no rank writes to the generation's folder
         if self.known.incarnation is not None:
             with contextlib.suppress(StepTaken):  # the files in that folder belong to another save
-                self.clear(self.admit(step))
+                at = self.admit(step)
+                self.withdraw(at)
+                self.clear(at)
 
     def intend(self, request: SaveRequest) -> None:
-        """In memory: store what the COMMIT of a save will say (format/intents.py)."""
-        if self._in_memory:
-            record = self._commit_record(request.at, request.milestone, request.metrics)
-            intents.write(self._roomy, record, self._algorithm)
-            self._intended[request.at] = record
+        """In memory: store what the COMMIT of a save will say (format/intents.py), unless the step is saved again.
+
+        A rank that was late may still seal its part of the attempt before: the two must not be put together.
+        """
+        at = request.at
+        if not self._in_memory or at in self._failed:  # guard: step-saved-again-not-committed-late
+            return
+        with self.known.lock:
+            record = self._commit_record(at, request.milestone, request.metrics)
+        intents.write(self._roomy, intents.Intent(record, self._algorithm))
+        self._intended[at] = record
 
     def withdraw(self, at: GenerationId) -> None:
-        """In memory: delete what `intend` has stored. Raises nothing."""
+        """Note that a save has failed, and in memory delete what `intend` has stored. Raises nothing."""
+        self._failed.add(at)
+        self._forget_intent(at)
+
+    def _forget_intent(self, at: GenerationId) -> None:
         if self._intended.pop(at, None):
             with contextlib.suppress(LastgoodError):
                 intents.withdraw(self._roomy, at)
@@ -197,14 +211,15 @@ class RunWriter:
         known = self.known
         with known.lock:
             known.require_newest(at, pinned)  # guard: overtaken-save-not-committed
-            # The same bytes as those of whoever commits late what this process has intended.
+            # The same bytes as those of who commits late what this process has intended.
+            # guard: commit-as-intended
             record = self._intended.get(at) or self._commit_record(at, milestone, metrics)
             world, seals = World(ranks=len(parts)), [one.seal for one in parts]
-            record = msgspec.structs.replace(record, world=world, parent=known.before(at), seals=seals)
+            record = msgspec.structs.replace(record, world=world, seals=seals)
             size = sum(one.bytes for one in parts)
             # guard: publish-writes-commit
             generation = msgspec.structs.replace(commit.publish(self.tier, record, self._algorithm), bytes=size)
-            self._intended.pop(at, None)
+            self._forget_intent(at)
             known.note_tried(at)
             known.record(generation)
             known.unread += 1
@@ -214,7 +229,7 @@ class RunWriter:
             return generation
 
     def _commit_record(self, at: GenerationId, milestone: bool, metrics: Mapping[str, float]) -> Commit:
-        """The COMMIT of a save, without its parent and its seals."""
+        """The COMMIT of a save, without its seals."""
         known = self.known
         assert known.incarnation is not None
         return Commit(
@@ -225,7 +240,7 @@ class RunWriter:
             order=known.incarnation.order,
             world=World(ranks=self.ranks.size),
             continues=known.incarnation.parent,
-            parent=None,
+            parent=known.before(at),
             seals=[],
             created=known.environment.wall_seconds(),
             milestone=milestone,

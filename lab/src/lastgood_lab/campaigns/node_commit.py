@@ -15,7 +15,6 @@ At each call to a file and each message the scheduler may let another actor go o
 messages are lost, late, handled twice or not answered. Each change is held to the rules of node_ledger.py. At the end
 the agents have time. Then a restore must find the newest generation that a save returned, with its bytes, as far as
 nodes are left that have it; and the home must have it, as far as an agent has what it needs.
-The same holds for the newest generation that all ranks have sealed, although nobody has committed it.
 
 `--parity`: the nodes share parity in place of copies, of which a bit is flipped at times; jobs rebuild what lost nodes
 had.
@@ -67,8 +66,6 @@ SAFEGUARDS = (
     "uncommit-before-delete",
     "open-memory-not-removed",
     "newest-incarnation-first",
-    "sealed-parts-copied",
-    "save-of-some-ranks-not-committed",
 )
 """Those of the commit whose removal can break a rule here. Of the others in the same code each has a second one behind
 it: without "commit-copied-after-all-nodes" the copy of the records fails, because a manifest is missing; without
