@@ -19,7 +19,7 @@ import pytest
 
 from lastgood.errors import CommitUnknown, MissingBlob, NameTaken, NoSpace, NotWritable, TierDown, Truncated
 from lastgood.io import files as posix_files
-from lastgood.io.files import PosixFiles, round_up, takes_direct
+from lastgood.io.files import Lock, PosixFiles, round_up, takes_direct
 from lastgood.io.mapped import MappedFiles
 from lastgood.io.memory_files import MemoryFiles
 from lastgood.ports import Tier
@@ -728,3 +728,18 @@ def test_the_probe_for_direct_io_leaves_nothing_behind(tmp_path):
     assert not os.listdir(tmp_path)
     with pytest.raises(OSError):
         takes_direct(str(tmp_path / "nowhere"))
+
+
+def test_a_lock_whose_file_cannot_be_written_is_not_held(tmp_path: Path, monkeypatch) -> None:
+    """An agent could not write its mark into the lock of a full tmpfs. It kept the lock all the same, and without the
+    mark no job asked it to give way."""
+
+    def full(*arguments: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = str(tmp_path / ".lock")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(OSError, match="No space"):
+            Lock(path, b"agent")
+    Lock(path).close()

@@ -202,8 +202,8 @@ def write(jobs: Sequence[dict[str, Any]], first: int, nodes: int) -> int:
         "first_job": first,
         "violated": violated,
     }
-    title = "Faults in every phase of jobs under `lastgood run`" + (f" on {nodes} nodes" if nodes > 1 else "")
-    report("recovery", title, facts, [table(trials), unnamed(trials)], tier="nodes" if nodes > 1 else "directory")
+    title, tables = "Faults in every phase of jobs under `lastgood run`", [table(trials), unnamed(trials)]
+    report("recovery", title, facts, tables, tier="nodes" if nodes > 1 else "directory")
     return len(violated)
 
 

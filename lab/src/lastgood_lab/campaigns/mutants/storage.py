@@ -121,6 +121,7 @@ MUTANTS: tuple[Mutant, ...] = (
             Instead("raise"),
         ),
         ("a run is not locked", "exclusive-run-lock", Remove()),
+        ("a lock whose file cannot be written is held", "failed-lock-is-released", Remove()),
         ("a forked child keeps the lock", "lock-not-inherited-by-fork", Remove()),
         (
             "the pointer is removed before its replacement",
