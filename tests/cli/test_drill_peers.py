@@ -89,12 +89,13 @@ def test_copies_on_another_node_are_read_and_verified(tmp_path: Path, memory: Pa
 
 
 class Nodes:
-    """Four nodes a to d with agents, which share parity 2+2. Each has the files of one rank in its folder.
+    """Four nodes a to d with agents, which share parity. Each has the files of one rank in its folder.
 
-    `generations`: steps 1 and 2.
+    `data`, `parity` (default 2+2): cells of a stripe. `generations`: steps 1 and 2.
     """
 
-    def __init__(self, home: Path, stack: contextlib.ExitStack) -> None:
+    def __init__(self, home: Path, stack: contextlib.ExitStack, data: int = 2, parity: int = 2) -> None:
+        self.code = data, parity
         mine = Path(memory_place.folder_of(home))
         memory_place.make(str(mine))
         self.folders = {"a": mine, **{name: mine.with_name(f"peer-{name * 12}") for name in NAMES[1:]}}
@@ -116,7 +117,7 @@ class Nodes:
 
     def protect(self, step: int = 2) -> None:
         """Let each agent write its files of parity, as the training processes ask it."""
-        sets = stripe_sets(groups([Node(str(rank)) for rank in range(4)], 2, 2))
+        sets = stripe_sets(groups([Node(str(rank)) for rank in range(4)], *self.code))
         orders: dict[str, list[StripeOrder]] = {str(rank): [] for rank in range(4)}
         for number, of in enumerate(sets):
             data = [
@@ -124,7 +125,7 @@ class Nodes:
             ]
             for index, leader in enumerate(of.parity):
                 name = stripe_layout.file_name("0" * 8, number, index)
-                orders[leader].append(StripeOrder(name=name, data=data, parity=2, index=index))
+                orders[leader].append(StripeOrder(name=name, data=data, parity=self.code[1], index=index))
         one = self.generations[step - 1]
         for leader, stripes in orders.items():
             beside = [one for one in self.nodes if str(one.leader) in neighbours(sets, leader)]

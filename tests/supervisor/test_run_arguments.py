@@ -134,6 +134,17 @@ def test_output_of_some_ranks_may_go_to_files(script: str) -> None:
     assert redirects("0:1,1:2", script) == {0: 1, 1: 2}
 
 
+def test_several_endpoints_are_places_of_the_store(script: str) -> None:
+    one, several = (
+        parsed(["--nnodes=3", "--rdzv-backend=c10d", "--rdzv-endpoint", given, script], {}).rendezvous
+        for given in ("node0", "node0,node1:29500, [fd00::1]:29400")
+    )
+    assert one is not None and several is not None
+    assert (one.settings.endpoint, one.settings.stores) == ("node0", ())
+    assert several.settings.stores == ("node0:29400", "node1:29500", "[fd00::1]:29400")
+    assert several.settings.endpoint == "node0:29400"
+
+
 @pytest.mark.parametrize("backend", ["etcd", "etcd-v2", "zzz"])
 def test_another_rendezvous_is_refused_whatever_the_number_of_nodes(backend: str, script: str) -> None:
     """With one node --rdzv-backend etcd, or a mistyped one, was accepted, and failed once the job had more nodes."""
@@ -164,6 +175,10 @@ def test_another_rendezvous_is_refused_whatever_the_number_of_nodes(backend: str
         (["--nnodes", "2", "--stage", "s4://bucket/run", "SCRIPT"], "s4"),
         (["--nnodes", "2", "--rdzv-conf", "join_timout=5", "SCRIPT"], "join_timout=5"),
         (["--nnodes", "2", "--rdzv-conf", "join_timeout=soon", "SCRIPT"], "join_timeout=soon"),
+        (["--nnodes", "3", "--rdzv-endpoint", "a,b,a:29400", "SCRIPT"], "--rdzv-endpoint a,b,a:29400"),
+        (["--nnodes", "3", "--rdzv-endpoint", "a:29400,", "SCRIPT"], "--rdzv-endpoint a:29400,"),
+        (["--nnodes", "3", "--rdzv-endpoint", "a,b:70000", "SCRIPT"], "--rdzv-endpoint a,b:70000"),
+        (["--nnodes", "3", "--rdzv-endpoint", "a,b", "--rdzv-conf", "is_host=1", "SCRIPT"], "is_host with several"),
         (["--tee", "7", "SCRIPT"], "--tee 7"),
         (["--local-ranks-filter", "0;1", "SCRIPT"], "0;1"),
         (["--logs-specs", "mine", "SCRIPT"], "--logs-specs mine"),

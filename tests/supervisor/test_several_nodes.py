@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,77 +18,11 @@ from lastgood.policy.recovery import GAVE_UP, PREEMPTED
 from lastgood.records import PlaceList
 from lastgood.run import memory_place
 from lastgood.supervisor.placement import free_port
+from several import COMMAND, Nodes
 
 pytestmark = pytest.mark.slow
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "ranks"
-COMMAND = [str(Path(sys.executable).with_name("lastgood")), "run", "--spawn"]
-NAMES = ["RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_PORT"]
-RANK = f"""
-import json, os, signal, sys, time
-attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
-code = 1 if os.path.exists("unsaved") else {PREEMPTED}
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(code))
-seen = {{name: os.environ[name] for name in {NAMES!r}}} | {{"node": os.environ["LASTGOOD_NODE"]}}
-with open(f"attempt-{{attempt}}-{{rank}}.new", "w") as file:
-    json.dump(seen, file)
-os.rename(file.name, file.name.removesuffix(".new"))
-if os.path.exists(f"fail-{{attempt}}-{{rank}}"):
-    while not all(os.path.exists(f"attempt-{{attempt}}-{{one}}") for one in range(int(seen["WORLD_SIZE"]))):
-        time.sleep(0.02)
-    os.kill(os.getpid(), int(open(f"fail-{{attempt}}-{{rank}}").read() or 0))
-    sys.exit(7)
-while not os.path.exists("done"):
-    time.sleep(0.02)
-    if os.path.exists(f"over-{{attempt}}"):  # a signal of one node reaches the ranks of all, as a Checkpointer does it
-        sys.exit(code)
-"""
-
-
-class Nodes:
-    """The nodes of one job in a folder. They end with the block."""
-
-    def __init__(self, folder: Path, nnodes: str) -> None:
-        self.folder, self._port, self._nnodes = folder, free_port("127.0.0.1"), nnodes
-        self._started = dict[str, subprocess.Popen[bytes]]()
-        (folder / "rank.py").write_text(textwrap.dedent(RANK))
-
-    def start(self, name: str, *options: str) -> subprocess.Popen[bytes]:
-        first = "true" if not self._started else "false"
-        conf = f"is_host={first},last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=5,join_timeout=60"
-        place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self._port}", "--rdzv-conf", conf]
-        with open(self.folder / f"{name}.log", "wb") as log:
-            self._started[name] = subprocess.Popen(
-                [*COMMAND, "--nnodes", self._nnodes, *place, *options, "rank.py"],
-                cwd=self.folder,
-                env={**os.environ, "LASTGOOD_NODE": name},
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        return self._started[name]
-
-    def seen(self, attempt: int, ranks: int) -> list[dict[str, str]]:
-        """What the ranks of an attempt have seen, once all are there."""
-        paths = [self.folder / f"attempt-{attempt}-{rank}" for rank in range(ranks)]
-        until(lambda: all(path.exists() for path in paths))
-        return [json.loads(path.read_text()) for path in paths]
-
-    def touch(self, name: str, text: str = "") -> None:
-        (self.folder / name).write_text(text)
-
-    def log(self, name: str) -> str:
-        return (self.folder / f"{name}.log").read_text()
-
-    def reported(self) -> list[str]:
-        """What all nodes have reported about spare nodes."""
-        return re.findall(r"spare nodes in reserve: (.*)", "".join(map(self.log, self._started)))
-
-    def end(self) -> None:
-        for one in self._started.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(one.pid, signal.SIGKILL)
-            one.wait()
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 
 from lastgood.io import heartbeat
 from lastgood.policy.blame import Ended
-from lastgood.policy.membership import Bounds, Spares
+from lastgood.policy.membership import Bounds, Round, Spares
 from lastgood.supervisor import reported
 from lastgood.supervisor.attempt import Lived
 from lastgood.supervisor.membership import Joined, Waiters
@@ -33,10 +33,12 @@ class Board:
 class Member:
     """The membership of one node: the calls of `Membership`, on a board."""
 
+    moves, join_seconds = False, 60.0
+
     def __init__(self, board: Board, node: int) -> None:
         self._board, self._node = board, node
 
-    def join(self) -> Joined:
+    def join(self, last: Round | None, again: bool) -> Joined:
         return Joined(node=self._node, nodes=self._board.nodes, address="127.0.0.1")
 
     def put(self, values: Mapping[str, str], job: bool = False) -> None:

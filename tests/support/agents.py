@@ -17,15 +17,19 @@ LIMIT_SECONDS = 60.0
 
 SERVES = """
 import sys
+{prelude}
 from lastgood.agent.server import serve
 sys.exit(0 if serve("memory://" + sys.argv[1], float(sys.argv[2]), first_seconds=0.0) else 5)
 """
 
 
 @contextlib.contextmanager
-def agent(folder: Path, linger_seconds: float = 600.0) -> Iterator[subprocess.Popen[str]]:
-    """An agent of a memory folder, which is killed at the end of the block. It listens when the block begins."""
-    command = [sys.executable, "-c", SERVES, str(folder), str(linger_seconds)]
+def agent(folder: Path, linger_seconds: float = 600.0, prelude: str = "") -> Iterator[subprocess.Popen[str]]:
+    """An agent of a memory folder, which is killed at the end of the block. It listens when the block begins.
+
+    `prelude`: code that its process runs before.
+    """
+    command = [sys.executable, "-c", SERVES.format(prelude=prelude), str(folder), str(linger_seconds)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         until(lambda: process.poll() is not None or answers(folder))

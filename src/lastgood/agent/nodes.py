@@ -1,4 +1,5 @@
-"""The agents of the other nodes of a job: files are sent to them, and theirs are received. Threads of the `with` block.
+"""The agents of the other nodes of a job: files are sent to them, and theirs are received; drills of theirs have copies
+here. Threads of the `with` block.
 
 Nothing listens before a training process asks for it, with the key and the address of its job.
 """
@@ -18,6 +19,7 @@ from ..run.peers import PeerNode, Peers
 from ..wire import nixl
 from ..wire.port import Peer
 from ..wire.serving import Server
+from .drill_files import DrillFiles, WithDrills
 from .peer_files import PeerFiles
 
 SENDERS = 2
@@ -40,8 +42,10 @@ class Nodes:
         """the nodes that hold what this node's files can be computed from"""
         self.port = 0
         """where it listens; 0: it does not"""
+        self.drills = DrillFiles(memory, wake)
 
     def __enter__(self) -> Nodes:
+        self.drills.clear()  # of an agent that was killed
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -55,12 +59,14 @@ class Nodes:
         """
         self._stop()
         files = PeerFiles(self._memory)
+        self._serving.callback(self.drills.clear)
         self._serving.callback(files.close)
         me, at = Peer(serve.job, serve.node), (serve.host, serve.port)
         try:
             windows, secured = nixl.chosen(serve.wire), security(serve.key, serve.certificates)
             self.peers = Peers(serve.job, secured, serve.node, windows)
-            server = self._serving.enter_context(Server(at, me, secured, files, windows=windows))
+            service = WithDrills(files, self.drills)
+            server = self._serving.enter_context(Server(at, me, secured, service, windows=windows))
         except LastgoodError as error:
             return str(error)
         self._served, self.port = serve, server.address[1]

@@ -8,22 +8,18 @@ Invariant: a rebuilt file counts only with its manifest, which is written after 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
 from ..engine import stripes
-from ..engine.arena import Arena
-from ..engine.stripes import Rebuilt
-from ..errors import NODE_FAILED, Damaged
 from ..format import layout, sealed
-from ..limits import CHUNK_BYTES, EXAMINATION_CHUNKS, WORKERS
+from ..limits import WORKERS
 from ..policy.stripes import Member, StripeSet
 from ..policy.stripes import stripes as divided
 from ..ports import Mendable, Tier
 from ..records import Generation, StripeFile
-from ..run import copying
+from ..run import rebuilding
 from ..run.peers import PeerDisk, PeerNode, Peers, StripeMember, StripeOrder
 
 Stop = Callable[[], bool]
@@ -72,39 +68,7 @@ def rebuild(
 ) -> None:
     """Make the files of these ranks whole in the memory of this node, from copies or parity. `nodes`: the other nodes.
 
-    Raises BeyondRepair if too much was lost, and the errors of writing. A good file is not changed.
+    Raises as `rebuilding.rebuild`.
     """
     others = [cast(Tier, PeerDisk(peers, node)) for node in nodes]
-    rebuilt, here = Rebuilt([memory, *others], generation), memory.list(layout.folder(generation.id))
-    lost = cast(Tier, rebuilt)
-    for seal in generation.commit.seals:
-        if seal.rank in ranks and layout.blob_name(seal.rank) not in here:
-            # Before chunks cross the network for a generation that cannot be made whole.
-            rebuilt.require(sealed.first_sealed([memory, lost], generation, seal))  # guard: feasible-before-reading
-    with ThreadPoolExecutor(WORKERS, "lastgood-rebuild") as workers:
-        how = copying.Copying(Arena(EXAMINATION_CHUNKS * CHUNK_BYTES, CHUNK_BYTES), workers, stop=stop)
-        copying.copy_files(memory, [*_with_copies(others, generation, ranks), lost], generation, ranks, how)
-    for seal in generation.commit.seals:
-        if seal.rank in ranks:
-            _put_manifest(memory, lost, generation, seal.rank)  # guard: rebuilt-manifest-last
-
-
-def _with_copies(others: Sequence[Tier], generation: Generation, ranks: Sequence[int]) -> list[Tier]:
-    """The nodes that have a file of these ranks, as far as they can be reached."""
-    found, wanted = list[Tier](), {layout.blob_name(rank) for rank in ranks}
-    for one in others:
-        with contextlib.suppress(Damaged, *NODE_FAILED):
-            if wanted & one.list(layout.folder(generation.id)).keys():
-                found.append(one)
-    return found
-
-
-def _put_manifest(memory: Mendable, lost: Tier, generation: Generation, rank: int) -> None:
-    seal = generation.commit.seals[rank]
-    try:
-        sealed.sealed_record(memory, generation, seal)
-    except Damaged:
-        name = f"{layout.folder(generation.id)}/{seal.manifest}"
-        data = sealed.record_bytes([lost], generation, seal)
-        memory.delete(name)
-        memory.put_new(name, data)
+    rebuilding.rebuild(memory, others, generation, ranks, stop)

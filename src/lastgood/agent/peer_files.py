@@ -20,11 +20,13 @@ from ..format import layout
 from ..limits import SLOT_LIMIT_BYTES, WIRE_BULK_LIMIT_BYTES
 from ..ports import Mendable, Upload
 from ..records import Extent
-from ..run.peers import RANK_FILE, STRIPE_FILE, FileCall
+from ..run.peers import NO_CALL, RANK_FILE, STRIPE_FILE, FileCall
 from ..wire.port import Answer, Peer
 
 RECEIVING = ".copy.tmp"
 """After the name of a file that is being received."""
+_CALLS = "create", "write", "finish", "put", "abort", "read"
+"""The calls for a file."""
 
 
 @dataclass
@@ -37,10 +39,11 @@ class _Receiving:
 
 
 class PeerFiles:
-    """`wire.port.Service` over the memory of this node. `memory`: makes its tier."""
+    """`wire.port.Service` over the memory of this node. `memory`: makes its tier. `parity` (default False): whether
+    other nodes write files of parity too, as a drill does in its copies (drill_files.py)."""
 
-    def __init__(self, memory: Callable[[], Mendable]) -> None:
-        self._memory = memory
+    def __init__(self, memory: Callable[[], Mendable], parity: bool = False) -> None:
+        self._memory, self._parity = memory, parity
         self._lock = threading.Lock()
         self._files: dict[str, _Receiving] = {}
         self._buffers = threading.local()
@@ -54,14 +57,14 @@ class PeerFiles:
 
     def buffer(self, peer: Peer, request: bytes, length: int) -> memoryview:
         """Memory for the bytes of a "write" or "put"."""
-        call = _decoded(request)
+        call = self._decoded(request)
         if call.call not in ("write", "put") or call.length != length or length > WIRE_BULK_LIMIT_BYTES:
             raise Refused(f"{call.call} of {length} bytes; its record says {call.length}", safe="Nothing was written.")
         return self._buffer(length)
 
     def handle(self, peer: Peer, request: bytes, bulk: memoryview) -> Answer:
         """As `wire.port.Service.handle`."""
-        call, disk = _decoded(request), self._memory()
+        call, disk = self._decoded(request), self._memory()
         if call.call == "list":
             return Answer(msgspec.json.encode(dict(disk.list(call.name))))
         if call.call == "read":
@@ -88,6 +91,20 @@ class PeerFiles:
         else:
             self._go_on(disk, call, bulk)
         return Answer()
+
+    def _decoded(self, request: bytes) -> FileCall:
+        """The call. Raises Refused for anything else, and for a file that is not one of a rank."""
+        call = decoded(request)
+        folder = call.name.removeprefix("gen/")
+        if call.call == "list" and call.name.startswith("gen/") and layout.parse_folder(folder) is not None:
+            return call
+        found = RANK_FILE.fullmatch(call.name)
+        if self._parity or call.call == "read":  # guard: parity-of-others-not-written
+            found = found or STRIPE_FILE.fullmatch(call.name)
+        known = found is not None and layout.parse_folder(found[1]) is not None and call.call in _CALLS
+        if not known or min(call.offset, call.length) < 0 or call.length > _longest(call):
+            raise Refused(f"{call.call} {call.name!r} is no call for a file of a rank", safe="Nothing was written.")
+        return call
 
     def _buffer(self, length: int) -> memoryview:
         """Memory for the bytes of one call; the next call of its connection uses it again."""
@@ -139,22 +156,12 @@ def _require_unfinished(disk: Mendable, name: str) -> None:
         raise NameTaken(f"{name} is complete on this node", safe="It is untouched.")
 
 
-def _decoded(request: bytes) -> FileCall:
-    """The call. Raises Refused for anything else, and for a file that is not one of a rank."""
+def decoded(request: bytes) -> FileCall:
+    """The call. Raises Refused for anything else."""
     try:
-        call = msgspec.json.decode(request, type=FileCall)
+        return msgspec.json.decode(request, type=FileCall)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise Refused(f"this is no call of an agent: {error}", safe="Nothing was written.") from error
-    folder = call.name.removeprefix("gen/")
-    if call.call == "list" and call.name.startswith("gen/") and layout.parse_folder(folder) is not None:
-        return call
-    found = RANK_FILE.fullmatch(call.name)
-    if call.call == "read":  # guard: parity-of-others-not-written
-        found = found or STRIPE_FILE.fullmatch(call.name)
-    known = found is not None and layout.parse_folder(found[1]) is not None
-    if not known or call.call == "list" or min(call.offset, call.length) < 0 or call.length > _longest(call):
-        raise Refused(f"{call.call} {call.name!r} is no call for a file of a rank", safe="Nothing was written.")
-    return call
+        raise Refused(f"{NO_CALL}: {error}", safe="Nothing was written.") from error
 
 
 def _longest(call: FileCall) -> int:

@@ -118,6 +118,7 @@ class Server:
         ):
             while not self._ended and not self._signalled:
                 self._serve_once()
+                self._nodes.drills.end_idle()
                 self._note_copies()
                 self._answer_senders()
                 self._answer_workers()
@@ -155,10 +156,12 @@ class Server:
                 self._receive(self._clients[key.fileobj])
 
     def _timeout_seconds(self) -> float | None:
+        drill = self._nodes.drills.seconds_left()
         if self._attached() or self._copies is not None or self._works.running():  # guard: agent-waits-for-work
-            return None
+            return drill
         until = self._kept_until if self._next_at is None else self._next_at
-        return max(0.0, until - time.monotonic())
+        left = max(0.0, until - time.monotonic())
+        return left if drill is None else min(left, drill)
 
     def _accept(self) -> None:
         try:

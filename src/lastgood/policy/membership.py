@@ -6,7 +6,7 @@ all: it collects the reports of the others, and publishes one verdict.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -54,6 +54,36 @@ class Next:
 
     act: Literal["stay", "join", "end"]
     why: str = ""
+
+
+class Round(Record, frozen=True, kw_only=True):
+    """A round of a job whose store can move. `store`: number of its store in the list. `order`: grows from round to
+    round of one store. `nodes`: how many it has."""
+
+    store: int
+    order: int
+    nodes: int
+
+
+class Past(Record, frozen=True, kw_only=True):
+    """What a node brings to a round of a job whose store can move.
+
+    `last`: the last round that it knows to have begun; None: none. `tried`: later ones to which it has agreed, and does
+    not know whether all others have. `decided`: of how many attempts it knows the verdicts. `lived`: whether it has
+    begun the attempt after these.
+    """
+
+    last: Round | None = None
+    tried: tuple[Round, ...] = ()
+    decided: int = 0
+    lived: bool = False
+
+
+class Seen(Record, frozen=True, kw_only=True):
+    """A store that answers. `id`: chosen when it was made. `active`: whether the nodes of the job are there."""
+
+    id: str
+    active: bool
 
 
 def leader(nodes: int, lost: Collection[int]) -> int:
@@ -104,3 +134,51 @@ def spares_text(nodes: int, waiting: int, bounds: Bounds) -> str:
 def spares_waiting(nodes: int, waiting: int, bounds: Bounds) -> int:
     """How many of the nodes that wait are in reserve: those for which the job has no place."""
     return max(0, nodes + waiting - bounds.most)
+
+
+def last_round(pasts: Sequence[Past], newest: Round | None) -> Round | None:
+    """The last round that has begun, as far as the nodes of a round know it, and their store: `newest`. None: none."""
+    known = [*(one.last for one in pasts if one.last is not None), *([] if newest is None else [newest])]
+    return max(known, key=_order, default=None)
+
+
+def enough(pasts: Sequence[Past], store: int, newest: Round | None, left: int) -> bool:
+    """Whether the nodes of a round may begin: no others can then begin beside them, at any store.
+
+    `pasts`: what they bring. `store`: that of the round. `newest`: the last round that has begun there. `left`: how
+    many nodes of the last round have ended, as they were asked to, as far as this store shows it.
+
+    They are more than half of the nodes of the last round that has begun, and of each later one that may have; in the
+    store of that round, half of them. A job begins in the first store.
+    """
+    last = last_round(pasts, newest)
+    if last is None:
+        return store == 0  # guard: new-job-begins-at-first-store
+    tried = [one for past in pasts for one in past.tried if _order(one) > _order(last)]
+    for one in (last, *tried):  # guard: round-that-may-have-begun-counts
+        there = sum(past.last == one or one in past.tried for past in pasts)
+        of = one.nodes - (left if one is last else 0)
+        if not (2 * there >= of if one.store == store else 2 * there > of):  # guard: moved-round-needs-majority
+            return False
+    return True
+
+
+def _order(one: Round) -> tuple[int, int]:
+    return one.store, one.order
+
+
+def store_to_join(seen: Sequence[Seen | None], at: int, known: str, leaves: bool) -> int | None:
+    """The number of the store that a node joins; None: none yet.
+
+    `seen`: the stores of the list; None: it does not answer. `at`: that to which the node belongs, or 0. `known`: the
+    id that this one had; empty: the node has not belonged to one. `leaves`: whether it may go on to a later one.
+
+    A node never goes back in the list. It goes where the others are, else it stays, else it takes the next one.
+    """
+    active = [one for one, found in enumerate(seen) if one > at and found is not None and found.active]
+    if active:
+        return active[-1]
+    here = seen[at]
+    if here is not None and known in ("", here.id):  # guard: replaced-store-not-rejoined
+        return at
+    return next((one for one in range(at + 1, len(seen)) if seen[one] is not None), None) if leaves else None

@@ -11,6 +11,8 @@ import os
 import select
 import socket
 import sys
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -21,27 +23,32 @@ from ..supervisor.membership import (
     Answer,
     Claim,
     Close,
+    Connected,
     Failed,
     Join,
     Joined,
     Put,
+    Raise,
     Read,
     Request,
     Settings,
     Values,
     Waiters,
     Waiting,
+    Where,
 )
+from . import store_list
 
 os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # torch reads it; the ranks have a store of their own
-JOB = "lastgood.job"
-"""prefix of the keys of a whole job"""
 
 
 class Member:
-    """The membership of this node. Connects when it is made. Raises what torch raises."""
+    """The membership of this node. Connects when it is made. Raises what torch raises.
 
-    def __init__(self, settings: Settings) -> None:
+    `moved`: is called while this node waits for a round, once the others are at another store.
+    """
+
+    def __init__(self, settings: Settings, moved: Callable[[], None]) -> None:
         from torch.distributed.elastic.rendezvous import RendezvousParameters, c10d_rendezvous_backend
         from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
         from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
@@ -55,28 +62,41 @@ class Member:
             local_addr=settings.local_address or None,
             **settings.configuration,
         )
-        backend, self._store = c10d_rendezvous_backend.create_backend(parameters)
+        self._at, self._id = 0, ""
+        """number and id of the store, where it can move"""
+        if settings.stores:
+            self._at, self._id, self._store = store_list.found(settings)
+            backend = c10d_rendezvous_backend.C10dRendezvousBackend(self._store, settings.run_id)
+        else:
+            backend, self._store = c10d_rendezvous_backend.create_backend(parameters)
         self._handler = create_handler(self._store, backend, parameters)
-        self._settings = settings
+        endpoint = settings.stores[self._at] if settings.stores else settings.endpoint
+        self._settings = msgspec.structs.replace(settings, endpoint=endpoint)
         chosen = parameters.get_as_bool("is_host")
         host, _ = parse_rendezvous_endpoint(settings.endpoint, default_port=29400)
         self._holds_store = _matches_machine_hostname(host) if chosen is None else chosen
+        self._waits = store_list.watch(settings, self._at, moved) if settings.stores else threading.Event()
         self._round: Any = None
         """the store with the keys of the current round"""
 
     def answer(self, request: Request) -> Answer:
         """Do what a request asks for. Raises what torch raises."""
         match request:
+            case Where():
+                return Connected(store=self._at, id=self._id)
             case Join():
                 if self._handler.is_closed() and not request.waited:
                     return Failed(kind="ended", what=f"the job of --rdzv-id {self._settings.run_id} has ended")
+                self._waits.set()
                 found = self._handler.next_rendezvous()
+                self._waits.clear()
                 self._round = found.store
                 return Joined(
                     node=found.rank,
                     nodes=found.world_size,
                     address=self._address(),
                     holds_store=self._holds_store,
+                    order=self._order() if self._settings.stores else 0,
                 )
             case Put():
                 store = self._of(request.job)
@@ -87,7 +107,12 @@ class Member:
                 store = self._of(request.job)
                 return Values(values=[store.get(key).decode() if store.check([key]) else None for key in request.keys])
             case Claim():
-                return Values(values=[self._round.compare_set(request.key, "", request.value).decode()])
+                return Values(values=[self._of(request.job).compare_set(request.key, "", request.value).decode()])
+            case Raise():
+                store, seen = self._of(job=True), ""
+                while seen < request.value:
+                    seen = store.compare_set(request.key, seen, request.value).decode()
+                return Values(values=[])
             case Waiting():
                 return Waiters(joining=self._handler.num_nodes_waiting(), reserve=self._reserve())
             case Close():
@@ -95,9 +120,12 @@ class Member:
                 return Values(values=[])
 
     def _of(self, job: bool) -> Any:
-        from torch.distributed import PrefixStore
+        return store_list.of_job(self._store, self._settings.run_id) if job else self._round
 
-        return PrefixStore(f"{JOB}.{self._settings.run_id}", self._store) if job else self._round
+    def _order(self) -> int:
+        """The order of the round among those of this store, the same on all nodes."""
+        number = self._of(job=True).add("rounds", 1)
+        return int(self._round.compare_set("order", "", str(number)))
 
     def _reserve(self) -> int | None:
         """How many nodes wait because the round has the most. torch has no public call for it: None if another version
@@ -128,6 +156,8 @@ def _failed(error: Exception) -> Failed:
         return Failed(kind="closed", what="")
     if isinstance(error, api.RendezvousTimeoutError):
         return Failed(kind="timeout", what="too few nodes have joined in time (join_timeout of --rdzv-conf)")
+    if isinstance(error, store_list.NoStore):
+        return Failed(kind="gone", what=str(error))
     if isinstance(error, ValueError | KeyError | TypeError) or error.__cause__ is None:
         kind = "refused" if isinstance(error, ValueError | KeyError | TypeError) else "store"
         return Failed(kind=kind, what=f"{type(error).__name__}: {error}")
@@ -140,9 +170,17 @@ def main() -> None:
     processes.die_with(int(sys.argv[2]))
     connection, member = socket.socket(fileno=int(sys.argv[1])), None
     failed: Failed | None = None
+    sending = threading.Lock()
+
+    def moved() -> None:
+        with sending:
+            what = "the other nodes are at a later one of the list"
+            framed.send(connection, msgspec.json.encode(Failed(kind="moved", what=what)))
+            os._exit(0)  # torch waits in the main thread
+
     settings = msgspec.json.decode(framed.receive(connection), type=Settings)
     try:
-        member = Member(settings)
+        member = Member(settings, moved)
     except Exception as error:  # noqa: BLE001 - the supervisor reports it, as the answer to its first request
         failed = _failed(error)
     with contextlib.suppress(EOFError, OSError):
@@ -152,7 +190,8 @@ def main() -> None:
                 answer = failed if member is None else member.answer(request)
             except Exception as error:  # noqa: BLE001 - the supervisor reports it
                 answer = _failed(error)
-            framed.send(connection, msgspec.json.encode(answer))
+            with sending:
+                framed.send(connection, msgspec.json.encode(answer))
 
 
 def _asks_in_time(connection: socket.socket, seconds: float) -> bool:

@@ -29,13 +29,16 @@ from ..policy import restore
 from ..ports import Tier
 from ..records import Generation
 from ..units import size
-from . import access, drill_scratch, memory_place, paths, places
+from . import access, agent_link, drill_nodes, drill_scratch, memory_place, paths, places
 from .drill_acts import Act, Original, Reading, Stage
 from .drill_peers import PeerRead, read_peers
+from .drill_scratch import ScratchPlace
+from .paths import Place
 
 ATTEMPTS = 3
 """Training may delete a generation while it is copied: the next one is taken then, so many times in all."""
 NOTHING_YET = "nothing has been committed in this run yet"
+NO_FRONT = "the run has no tier in the memory of this machine, and no disk of this node with an agent"
 
 
 @dataclass(frozen=True)
@@ -65,17 +68,22 @@ def drill(run: str, scratch_folder: str | None, announce: Callable[[str], object
     tier = access.for_reading(run)
     _require_outside(run, scratch_folder)
     parent, name = drill_scratch.parent_folder(run, scratch_folder), drill_scratch.name_of(run)
-    folder = memory_folder(run, tier)
-    memory = access.for_reading(f"{paths.MEMORY}{folder}") if os.path.isdir(os.path.join(folder, "gen")) else None
+    front, no_front = front_of(run, tier)
+    folder = front.root if front is not None else ""
+    own = access.for_reading(front.url) if front is not None and os.path.isdir(os.path.join(folder, "gen")) else None
+    beside = front.url if front is not None and front.kind == "directory" and not no_front else None
     with ThreadPoolExecutor(WORKERS, "lastgood-drill") as workers:
         reading = Reading(workers)
         cleared = drill_scratch.clear(parent, name)
-        with drill_scratch.opened(parent, name) as scratch:
+        if beside is not None:
+            cleared += drill_scratch.clear(os.path.dirname(folder), drill_scratch.name_of(beside))
+        with drill_scratch.opened(parent, name, beside) as scratch:
             for attempts_left in reversed(range(ATTEMPTS)):
-                original = newest_good(tier, memory, reading)
-                no_memory = require_room(original, parent, folder)
+                original = newest_good(tier, own, reading)
+                require_room(original, parent)
+                lacks = no_front or front_lacks(original, parent, scratch.front)
                 announce(f"copying step {original.generation.step} to {parent}: {size(original.room_bytes)} at most")
-                stage, begun = Stage(original, scratch, reading, no_memory), time.monotonic()
+                stage, begun = Stage(original, scratch, reading, lacks), time.monotonic()
                 try:
                     stage.make_whole()
                     break
@@ -84,8 +92,11 @@ def drill(run: str, scratch_folder: str | None, announce: Callable[[str], object
                     if not attempts_left or layout.COMMIT in there:  # else training has deleted it meanwhile
                         raise
             copied_seconds = time.monotonic() - begun
-            acts = [*stage.play()]
-        peers = read_peers(folder, memory, reading.read_ranks) if memory is not None else []
+            acts, peers = [*stage.play()], list[PeerRead]()
+            if own is not None:
+                peers = read_peers(folder, own, reading.read_ranks)
+                place = scratch.disk if lacks else scratch.front
+                acts += drill_nodes.play(folder, own, peers, place, reading)
     return Drill(original.generation, original.tier.place, copied_seconds, acts, peers, cleared)
 
 
@@ -103,36 +114,52 @@ def _require_outside(run: str | os.PathLike[str], scratch_folder: str | None) ->
         )
 
 
-def require_room(original: Original, parent: str, memory: str) -> str:
-    """Raise NoSpace if the directory `parent` has no room for the copies. Returns why memory has none, or "".
-
-    `memory`: the folder of the run in memory; empty: it has none.
-    """
+def require_room(original: Original, parent: str) -> None:
+    """Raise NoSpace if the directory `parent` has no room for the copies."""
     if (free := free_bytes(parent)) < original.room_bytes:  # guard: drill-needs-free-space
         raise NoSpace(
             f"a drill needs {original.room_bytes:,} bytes in {parent} for a while, free are {free:,}",
             safe="Nothing was copied.",
             todo="Free space on this disk, or name another directory: --in DIR.",
         )
-    if not memory:
-        return "the run has no tier in the memory of this machine"
-    root = os.path.dirname(os.path.dirname(memory))
+
+
+def front_lacks(original: Original, parent: str, front: ScratchPlace) -> str:
+    """Why the front has no room for the copies, beside those in the directory `parent`; or ""."""
+    root, needed = os.path.dirname(os.path.dirname(front.root)), original.room_bytes
     try:
-        known = [free_bytes(root), memory_limits.available_bytes()]
+        known: list[int | None] = [free_bytes(root)]
+        if front.in_memory:
+            known.append(memory_limits.available_bytes())
+            needed += original.generation.bytes  # memory of deleted files is kept (io/reused_files.py)
+        elif os.stat(root).st_dev == os.stat(parent).st_dev:
+            needed += original.room_bytes  # for the copies there
     except OSError as error:
         return f"{root}: {error.strerror}"
     free = min(one for one in known if one is not None)
-    needed = original.room_bytes + original.generation.bytes  # memory of deleted files is kept (io/reused_files.py)
     if free < needed:  # guard: drill-needs-free-memory
-        return f"copies in memory need {size(needed)}, and there are {size(free)}"
+        return f"copies {front.where} need {size(needed)}, and there are {size(free)}"
     return ""
 
 
-def memory_folder(run: str, tier: Tier) -> str:
-    """The folder of the run in the memory of this machine; empty if it has no tier in memory. It may not exist."""
+def front_of(run: str, tier: Tier) -> tuple[Place | None, str]:
+    """Where this node keeps what its agent copies: memory, or a disk that it has for itself. It may not exist.
+
+    None if the run has no such place. With it: why no copies can be made there, or "".
+    """
     listed = places.listed(tier)
+    for one in listed[:-1]:
+        place = paths.parsed(one)
+        if place.kind == "directory" and os.path.isfile(os.path.join(place.root, agent_link.SPEC)):
+            try:
+                parent = drill_scratch.parent_folder(place.url, None)
+            except Refused as refused:
+                return place, refused.what
+            return place, "" if os.access(parent, os.W_OK) else f"{parent} cannot be written"
     folder = memory_place.folder_of(listed[-1] if listed else run)
-    return folder if os.path.isdir(folder) or any(map(paths.in_memory, listed)) else ""
+    if os.path.isdir(folder) or any(map(paths.in_memory, listed)):
+        return Place(folder, "memory"), ""
+    return None, NO_FRONT
 
 
 def newest_good(tier: Tier, memory: Tier | None, reading: Reading) -> Original:

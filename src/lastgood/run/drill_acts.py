@@ -61,7 +61,8 @@ _DAMAGES: dict[Damage, str] = {
 class Act:
     """One act, after it was played. `good`: None if it was not played; `why` says the reason, or what went wrong.
 
-    `way_back`: what brought the copy back. `seconds`: from the damage to the end of the comparison.
+    `way_back`: what brought the copy back. `seconds`: from the damage to the end of the comparison. `network_bytes`: of
+    files, which came from other nodes for it; None: the act needs no other node.
     """
 
     what: str
@@ -69,6 +70,7 @@ class Act:
     good: bool | None = None
     seconds: float | None = None
     why: str = ""
+    network_bytes: int | None = None
 
 
 class Original(NamedTuple):
@@ -94,14 +96,17 @@ class Reading:
     def __init__(self, workers: ThreadPoolExecutor) -> None:
         self.arena, self.workers = Arena(EXAMINATION_CHUNKS * CHUNK_BYTES, CHUNK_BYTES), workers
 
-    def read(self, tier: Tier, generation: Generation) -> tuple[list[Finding], str]:
-        """Read all of a generation past the page cache. Returns the findings, and the digest of all tensor files."""
+    def read(self, tier: Tier, generation: Generation, of: Sequence[int] | None = None) -> tuple[list[Finding], str]:
+        """Read a generation past the page cache. Returns the findings, and the digest of all its tensor files.
+
+        `of`: the ranks that wrote the files that are read; None: all.
+        """
         hasher = ALGORITHMS["xxh3_128"]()
 
         def add(data: memoryview) -> None:
             hasher.update(data)
 
-        findings = read_all(tier, generation, self.arena, self.workers, also=add)
+        findings = read_all(tier, generation, self.arena, self.workers, also=add, of=of)
         return findings, hasher.hexdigest()
 
     def read_ranks(self, tier: Tier, generation: Generation, ranks: list[int]) -> list[Finding]:
@@ -132,12 +137,12 @@ class _Restored(NamedTuple):
 
 
 class Stage:
-    """The scratch places of a drill, and the acts. `no_memory`: why there is none in memory; empty if there is one."""
+    """The scratch places of a drill, and the acts. `no_front`: why there is no copy in the front; empty if there is."""
 
-    def __init__(self, original: Original, scratch: ScratchPlaces, reading: Reading, no_memory: str) -> None:
-        self._original, self._reading, self._no_memory = original, reading, no_memory
-        self._disk, self._memory = scratch.disk, scratch.memory
-        self._places = [self._disk] if no_memory else [self._disk, self._memory]
+    def __init__(self, original: Original, scratch: ScratchPlaces, reading: Reading, no_front: str) -> None:
+        self._original, self._reading, self._no_front = original, reading, no_front
+        self._disk, self._front = scratch.disk, scratch.front
+        self._places = [self._disk] if no_front else [self._disk, self._front]
         self._digests: dict[str, str] = {}
         """of the tensors of the original"""
         self._struck = 0.0
@@ -177,14 +182,14 @@ class Stage:
 
     def _acts(self) -> Iterator[tuple[str, Callable[[], str], str]]:
         """What each act does, the act, and why it is not played ("": it is)."""
-        disk, memory, lacks = self._disk, self._memory, self._no_memory
-        yield "killed within a save to the disk", partial(self._kill, disk), ""
-        yield "killed within a save to memory", partial(self._kill, memory), lacks
+        disk, front, lacks = self._disk, self._front, self._no_front
+        yield f"killed within a save to {disk.name}", partial(self._kill, disk), ""
+        yield f"killed within a save to {front.name}", partial(self._kill, front), lacks
         for damage, what in _DAMAGES.items():
-            yield f"{what}, on the disk", partial(self._damage, damage, disk), ""
-        yield f"{_DAMAGES['byte']}, in memory", partial(self._damage, "byte", memory), lacks
-        yield "the disk is gone", partial(self._lose, disk, memory), lacks
-        yield "the memory is gone", partial(self._lose, memory, disk), lacks
+            yield f"{what}, {disk.where}", partial(self._damage, damage, disk), ""
+        yield f"{_DAMAGES['byte']}, {front.where}", partial(self._damage, "byte", front), lacks
+        yield f"{disk.subject} is gone", partial(self._lose, disk, front), lacks
+        yield f"{front.subject} is gone", partial(self._lose, front, disk), lacks
         yield "the agent is killed while it copies", self._kill_agent, lacks
 
     # ---- acts ----------------------------------------------------------------------------------------------
@@ -228,10 +233,10 @@ class Stage:
         return f"step {found.at.step} loaded from {other.name}, and copied back"
 
     def _kill_agent(self) -> str:
-        at = self._saved(self._memory)
-        in_memory = access.for_reading(self._memory.url)
-        generation = commit.read_generation(in_memory, at, None)
-        _, digest = self._reading.read(in_memory, generation)
+        at = self._saved(self._front)
+        front = access.for_reading(self._front.url)
+        generation = commit.read_generation(front, at, None)
+        _, digest = self._reading.read(front, generation)
         self._copy_until_killed(at)
         finished = layout.COMMIT in _names(self._disk, at)
         self._end_of_agent()
@@ -239,8 +244,11 @@ class Stage:
         copy = commit.read_generation(disk, at, None)
         findings, copied = self._reading.read(disk, copy)
         _require(not findings and (copy.root, copied) == (generation.root, digest), f"the copy of {at} differs")
-        _require(not self._memory.exists, "the memory was not removed")
-        return f"another agent {'found' if finished else 'finished'} the copy of step {at.step}, and removed the memory"
+        way_back = f"another agent {'found' if finished else 'finished'} the copy of step {at.step}"
+        if not self._front.in_memory:
+            return way_back
+        _require(not self._front.exists, "the memory was not removed")
+        return f"{way_back}, and removed the memory"
 
     # ---- parts of acts -------------------------------------------------------------------------------------
 
@@ -315,11 +323,11 @@ class Stage:
         return [one for one in folders if layout.COMMIT not in os.listdir(os.path.join(place.root, "gen", one))]
 
     def _copy_until_killed(self, at: GenerationId) -> None:
-        """Start the agent of the scratch memory, and kill it once it has begun to copy a generation to the disk."""
-        link = AgentLink(self._memory.url)
+        """Start the agent of the scratch front, and kill it once it has begun to copy a generation to the disk."""
+        link = AgentLink(self._front.url)
         spec = AgentSpec(format=layout.FORMAT, places=[CopyTo(url=self._disk.url, keep=KEEP)], order=0, spill=None)
         try:
-            with access.for_writing(self._memory.url, "atomic_dirsync") as tier:
+            with access.for_writing(self._front.url, "atomic_dirsync") as tier:
                 link.start(cast(Disk, tier), spec)
             with self._connected() as agent:
                 link.close()  # as if the training process had ended: the agent begins to copy
@@ -334,8 +342,8 @@ class Stage:
             link.close()
 
     def _end_of_agent(self) -> None:
-        """Start another agent, and let it copy everything, remove the memory, and end."""
-        if problem := agent_link.started(self._memory.url):
+        """Start another agent, and let it copy everything, remove what is in memory, and end."""
+        if problem := agent_link.started(self._front.url):
             raise TierDown(f"another agent could not be started: {problem}", safe=_SAFE)
         with self._connected() as agent:
             agent.settimeout(AGENT_SECONDS)
@@ -347,9 +355,9 @@ class Stage:
 
     def _connected(self) -> contextlib.closing[socket.socket]:
         try:
-            return contextlib.closing(agent_link.connected(self._memory.root))
+            return contextlib.closing(agent_link.connected(self._front.root))
         except OSError as error:
-            raise TierDown(f"the agent of {self._memory.root} cannot be reached: {error}", safe=_SAFE) from error
+            raise TierDown(f"the agent of {self._front.root} cannot be reached: {error}", safe=_SAFE) from error
 
 
 def _outcome(play: Callable[[], str]) -> tuple[str, str]:

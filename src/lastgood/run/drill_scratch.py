@@ -1,13 +1,13 @@
-"""The scratch folder of a drill: copies of a run that one drill makes, and removes. It never holds anything else.
+"""The scratch folders of a drill: copies of a run that one drill makes, and removes. They never hold anything else.
 
-    <NAME>.drill-<8 hex>          beside the run
+    <NAME>.drill-<8 hex>          beside the run, and beside its directory on a disk that this node has for itself
         .lock                     held while the drill runs
-        run                       the copy on the disk
+        run                       the copy on that disk
         away                      the same copy while it is "gone"
     memory folder of that `run`   the copy in memory, with its agent (memory_place.py)
 
 Invariants
-  1. `opened` ends the agent and removes both folders at the end of its block, also after an error or Ctrl-C.
+  1. `opened` ends the agent and removes all of them at the end of its block, also after an error or Ctrl-C.
   2. A drill that is killed leaves them behind. `clear`, which the next drill calls, removes them. It removes no folder
      that is locked, and none that holds any other file.
 """
@@ -43,13 +43,27 @@ class ScratchPlace:
     def exists(self) -> bool:
         return os.path.isdir(self.root)
 
+    @property
+    def in_memory(self) -> bool:
+        return paths.in_memory(self.url)
+
+    @property
+    def where(self) -> str:
+        """As in "a file is missing, on the disk"."""
+        return "in memory" if self.in_memory else f"on {self.name}"
+
+    @property
+    def subject(self) -> str:
+        """As in "the disk is gone"."""
+        return "the memory" if self.in_memory else self.name
+
 
 @dataclass(frozen=True)
 class ScratchPlaces:
-    """The places of one drill. Neither exists at first."""
+    """The places of one drill. None exists at first. `front`: in memory, or on a disk that this node has for itself."""
 
     disk: ScratchPlace
-    memory: ScratchPlace
+    front: ScratchPlace
 
 
 def parent_folder(run: str, given: str | None) -> str:
@@ -97,8 +111,32 @@ def clear(parent: str, name: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def opened(parent: str, name: str) -> Iterator[ScratchPlaces]:
-    """Yield the places of a new drill, which are removed at the end of the block. Raises NotWritable, NoSpace."""
+def opened(parent: str, name: str, beside: str | None = None) -> Iterator[ScratchPlaces]:
+    """Yield the places of a new drill, which are removed at the end of the block. Raises NotWritable, NoSpace.
+
+    `beside` (default None): the directory of the run on a disk that this node has for itself. None: the front is in
+    memory.
+    """
+    with _folder(parent, name) as folder, contextlib.ExitStack() as stack:
+        disk = _on_disk("the disk", folder)
+        if beside is None:
+            memory = memory_place.folder_of(disk.root)
+            url, away = f"{paths.MEMORY}{memory}", memory + memory_place.REMOVED
+            front = ScratchPlace("memory", memory, url, away)
+        else:
+            other = stack.enter_context(_folder(parent_folder(beside, None), name_of(beside)))
+            front = _on_disk("the disk of this node", other)
+        yield ScratchPlaces(disk, front)
+
+
+def _on_disk(name: str, folder: str) -> ScratchPlace:
+    root = os.path.join(folder, _RUN)
+    return ScratchPlace(name, root, root, os.path.join(folder, _AWAY))
+
+
+@contextlib.contextmanager
+def _folder(parent: str, name: str) -> Iterator[str]:
+    """A new folder of a drill, locked, which is removed at the end of the block."""
     folder = os.path.join(parent, f"{name}.drill-{os.urandom(4).hex()}")
     try:
         os.mkdir(folder, 0o700)
@@ -107,20 +145,17 @@ def opened(parent: str, name: str) -> Iterator[ScratchPlaces]:
         raise os_errors.at_path(error, folder) from error
     with contextlib.closing(lock):
         try:
-            disk = os.path.join(folder, _RUN)
-            memory = memory_place.folder_of(disk)
-            yield ScratchPlaces(
-                ScratchPlace("the disk", disk, disk, os.path.join(folder, _AWAY)),
-                ScratchPlace("memory", memory, f"{paths.MEMORY}{memory}", memory + memory_place.REMOVED),
-            )
+            yield folder
         finally:
             _remove(folder)
 
 
 def _remove(folder: str) -> None:
-    memory = memory_place.folder_of(os.path.join(folder, _RUN))
-    with contextlib.suppress(OSError), contextlib.closing(agent_link.connected(memory)) as connection:
-        agent_link.kill(connection)
+    run = os.path.join(folder, _RUN)
+    memory = memory_place.folder_of(run)
+    for one in (memory, run):
+        with contextlib.suppress(OSError), contextlib.closing(agent_link.connected(one)) as connection:
+            agent_link.kill(connection)
     for one in (memory, memory + memory_place.REMOVED):
         shutil.rmtree(one, ignore_errors=True)
     scratch.remove(folder)

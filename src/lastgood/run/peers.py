@@ -12,6 +12,13 @@
 
 Only files of ranks in folders of generations have such calls; files of parity are listed and read. A manifest shows
 that the files beside it are complete.
+
+A drill has copies of these files made on the other node, in a folder of its own there (drill_copies.py). Its calls are
+those above, with the name of that folder before each name, and three more:
+
+    drill    open      makes the folder for copies of one generation, if there is room for `length` bytes
+    drill    copy      as "write", with the bytes of the file of the same name that the node holds
+    drill    remove    removes the folder
 """
 
 from __future__ import annotations
@@ -43,12 +50,16 @@ CHUNKS_AT_ONCE = 2
 RANK_FILE = re.compile(r"gen/(\d+-[0-9a-f]+)/r\d{5,}(\.\d+)?\.(safetensors|manifest\.json)")
 STRIPE_FILE = re.compile(rf"gen/(\d+-[0-9a-f]+)/{stripe_layout.NAME}")
 """A file of parity among nodes, which each node writes for itself (format/stripe_layout.py)."""
+DRILL_FOLDER = re.compile(r"drill-[0-9a-f]{8}")
+"""The name of the folder of a drill on another node."""
+NO_CALL = "this is no call of an agent"
+"""With this an agent refuses a call that it does not know: it may be of an older version."""
 
 
 class FileCall(Record, frozen=True, kw_only=True):
     """One call. `name`: of the file, or of the folder for "list"."""
 
-    call: Literal["list", "create", "write", "finish", "put", "abort", "read"]
+    call: Literal["list", "create", "write", "finish", "put", "abort", "read", "open", "copy", "remove"]
     name: str
     sending: str = ""
     """a random text of one sending of the files of a rank: two that overlap never write to one file"""
@@ -137,7 +148,7 @@ class Peers:
         """Fill mv[:extent.length] from a file of another node. Raises MissingBlob, and what `port.Wire` raises."""
         call = FileCall(call="read", name=extent.blob, offset=extent.offset, length=extent.length)
         answer = self._channel(node).call(
-            msgspec.json.encode(call), incoming=mv[: extent.length], timeout_seconds=CALL_SECONDS
+            self._encoded(call), incoming=mv[: extent.length], timeout_seconds=CALL_SECONDS
         )
         if sum(map(len, answer.bulk)) != extent.length:
             raise MissingBlob(f"{extent.blob} of node {node.name} ends early", blob=extent.blob)
@@ -202,8 +213,11 @@ class Peers:
                 raise
 
     def _call(self, node: PeerNode, call: FileCall, outgoing: Sequence[memoryview] = ()) -> bytes:
-        request = msgspec.json.encode(call)
+        request = self._encoded(call)
         return self._channel(node).call(request, outgoing=outgoing, timeout_seconds=CALL_SECONDS).record
+
+    def _encoded(self, call: FileCall) -> bytes:
+        return msgspec.json.encode(call)
 
     def _channel(self, node: PeerNode) -> Channel:
         at = (node.host, node.port, node.name)

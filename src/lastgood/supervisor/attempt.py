@@ -36,6 +36,7 @@ from .arguments import Job
 from .attempt_log import Slow
 from .attempt_records import AttemptRecords
 from .host_signs import HostSigns
+from .membership import StoreLost
 from .outputs import NAMES, Console
 from .placement import Kind, Nodes, Notice, Placement
 from .program import ERROR_FILE, PYTHON
@@ -142,6 +143,8 @@ class Attempt:
                 self._start(pages)
                 lived.started = time.monotonic()
                 self._watch(lived, host, records)
+            except StoreLost:
+                lived.failed = lived.failed or time.monotonic()
             finally:
                 self._kill(lived)
                 lived.over = time.monotonic()

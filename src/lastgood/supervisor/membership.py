@@ -26,20 +26,38 @@ import msgspec
 
 from .. import reporting
 from ..errors import Cancelled, LastgoodError, Refused, TierDown
+from ..policy.membership import Round
 from ..records import Record
 from . import framed, program
+from .held_store import QUIET, HeldStore
 from .signals import Signals
 
+JOIN_SECONDS = 600.0
+"""torch's default of join_timeout"""
+MOST_MOVES = 3
+"""So many times for each store of the list, a wait for a round goes on after a store is lost."""
 ANSWER_SECONDS = 20.0
 """How long the shared store may take for one request."""
+ACTIVE = "active"
+"""the key of a job that says that its nodes are at this store"""
 MODULE = "lastgood.ranks.membership"
-QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-"""torch prints a page for each lost connection to a store; the supervisor reports it in one line."""
+SILENT = {"TORCH_CPP_LOG_LEVEL": "FATAL"}
+"""It prints more for each store that does not answer."""
+
+
+class Known(Record, frozen=True, kw_only=True):
+    """What a node knows of a store that can move. `at`: number of the store to which it belongs. `id`: of this one;
+    empty: it has not belonged to one. `last`: the last round that has begun."""
+
+    at: int = 0
+    id: str = ""
+    last: Round | None = None
 
 
 class Settings(Record, frozen=True, kw_only=True):
     """The parameters of the rendezvous, as torchrun takes them. `configuration`: of --rdzv-conf. `silent_seconds`:
-    without a request, after which the process ends by itself."""
+    without a request, after which the process ends by itself. `stores`: the endpoints to which the store can move, with
+    the first one; empty: it cannot. `known`: of these."""
 
     endpoint: str
     run_id: str
@@ -48,6 +66,12 @@ class Settings(Record, frozen=True, kw_only=True):
     local_address: str
     configuration: dict[str, str]
     silent_seconds: float
+    stores: tuple[str, ...] = ()
+    known: Known = Known()
+
+
+class Where(Record, frozen=True, kw_only=True, tag="where"):
+    """Find the store of the job among those of the list."""
 
 
 class Join(Record, frozen=True, kw_only=True, tag="join"):
@@ -76,6 +100,14 @@ class Claim(Record, frozen=True, kw_only=True, tag="claim"):
 
     key: str
     value: str
+    job: bool = False
+
+
+class Raise(Record, frozen=True, kw_only=True, tag="raise"):
+    """Set a key of the job unless it has a later value, in the order of texts."""
+
+    key: str
+    value: str
 
 
 class Waiting(Record, frozen=True, kw_only=True, tag="waiting"):
@@ -88,12 +120,22 @@ class Close(Record, frozen=True, kw_only=True, tag="close"):
 
 class Joined(Record, frozen=True, kw_only=True, tag="joined"):
     """`node`: number of this node in the round. `nodes`: how many there are. `address`: of this node, for others.
-    `holds_store`: whether the job ends with this node, because it holds the store of the nodes."""
+    `holds_store`: whether the job ends with this node, because it holds the store of the nodes. `store`, `order`: as in
+    Round, where the store can move."""
 
     node: int
     nodes: int
     address: str
     holds_store: bool = False
+    store: int = 0
+    order: int = 0
+
+
+class Connected(Record, frozen=True, kw_only=True, tag="connected"):
+    """The store that was found: its number in the list, and its id."""
+
+    store: int
+    id: str
 
 
 class Values(Record, frozen=True, kw_only=True, tag="values"):
@@ -117,49 +159,107 @@ class Waiters(Record, frozen=True, kw_only=True, tag="waiters"):
 
 class Failed(Record, frozen=True, kw_only=True, tag="failed"):
     """A request has failed. `kind`: "closed": the job is over; "ended": it was, before this
-    node came; "refused": a parameter cannot be meant; "timeout": too few nodes came; "store": no answer."""
+    node came; "refused": a parameter cannot be meant; "timeout": too few nodes came; "store": no answer; "moved": the
+    other nodes are at another store; "gone": no store of the list can be joined."""
 
     kind: str
     what: str
 
 
-Request = Join | Put | Read | Claim | Waiting | Close
-Answer = Joined | Values | Waiters | Failed
+Request = Where | Join | Put | Read | Claim | Raise | Waiting | Close
+Answer = Connected | Joined | Values | Waiters | Failed
 
 
 class Over(LastgoodError):
     """The job is over: this node waited for a round that does not come."""
 
 
-class Membership:
-    """The process. It begins at once, and ends with the supervisor. `signals`: end a wait for a round."""
+class StoreLost(TierDown):
+    """The store does not answer, or the other nodes are at another one: `Membership.join` looks for it."""
 
-    def __init__(self, settings: Settings, signals: Signals) -> None:
-        self._settings, self._signals, self._joined = settings, signals, False
+
+class Membership:
+    """The process. It begins at once, and ends with the supervisor. `signals`: end a wait for a round.
+
+    Where the store can move, another process takes its place then; `held` is the store of this node (default: none).
+    """
+
+    def __init__(self, settings: Settings, signals: Signals, held: HeldStore | None = None) -> None:
+        self._settings, self._signals, self._held = settings, signals, held
+        self._joined, self._losses = False, 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._connected, self._lost = not self._settings.stores, ""
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
                 [*program.PYTHON, MODULE, str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
-                env={**QUIET, **os.environ},
+                env={**(SILENT if self._settings.stores else QUIET), **os.environ},
                 start_new_session=True,
             )
-        framed.send(self._socket, msgspec.json.encode(settings))
+        framed.send(self._socket, msgspec.json.encode(self._settings))
 
-    def join(self) -> Joined:
-        """Join the next round, and wait until it is complete. Reports both, because it may take long.
+    @property
+    def moves(self) -> bool:
+        """Whether the store can move."""
+        return bool(self._settings.stores)
 
-        Raises Over if the job is over, TierDown if the store does not answer or too few nodes come, and Cancelled if
-        this node is asked to end.
+    @property
+    def endpoint(self) -> str:
+        """Where the store is."""
+        return self._settings.endpoint
+
+    @property
+    def join_seconds(self) -> float:
+        """How long nodes are waited for."""
+        return float(self._settings.configuration.get("join_timeout", JOIN_SECONDS))
+
+    def join(self, last: Round | None = None, again: bool = False) -> Joined:
+        """Join the next round, and wait until it is complete. Reports the wait, because it may take long.
+
+        `last`: the last round that has begun, where the store can move (default: none). A store that is lost is
+        replaced by the next one. `again` (default: False): this node goes on to wait, and has reported it.
+
+        Raises Over if the job is over, TierDown if no store answers or too few nodes come, and Cancelled if this node
+        is asked to end.
         """
+        while True:
+            with contextlib.suppress(StoreLost):
+                self._connect(last)
+                return self._joined_round(again)
+
+    def _connect(self, last: Round | None) -> None:
+        """Find the store, if this node is connected to none."""
+        if self._lost:
+            reporting.warning(f"{self._lost}; this node looks for the next one of --rdzv-endpoint")
+            self._end_process()
+            self._losses += 1
+            known = msgspec.structs.replace(self._settings.known, last=last)
+            self._settings = msgspec.structs.replace(self._settings, known=known)
+            self._begin()
+        if not self._connected:
+            found = self._asked(Where(), math.inf)
+            assert isinstance(found, Connected)
+            known = Known(at=found.store, id=found.id, last=last)
+            endpoint = self._settings.stores[found.store]
+            self._settings = msgspec.structs.replace(self._settings, known=known, endpoint=endpoint)
+            self._connected = True
+
+    def _joined_round(self, again: bool) -> Joined:
         least, most = self._settings.least, self._settings.most
         wanted = f"{least} nodes" if least == most else f"{least} to {most} nodes"
-        reporting.info(f"waits until {wanted} have joined the job at {self._settings.endpoint}")
+        if not again:
+            reporting.info(f"waits until {wanted} have joined the job at {self._settings.endpoint}")
         answer = self._asked(Join(waited=self._joined), math.inf)
         assert isinstance(answer, Joined)
-        reporting.info(f"takes part, as one of {answer.nodes} nodes")
-        self._joined = True
-        return answer
+        self._joined, self._losses = True, 0
+        if not self.moves:
+            return answer
+        at = self._settings.known.at
+        last_one = self._held is not None and self._held.number == at == len(self._settings.stores) - 1
+        return msgspec.structs.replace(answer, store=at, holds_store=last_one)
 
     def put(self, values: Mapping[str, str], job: bool = False) -> None:
         """Set keys of the round, or of the whole job. Raises TierDown."""
@@ -171,11 +271,18 @@ class Membership:
         assert isinstance(answer, Values)
         return answer.values
 
-    def claim(self, key: str, value: str) -> str:
-        """Set a key of the round unless it is set; returns the value that stands. Raises TierDown."""
-        answer = self._asked(Claim(key=key, value=value))
+    def claim(self, key: str, value: str, job: bool = False) -> str:
+        """Set a key of the round, or of the whole job, unless it is set; returns the value that stands.
+
+        Raises TierDown.
+        """
+        answer = self._asked(Claim(key=key, value=value, job=job))
         assert isinstance(answer, Values) and answer.values[0] is not None
         return answer.values[0]
+
+    def raise_to(self, key: str, value: str) -> None:
+        """Set a key of the job unless it has a later value, in the order of texts. Raises TierDown."""
+        self._asked(Raise(key=key, value=value))
 
     def waiting(self) -> Waiters:
         """The nodes that wait, to join or in reserve. Raises TierDown."""
@@ -188,7 +295,12 @@ class Membership:
         self._asked(Close())
 
     def end(self) -> None:
-        """End the process."""
+        """End the process, and the store that this node holds."""
+        self._end_process()
+        if self._held is not None:
+            self._held.end()
+
+    def _end_process(self) -> None:
         self._socket.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -196,12 +308,14 @@ class Membership:
 
     def _asked(self, request: Request, seconds: float = ANSWER_SECONDS) -> Answer:
         """The answer to a request. `seconds`: how long it may take; infinite: until a signal asks for the end."""
+        if self._lost:
+            raise StoreLost(self._lost)
         try:
             framed.send(self._socket, msgspec.json.encode(request))
             self._await(seconds)
             answer: Answer = msgspec.json.decode(framed.receive(self._socket), type=Answer)
         except (OSError, EOFError) as error:
-            raise _unreachable(self._settings.endpoint, f"the process of the rendezvous has ended: {error}") from error
+            raise self._unreachable(f"the process of the rendezvous has ended: {error}") from error
         if not isinstance(answer, Failed):
             return answer
         if answer.kind == "closed":
@@ -211,7 +325,7 @@ class Membership:
             raise Refused(f"{answer.what} at {self._settings.endpoint}", safe="Nothing was started.", todo=todo)
         if answer.kind == "refused":
             raise Refused(answer.what, safe="Nothing was started.", todo="Correct --rdzv-conf or --rdzv-endpoint.")
-        raise _unreachable(self._settings.endpoint, answer.what)
+        raise self._unreachable(answer.what, answer.kind in ("store", "moved"))
 
     def _await(self, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -224,13 +338,17 @@ class Membership:
             if self._socket.fileno() in ready:
                 return
             if not ready:
-                raise _unreachable(self._settings.endpoint, f"no answer in {seconds:.0f} s")
+                raise self._unreachable(f"no answer in {seconds:.0f} s")
             self._signals.drain()
 
-
-def _unreachable(endpoint: str, what: str) -> TierDown:
-    return TierDown(
-        f"the rendezvous of the nodes at {endpoint} does not answer: {what}",
-        safe="What was saved is safe. The ranks of this node were ended.",
-        todo="Start the job again on its nodes; the node of the endpoint first.",
-    )
+    def _unreachable(self, what: str, another: bool = True) -> TierDown:
+        """`another`: whether another store may answer."""
+        text = f"the rendezvous of the nodes at {self._settings.endpoint} does not answer: {what}"
+        if another and self._losses < MOST_MOVES * len(self._settings.stores):
+            self._lost = text
+            return StoreLost(text)
+        return TierDown(
+            text,
+            safe="What was saved is safe. The ranks of this node were ended.",
+            todo="Start the job again on its nodes; the node of the endpoint first.",
+        )

@@ -36,8 +36,10 @@ from ..errors import Cancelled, Refused, TierDown
 from ..policy import membership as policy
 from ..policy.hang import Signs
 from ..records import Record
-from .membership import Membership
-from .placement import NodeInfo, Notice, Placement, free_port
+from . import long_values
+from .membership import ACTIVE, Joined, Membership, StoreLost
+from .moves import Carried, Moves, lost_text
+from .placement import NodeInfo, Notice, Placement, free_port, order
 from .signals import PASSED_ON, Signals
 
 POLL_SECONDS = 0.25
@@ -48,12 +50,6 @@ RECEIVED_SECONDS = 5.0
 """How long a node waits at its end until all others know why: the store may end with it."""
 WAITERS_SECONDS = 1.5
 """How long it stays after that for nodes that wait in reserve: torch asks the store once a second."""
-
-
-PIECE_CHARACTERS = 1 << 20
-"""The longest value of a key. A report with what survivors have left is longer, and takes several."""
-IN_PIECES = "in pieces: "
-"""How the value of such a key begins, before the number of the others."""
 
 
 class Alive(Record, frozen=True, kw_only=True):
@@ -73,7 +69,7 @@ class SeveralNodes:
     def __init__(
         self, membership: Membership, bounds: policy.Bounds, info: NodeInfo, timeout_seconds: float, signals: Signals
     ) -> None:
-        self._membership, self._bounds, self._info = membership, bounds, info
+        self._membership, self._bounds, self._info, self._moves = membership, bounds, info, Moves(membership)
         self._timeout_seconds, self._signals = timeout_seconds, signals
         self.infos = list[NodeInfo]()
         """of all nodes of the round, by number"""
@@ -96,6 +92,8 @@ class SeveralNodes:
         """whether this attempt ends so that more nodes can join"""
         self._asked = False
         """whether this node was asked to end during the attempt"""
+        self._carried: Carried | None = None
+        """an attempt that was lived before the store moved, until its verdict stands; None: there is none"""
 
     # ---- a round -------------------------------------------------------------------------------------------
 
@@ -106,30 +104,73 @@ class SeveralNodes:
 
         Raises Refused if two nodes claim the same --node-rank, and what `Membership.join` raises.
         """
-        infos = None
+        while True:
+            with contextlib.suppress(StoreLost):
+                return self._join(job)
+
+    def _join(self, job: str) -> str | None:
+        infos, until, again = None, time.monotonic() + self._membership.join_seconds, False
         while infos is None:
-            joined = self._membership.join()
-            mine = msgspec.structs.replace(self._info, address=joined.address, job=job, holds_store=joined.holds_store)
+            joined = self._membership.join(self._moves.last, again)
+            past = self._moves.joined(joined)
+            mine = msgspec.structs.replace(
+                self._info, address=joined.address, job=job, holds_store=joined.holds_store, past=past
+            )
             self._membership.put({f"node/{joined.node}": _encoded(mine)})
-            infos = self._infos(joined.nodes)
+            shown = self._of_all("node", joined.nodes)
+            infos = None if shown is None else [msgspec.json.decode(one, type=NodeInfo) for one in shown]
+            if infos is not None and self._membership.moves and not self._agreed(joined, infos, until, again):
+                infos, again = None, True
+        reporting.info(f"takes part, as one of {joined.nodes} nodes")
         self.infos, self.node, self.lost = infos, joined.node, set()
         try:
-            order = _order(infos)
+            ordered = order(infos)
         except Refused:
             self._await_others("refused")
             raise
-        self.infos, self.node = [infos[one] for one in order], order.index(joined.node)
+        self.infos, self.node = [infos[one] for one in ordered], ordered.index(joined.node)
+        carried = self._moves.carried(infos)
         self._token = self._membership.claim("token", secrets.token_hex(8))
-        self._membership.put({"round": self._token}, job=True)
+        self._membership.put({"round": self._token, ACTIVE: ""}, job=True)
         found = self._membership.read([f"verdict/{one.job}" for one in self.infos], job=True)
-        known = next((one for one, verdict in enumerate(found) if verdict is not None), 0)
-        self.job = self.infos[known].job
-        return found[known]
+        belonged = [one for one, info in enumerate(self.infos) if info.past.last is not None]
+        known = next((one for one, verdict in enumerate(found) if verdict is not None), min(belonged, default=0))
+        self.job, verdict = self.infos[known].job, found[known]
+        if carried is not None and carried.verdict is not None and verdict is None:
+            verdict = self._membership.claim(f"verdict/{self.job}", carried.verdict, job=True)
+        self._carried = carried if carried is not None and carried.infos else None
+        if verdict is not None and self._carried is None:
+            self._moves.follows(verdict)
+        return verdict
+
+    def _agreed(self, joined: Joined, infos: Sequence[NodeInfo], until: float, again: bool) -> bool:
+        """Whether all nodes of a round begin it, where the store can move. Raises TierDown."""
+        if not self._moves.enough(joined, infos):
+            if time.monotonic() > until:
+                raise TierDown(
+                    f"too few nodes of the last round came to the store at {self._membership.endpoint}",
+                    safe="What was saved is safe. The ranks of this node were ended; others may go on elsewhere.",
+                    todo="Start the job again on its nodes, if no others go on.",
+                )
+            if not again:
+                reporting.warning("waits for more nodes of the last round, because those may go on without this one")
+            self._pause()
+            return False
+        self._membership.put({f"agreed/{joined.node}": ""})
+        if self._of_all("agreed", joined.nodes) is None:
+            return False
+        self._moves.agreed(joined)
+        return True
 
     @property
     def world(self) -> int:
         """How many ranks all nodes have."""
-        return sum(one.ranks for one in self.infos)
+        return sum(one.ranks for one in self._lived_by)
+
+    @property
+    def _lived_by(self) -> list[NodeInfo]:
+        """The nodes of the attempt: those of the round, or of one before, at another store."""
+        return self.infos if self._carried is None else self._carried.infos
 
     def touch(self) -> None:
         """Show a sign of life. Called often; asks the store seldom. Raises TierDown."""
@@ -138,13 +179,13 @@ class SeveralNodes:
             self._next = now + POLL_SECONDS
             self._poll(now, [], [])
 
-    def _infos(self, nodes: int) -> list[NodeInfo] | None:
+    def _of_all(self, key: str, nodes: int) -> list[str] | None:
         """What all nodes of a round have published; None if one does not in time, so that a new round is needed."""
         until = time.monotonic() + 2 * self._timeout_seconds
         while time.monotonic() < until:
-            found = self._membership.read([f"node/{one}" for one in range(nodes)])
+            found = self._membership.read([f"{key}/{one}" for one in range(nodes)])
             if None not in found:
-                return [msgspec.json.decode(one or "", type=NodeInfo) for one in found]
+                return [one or "" for one in found]
             self._pause()
         return None
 
@@ -156,6 +197,10 @@ class SeveralNodes:
         self._seen = {one: ("", now) for one in range(len(self.infos))}
         self._next, self._next_alive = now, 0.0
         self._next_waiting = now + WAITING_SECONDS
+        if self._carried is not None and self._carried.number == number:  # guard: attempt-before-move-is-decided
+            return Notice(kind="moved")
+        self._carried = None
+        self._moves.begun(number)
         if self._decides:
             address = self.infos[self.node].address
             port = free_port(address)
@@ -172,6 +217,7 @@ class SeveralNodes:
             self._pause()
 
     def _placement(self, address: str, port: int) -> Placement:
+        self._moves.begun(self._number, self.infos)
         return Placement(self.node, len(self.infos), self._first_rank(self.node), self.world, address, port)
 
     def _first_rank(self, node: int) -> int:
@@ -245,7 +291,7 @@ class SeveralNodes:
 
         A node that shows no sign of life is not waited for. Raises TierDown, and Cancelled if this node is to end.
         """
-        self._put_long(f"{self._number}/report/{self.node}", mine)
+        long_values.put(self._membership, f"{self._number}/report/{self.node}", mine)
         self._asked = self._signals.end is not None
         while self._decides:
             nodes = [one for one in range(len(self.infos)) if one not in self.lost]
@@ -259,7 +305,8 @@ class SeveralNodes:
                 return None
             missing = {node for node, report in zip(nodes, found, strict=True) if report is None}
             if not missing:
-                return {node: self._long(key, text or "") for node, key, text in zip(nodes, keys, found, strict=True)}
+                texts = zip(nodes, keys, found, strict=True)
+                return {node: long_values.read(self._membership, key, text or "") for node, key, text in texts}
             self.lost |= missing & set(self._silent(time.monotonic()))
             self._pause()
         return None
@@ -270,6 +317,15 @@ class SeveralNodes:
         Returns None if the node that decides is lost, and this one decides in its place, or if the others take this
         node for lost. Raises TierDown, and Cancelled if this node is to end.
         """
+        found = self._standing(mine)
+        if found is not None:
+            self._carried = None
+            self._moves.decided(self._number + 1, found)
+            if self._membership.moves:
+                self._membership.put({f"{self._number}/received/{self.node}": ""})
+        return found
+
+    def _standing(self, mine: str | None) -> str | None:
         key = f"{self._number}/verdict"
         if mine is not None:
             found = self._membership.claim(key, mine)
@@ -293,13 +349,16 @@ class SeveralNodes:
 
     def lost_text(self) -> tuple[int, str] | None:
         """The first rank of the nodes that are lost, and a text about them; None: none is."""
+        if self._carried is not None:
+            return lost_text(self._carried.infos, self.infos, self._membership.endpoint)
         if not self.lost:
             return None
         return self._first_rank(min(self.lost)), self._silence(sorted(self.lost))
 
     def of_rank(self, rank: int) -> NodeInfo:
         """The node of a rank of the attempt."""
-        return self.infos[max(node for node in range(len(self.infos)) if self._first_rank(node) <= rank)]
+        nodes = self._lived_by
+        return nodes[max(node for node in range(len(nodes)) if sum(one.ranks for one in nodes[:node]) <= rank)]
 
     @property
     def excluded(self) -> bool:
@@ -309,10 +368,14 @@ class SeveralNodes:
     def leave(self, last: bool) -> None:
         """This node ends. `last`: so does the job: nodes that wait are to end too, and this one waits until all others
         have the verdict, because the store may end with this node."""
-        if last:
-            with contextlib.suppress(TierDown):
+        with contextlib.suppress(TierDown):
+            if last:
                 self._membership.close()
+            else:
+                self._moves.leaves(self.node)
+        if last or self._membership.moves:
             self._await_others(f"{self._number}/received")
+        if last:
             select.select([], [], [], WAITERS_SECONDS)
 
     def end(self) -> None:
@@ -327,25 +390,6 @@ class SeveralNodes:
             self._membership.put({f"{key}/{self.node}": ""})
             while None in self._membership.read(others) and time.monotonic() < until:
                 select.select([], [], [], POLL_SECONDS)
-
-    # ---- long values ---------------------------------------------------------------------------------------
-
-    def _put_long(self, key: str, value: str) -> None:
-        """Set a key to a value of any length: torch's store ends the connection that sends it more than 8 MiB."""
-        if len(value) <= PIECE_CHARACTERS:
-            self._membership.put({key: value})
-            return
-        starts = range(0, len(value), PIECE_CHARACTERS)
-        for number, start in enumerate(starts):
-            self._membership.put({f"{key}/{number}": value[start : start + PIECE_CHARACTERS]})
-        self._membership.put({key: f"{IN_PIECES}{len(starts)}"})
-
-    def _long(self, key: str, value: str) -> str:
-        """The value that was set so. `value`: what the key has in the store."""
-        if not value.startswith(IN_PIECES):
-            return value
-        pieces = (self._membership.read([f"{key}/{one}"])[0] for one in range(int(value.removeprefix(IN_PIECES))))
-        return "".join(one or "" for one in pieces)
 
     # ---- signs of life -------------------------------------------------------------------------------------
 
@@ -386,20 +430,6 @@ class SeveralNodes:
         again = [one for one in self._signals.taken() if one not in PASSED_ON]
         if self._signals.end is not None and (again or not self._asked):
             raise Cancelled("the job was asked to end")
-
-
-def _order(infos: Sequence[NodeInfo]) -> list[int]:
-    """The nodes in the order of --node-rank where they have one. Raises Refused if two have the same."""
-    claimed = [one.node_rank for one in infos if one.node_rank is not None]
-    if len({*claimed}) != len(claimed):
-        twice = next(one for one in claimed if claimed.count(one) > 1)
-        hosts = ", ".join(one.host for one in infos if one.node_rank == twice)
-        raise Refused(
-            f"--node-rank {twice} was given on several nodes: {hosts}",
-            safe="No rank was started.",
-            todo="Give each node a number of its own, from 0 on, or none.",
-        )
-    return sorted(range(len(infos)), key=lambda one: (infos[one].node_rank is None, infos[one].node_rank or 0, one))
 
 
 def _aged(sign: Signs, now: float) -> Signs:

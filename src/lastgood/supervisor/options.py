@@ -103,7 +103,7 @@ def _add_those_of_torchrun(to: _Options) -> None:
     to.both("nnodes", default="1:1", help="Nodes of the job: a number, or the least and the most: 2:4.")
     to.both("nproc-per-node", default="1", help="Ranks: a number, or cpu, gpu, xpu, auto.")
     to.both("rdzv-backend", default="static", help="static, with --node-rank; or c10d.")
-    to.both("rdzv-endpoint", default="", help="HOST:PORT of the node that holds the store of the nodes.")
+    to.both("rdzv-endpoint", default="", help="HOST:PORT of the node that holds their store, or of all that can.")
     to.both("rdzv-id", default="none", help="TORCHELASTIC_RUN_ID of the ranks.")
     to.both("rdzv-conf", default="", help="As for torchrun: join_timeout=600,last_call_timeout=30.")
     to.option("--standalone", action="store_true", help="As for torchrun: one node.")

@@ -16,7 +16,7 @@ from ..policy import membership as policy
 from ..policy.hang import Signs
 from ..records import Record
 
-Kind = Literal["failure", "follower", "timeout", "hang", "lost", "grow"]
+Kind = Literal["failure", "follower", "timeout", "hang", "lost", "grow", "moved"]
 
 
 class Placement(NamedTuple):
@@ -36,7 +36,7 @@ class Notice(Record, frozen=True, kw_only=True):
 
     "failure": a rank of another node has failed; "follower": so it seems, because of another one; "timeout": it has
     waited for other ranks for too long; "hang": ranks hang; "lost": a node is lost; "grow": more nodes wait, so the
-    ranks are asked to save and to end.
+    ranks are asked to save and to end; "moved": it was lived before the store of the nodes moved, and has no verdict.
     """
 
     kind: Kind
@@ -46,7 +46,7 @@ class Notice(Record, frozen=True, kw_only=True):
 
 class NodeInfo(Record, frozen=True, kw_only=True):
     """A node of a round. `node_rank`: as --node-rank says; None: any. `address`, `holds_store`: as in Joined. `job`: an
-    id of the job to which it has belonged so far, the same on all nodes of it."""
+    id of the job to which it has belonged so far, the same on all nodes of it. `past`: where the store can move."""
 
     host: str
     ranks: int
@@ -54,6 +54,7 @@ class NodeInfo(Record, frozen=True, kw_only=True):
     address: str
     job: str = ""
     holds_store: bool = False
+    past: policy.Past = policy.Past()
 
 
 class Nodes(Protocol):
@@ -136,6 +137,20 @@ class OneNode:
 
     def end(self) -> None:
         """Nothing is held."""
+
+
+def order(infos: Sequence[NodeInfo]) -> list[int]:
+    """The nodes in the order of --node-rank where they have one. Raises Refused if two have the same."""
+    claimed = [one.node_rank for one in infos if one.node_rank is not None]
+    if len({*claimed}) != len(claimed):
+        twice = next(one for one in claimed if claimed.count(one) > 1)
+        hosts = ", ".join(one.host for one in infos if one.node_rank == twice)
+        raise Refused(
+            f"--node-rank {twice} was given on several nodes: {hosts}",
+            safe="No rank was started.",
+            todo="Give each node a number of its own, from 0 on, or none.",
+        )
+    return sorted(range(len(infos)), key=lambda one: (infos[one].node_rank is None, infos[one].node_rank or 0, one))
 
 
 def free_port(address: str) -> int:

@@ -7,6 +7,7 @@ the node of that address holds the store, and the nodes keep the order that thei
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from ..errors import Refused
@@ -30,6 +31,9 @@ KEEP_ALIVE = {"keep_alive_interval": "2", "keep_alive_max_attempt": "5"}
 """A node is lost after ten seconds without a sign of life, and not after fifteen as for torchrun."""
 SILENT_SECONDS, SILENT_TIMES = 30.0, 3
 """A membership ends if its supervisor is stopped or hangs for so long, and for so many times as nodes may be silent."""
+ENDPOINT_PORT = 29400
+"""torchrun's default of the port of --rdzv-endpoint"""
+LAST_PORT = 65535
 STATIC_PORT = 29500
 """torchrun's default of --master-port"""
 
@@ -78,19 +82,20 @@ def rendezvous(given: Options) -> Rendezvous | None:
         and_spares = f" and {given.spares} in reserve" if given.spares else ""
         raise _refused(f"--node-rank {given.node_rank} of {bounds.most} nodes{and_spares}", "Count nodes from 0.")
     configuration = KEEP_ALIVE | _configuration(given.configuration)
-    endpoint = given.endpoint
+    endpoint, stores = given.endpoint, _stores(given.endpoint, configuration)
     if static:
         address, port = given.master
         endpoint = endpoint or f"{address}:{port or STATIC_PORT}"
     interval, attempts = (_whole(name, configuration[name]) for name in KEEP_ALIVE)
     settings = Settings(
-        endpoint=endpoint or "localhost:29400",
+        endpoint=stores[0] if stores else endpoint or f"localhost:{ENDPOINT_PORT}",
         run_id=given.run_id,
         least=bounds.least,
         most=bounds.most,
         local_address=given.local_address,
         configuration=configuration,
         silent_seconds=max(SILENT_SECONDS, SILENT_TIMES * interval * attempts),
+        stores=stores,
     )
     return Rendezvous(settings, given.node_rank if static else None, float(interval * attempts), given.spares)
 
@@ -101,6 +106,22 @@ def _bounds(text: str) -> Bounds:
         return Bounds(int(least), int(most or least))
     except ValueError:
         raise _refused(f"--nnodes {text}", "Give a number of nodes, or the least and the most: 2:4.") from None
+
+
+def _stores(endpoints: str, configuration: Mapping[str, str]) -> tuple[str, ...]:
+    """The endpoints to which the store can move, each with its port; empty: one was given, or none."""
+    found = [one.strip() for one in endpoints.split(",")]
+    if len(found) == 1:
+        return ()
+    if "is_host" in configuration:
+        raise _refused("--rdzv-conf is_host with several endpoints", "Leave it out.")
+    found = [one if one.rpartition(":")[2].isdigit() else f"{one}:{ENDPOINT_PORT}" for one in found]
+    ports = [int(one.rpartition(":")[2]) for one in found]
+    wrong = [one for one in found if one.startswith(":") or found.count(one) > 1] or max(ports) > LAST_PORT
+    if wrong:
+        what = f"--rdzv-endpoint {endpoints}"
+        raise _refused(what, "Give HOST:PORT of each node that can hold the store once, with commas between them.")
+    return tuple(found)
 
 
 def _configuration(text: str) -> dict[str, str]:

@@ -34,11 +34,12 @@ from . import attempt_log, job_summary, leftovers, merged, reported, reserve, si
 from .arguments import Job
 from .attempt import Attempt, Lived, defaults
 from .attempt_records import AttemptRecords
+from .held_store import hold
 from .host_signs import HostSigns, collectors
-from .membership import Membership, Over
+from .membership import Membership, Over, StoreLost
 from .merged import Report, Verdict
 from .nodes import SeveralNodes
-from .placement import NodeInfo, Nodes, OneNode, Placement
+from .placement import NodeInfo, Nodes, Notice, OneNode, Placement
 from .signals import Signals
 from .zygote import Zygote
 
@@ -58,6 +59,8 @@ class Supervisor:
         """the run of the job, once a rank has opened it"""
         self._hold_staged: Callable[[], None] = lambda: None
         """keeps what is staged in the memory of this node until this supervisor ends"""
+        self._undecided: tuple[int, Lived, float] | None = None
+        """the last attempt that was lived here: its number, and when it began, by the clock of the day"""
 
     def supervise(self) -> int:
         """Supervise the job until its end. Returns the exit code: 0, PREEMPTED, GAVE_UP, or 128 and the signal."""
@@ -108,18 +111,22 @@ class Supervisor:
                 if before is not None:
                     self._follow(msgspec.json.decode(before, type=Verdict))
             number, began_at = len(self._outcomes), time.time()
-            place = nodes.begin(number)
-            if isinstance(place, Placement):
-                attempt = folder / f"attempt_{number}"
-                attempt.mkdir()
-                rendezvous = time.monotonic() - waits_since if place.nodes > 1 else 0.0
-                self._records.begin(self._begun(place, began_at), self._run)
-                lived = Attempt(self._job, number, attempt, received, zygote, place, nodes).run(health, self._records)
-                lived.rendezvous = rendezvous
-            else:
-                now = time.monotonic()
-                lived = Lived(began=now, started=now, failed=now, over=now)
-            verdict = self._agreed(nodes, lived, began_at, received.end is not None)
+            try:
+                place = nodes.begin(number)
+                if isinstance(place, Placement):
+                    attempt = folder / f"attempt_{number}"
+                    attempt.mkdir()
+                    rendezvous = time.monotonic() - waits_since if place.nodes > 1 else 0.0
+                    self._records.begin(self._begun(place, began_at), self._run)
+                    one = Attempt(self._job, number, attempt, received, zygote, place, nodes)
+                    lived = one.run(health, self._records)
+                    lived.rendezvous = rendezvous
+                    self._undecided = number, lived, began_at
+                else:
+                    lived, began_at = self._not_begun(number, place)
+                verdict = self._agreed(nodes, lived, began_at, received.end is not None)
+            except StoreLost:
+                verdict = None  # the nodes decide about this attempt at the next store
             joins = verdict is None or verdict.next == "join"
             if verdict is None:
                 if received.end is not None:
@@ -145,7 +152,17 @@ class Supervisor:
         while received.end is None and (left := until - time.monotonic()) > 0:
             select.select([received.descriptor], [], [], min(left, PAUSE_SECONDS))
             received.drain()
-            nodes.touch()
+            with contextlib.suppress(StoreLost):  # the next request raises it again
+                nodes.touch()
+
+    def _not_begun(self, number: int, why: Notice) -> tuple[Lived, float]:
+        """What an attempt was that was over before it began, or was lived before the store of the nodes moved; and when
+        it began, by the clock of the day."""
+        before = self._undecided
+        if why.kind == "moved" and before is not None and before[0] == number:
+            return before[1], before[2]
+        now = time.monotonic()
+        return Lived(began=now, started=now, failed=None if why.kind == "moved" else now, over=now), time.time()
 
     @contextlib.contextmanager
     def _folder(self) -> Iterator[Path]:
@@ -170,7 +187,8 @@ class Supervisor:
             return OneNode(info, job.master)
         settings, _, timeout_seconds, spares = job.rendezvous
         bounds = Bounds(settings.least, settings.most, spares)
-        return SeveralNodes(Membership(settings, received), bounds, info, timeout_seconds, received)
+        membership = Membership(settings, received, hold(settings.stores))
+        return SeveralNodes(membership, bounds, info, timeout_seconds, received)
 
     def _begun(self, place: Placement, began_at: float) -> attempt_log.Begun | None:
         """The record that an attempt has begun; None: another node writes it. `began_at`: by the clock of the day."""

@@ -258,6 +258,15 @@ MUTANTS: tuple[Mutant, ...] = (
         ("damage that parity makes good stays unseen", "drill-shows-passed-over-damage", Never()),
     ),
     *table(
+        "drill on other nodes",
+        ("drill_nodes", "drill_copies"),
+        ("copies of a drill fill another node", "drill-asks-nodes-for-room", Never()),
+        ("a drill ends another one on the same node", "one-drill-at-a-time", Never()),
+        ("copies of a killed drill stay", "abandoned-drill-removed", Never()),
+        ("a drill leaves its copies on other nodes", "drill-leaves-no-copies", Remove()),
+        ("what other nodes give back is not compared", "drill-compares-digests-of-nodes", Remove()),
+    ),
+    *table(
         "commit on nodes",
         ("node_commit",),
         ("a generation is deleted before a newer one has its copies", "copied-generation-held", Remove()),

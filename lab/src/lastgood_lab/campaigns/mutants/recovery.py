@@ -18,6 +18,8 @@ MUTANTS: tuple[Mutant, ...] = (
             "heartbeat",
             "membership",
             "verdict",
+            "moved_rounds",
+            "carried",
             "checkpointer",
             "policy_file",
             "slow",
@@ -110,6 +112,19 @@ MUTANTS: tuple[Mutant, ...] = (
         ("ranks that lost their node are blamed", "lost-node-blamed-before-followers", Never()),
         ("nodes that come and go use up the restarts", "regrouping-is-no-failure", Remove()),
         ("a suspended node blames the others", "suspended-node-blames-nobody", Never()),
+        ("a part of the nodes begins a job at another store", "new-job-begins-at-first-store", Instead("return True")),
+        ("a round that may have begun is forgotten", "round-that-may-have-begun-counts", Swap(", *tried)", ",)")),
+        (
+            "half of the nodes go on at another store",
+            "moved-round-needs-majority",
+            Swap("2 * there > of", "2 * there >= of"),
+        ),
+        (
+            "a node joins a new store in the place of the lost one",
+            "replaced-store-not-rejoined",
+            Swap("known in", "True or known in"),
+        ),
+        ("an attempt before the store moved has no verdict", "attempt-before-move-is-decided", Never()),
         ("a suspended node trains beside the others", "suspended-node-joins-anew", Never()),
         (
             "a process that has the number of a lost supervisor passes for it",

@@ -1,0 +1,73 @@
+"""Files of ranks are made whole in one place from what nodes hold: from copies of them, or from parity among nodes.
+
+An agent does so for a node that has lost them (agent/parity_files.py), and a drill as if a node had.
+
+Invariant: a rebuilt file counts only with its manifest, which is written after it (peers.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import cast
+
+from ..engine.arena import Arena
+from ..engine.stripes import Rebuilt
+from ..errors import NODE_FAILED, Damaged, LastgoodError
+from ..format import layout, sealed
+from ..limits import CHUNK_BYTES, EXAMINATION_CHUNKS, WORKERS
+from ..ports import Mendable, Tier
+from ..records import Generation
+from . import copying
+
+Stop = Callable[[], bool]
+
+
+def rebuild(
+    target: Mendable,
+    others: Sequence[Tier],
+    generation: Generation,
+    ranks: Sequence[int],
+    stop: Stop = lambda: False,
+) -> dict[tuple[str, str], LastgoodError]:
+    """Make the files of these ranks whole in `target`. `others`: what the other nodes have, in the order of asking.
+
+    Returns what parity was computed without, as `Rebuilt.passed_over`. Raises BeyondRepair if too much was lost, and
+    the errors of writing. A good file is not changed.
+    """
+    rebuilt, here = Rebuilt([target, *others], generation), target.list(layout.folder(generation.id))
+    lost, (copies, held) = cast(Tier, rebuilt), _with_copies(others, generation, ranks)
+    for seal in generation.commit.seals:
+        if seal.rank in ranks and layout.blob_name(seal.rank) not in {*here, *held}:
+            # Before chunks cross the network for a generation that cannot be made whole.
+            rebuilt.require(sealed.first_sealed([target, lost], generation, seal))  # guard: feasible-before-reading
+    with ThreadPoolExecutor(WORKERS, "lastgood-rebuild") as workers:
+        how = copying.Copying(Arena(EXAMINATION_CHUNKS * CHUNK_BYTES, CHUNK_BYTES), workers, stop=stop)
+        copying.copy_files(target, [*copies, lost], generation, ranks, how)
+    for seal in generation.commit.seals:
+        if seal.rank in ranks:
+            _put_manifest(target, lost, generation, seal.rank)  # guard: rebuilt-manifest-last
+    return rebuilt.passed_over
+
+
+def _with_copies(others: Sequence[Tier], generation: Generation, ranks: Collection[int]) -> tuple[list[Tier], set[str]]:
+    """The nodes that have a tensor file of these ranks, as far as they can be reached, and the names of these files."""
+    found, held, wanted = list[Tier](), set[str](), {layout.blob_name(rank) for rank in ranks}
+    for one in others:
+        with contextlib.suppress(Damaged, *NODE_FAILED):
+            if there := wanted & one.list(layout.folder(generation.id)).keys():
+                found.append(one)
+                held |= there
+    return found, held
+
+
+def _put_manifest(target: Mendable, lost: Tier, generation: Generation, rank: int) -> None:
+    seal = generation.commit.seals[rank]
+    try:
+        sealed.sealed_record(target, generation, seal)
+    except Damaged:
+        name = f"{layout.folder(generation.id)}/{seal.manifest}"
+        data = sealed.record_bytes([lost], generation, seal)
+        target.delete(name)
+        target.put_new(name, data)

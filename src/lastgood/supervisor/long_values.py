@@ -1,0 +1,29 @@
+"""Values of any length in the store of the nodes: torch's store ends the connection that sends it more than 8 MiB."""
+
+from __future__ import annotations
+
+from .membership import Membership
+
+PIECE_CHARACTERS = 1 << 20
+"""The longest value of a key. A report with what survivors have left is longer, and takes several."""
+IN_PIECES = "in pieces: "
+"""How the value of such a key begins, before the number of the others."""
+
+
+def put(membership: Membership, key: str, value: str) -> None:
+    """Set a key of the round to a value. Raises TierDown."""
+    if len(value) <= PIECE_CHARACTERS:
+        membership.put({key: value})
+        return
+    starts = range(0, len(value), PIECE_CHARACTERS)
+    for number, start in enumerate(starts):
+        membership.put({f"{key}/{number}": value[start : start + PIECE_CHARACTERS]})
+    membership.put({key: f"{IN_PIECES}{len(starts)}"})
+
+
+def read(membership: Membership, key: str, value: str) -> str:
+    """The value that was set so. `value`: what the key has in the store. Raises TierDown."""
+    if not value.startswith(IN_PIECES):
+        return value
+    pieces = (membership.read([f"{key}/{one}"])[0] for one in range(int(value.removeprefix(IN_PIECES))))
+    return "".join(one or "" for one in pieces)

@@ -1,0 +1,134 @@
+"""What a node carries from the store of the nodes to the next one, if the store can move. Decides nothing.
+
+The keys of a store are lost with it. So each node remembers the last verdict, the rounds to which it has agreed, and
+the nodes with which it has lived the attempt that has no verdict yet. In the first round at the next store the nodes
+decide about that attempt, as if they had not moved.
+
+Invariant: of two groups of nodes that have lost sight of each other, one at most begins a round (policy/membership.py,
+`enough`). A node agrees to a round before it waits for the others, and remembers that until all have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from ..policy.membership import Past, Round, enough, last_round
+from ..records import Record
+from .membership import Joined, Membership
+from .placement import NodeInfo
+
+BEGUN = "begun"
+"""the key of a job with the order of the last round that has begun at a store, and how many nodes it has"""
+
+
+class Carried(Record, frozen=True, kw_only=True):
+    """`infos`: of the nodes that have lived the attempt without a verdict; empty: there is none. `number`: of this
+    attempt. `verdict`: the last one; None: there was none."""
+
+    infos: list[NodeInfo]
+    verdict: str | None
+    number: int = 0
+
+
+class Moves:
+    """What this node carries. `membership`: of this node; where its store cannot move, nothing is carried."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership, self._past = membership, Past()
+        self._infos = list[NodeInfo]()
+        """the nodes of the last attempt that was lived here"""
+        self._verdict: str | None = None
+        """the last one that this node knows"""
+
+    @property
+    def last(self) -> Round | None:
+        """The last round that has begun."""
+        return self._past.last
+
+    def begun(self, number: int, infos: Sequence[NodeInfo] = ()) -> None:
+        """This node begins an attempt. `infos`: of its nodes, if ranks are started here (default: they are not)."""
+        self._past, self._infos = msgspec.structs.replace(self._past, decided=number, lived=bool(infos)), [*infos]
+
+    def decided(self, number: int, verdict: str) -> None:
+        """This node knows the verdict of the attempt before this number."""
+        self._past = msgspec.structs.replace(self._past, decided=number)
+        self.follows(verdict)
+
+    def follows(self, verdict: str) -> None:
+        """This node follows a verdict, and has lived no attempt since."""
+        self._past, self._verdict = msgspec.structs.replace(self._past, lived=False), verdict
+
+    def joined(self, joined: Joined) -> Past:
+        """What this node brings to a round. The round learns the rest where it does not have it. Raises TierDown."""
+        past = self._past
+        if past.last is not None and (past.lived or past.last.store != joined.store):
+            carried = Carried(infos=self._infos if past.lived else [], verdict=self._verdict)
+            self._membership.claim(_key(past), msgspec.json.encode(carried).decode(), job=True)
+        return past
+
+    def enough(self, joined: Joined, infos: Sequence[NodeInfo]) -> bool:
+        """Whether the nodes of a round may begin. If so, this node agrees to it. Raises TierDown."""
+        pasts, text = [one.past for one in infos], self._membership.read([BEGUN], job=True)[0]
+        newest = None
+        if text is not None:
+            order, nodes = map(int, text.split())
+            newest = Round(store=joined.store, order=order, nodes=nodes)
+        last, left = last_round(pasts, newest), 0
+        if last is not None:
+            found = self._membership.read([_left(last, node) for node in range(last.nodes)], job=True)
+            left = len(found) - found.count(None)
+        if not enough(pasts, joined.store, newest, left):
+            return False
+        tried = (*self._past.tried, _round(joined))
+        self._past = msgspec.structs.replace(self._past, tried=tried)
+        return True
+
+    def agreed(self, joined: Joined) -> None:
+        """All nodes of the round have agreed to it. Raises TierDown."""
+        self._membership.raise_to(BEGUN, f"{joined.order:012d} {joined.nodes}")
+        self._past = msgspec.structs.replace(self._past, last=_round(joined), tried=())
+
+    def carried(self, infos: Sequence[NodeInfo]) -> Carried | None:
+        """What the nodes of a round have carried to it; None: nothing. Raises TierDown."""
+        pasts = [one.past for one in infos if one.past.last is not None]
+        if not pasts:
+            return None
+        newest = max(pasts, key=lambda one: (one.decided, one.lived))
+        text = self._membership.read([_key(newest)], job=True)[0]
+        if text is None:
+            return None
+        return msgspec.structs.replace(msgspec.json.decode(text, type=Carried), number=newest.decided)
+
+    def leaves(self, node: int) -> None:
+        """This node ends, as it was asked to, and the others go on. `node`: its number. Raises TierDown."""
+        if self._past.last is not None:
+            self._membership.put({_left(self._past.last, node): ""}, job=True)
+
+
+def lost_text(before: Sequence[NodeInfo], now: Sequence[NodeInfo], endpoint: str) -> tuple[int, str]:
+    """The first rank of the nodes that are not there any more after the store has moved, and a text about them.
+
+    `before`: the nodes of the attempt. `now`: those of the round. `endpoint`: where the store is now.
+    """
+    there = [one.host for one in now if one.past.last is not None]
+    missing = [node for node, one in enumerate(before) if one.host not in there]
+    if not missing:
+        return 0, f"the store of the nodes was lost, and no node; it is at {endpoint} now"
+    names = ", ".join(f"node {one} ({before[one].host})" for one in missing)
+    return sum(
+        one.ranks for one in before[: missing[0]]
+    ), f"{names}: lost with the store of the nodes, which is at {endpoint} now"
+
+
+def _round(joined: Joined) -> Round:
+    return Round(store=joined.store, order=joined.order, nodes=joined.nodes)
+
+
+def _key(past: Past) -> str:
+    return f"carried/{past.decided}/{past.lived}"
+
+
+def _left(last: Round, node: int) -> str:
+    return f"left/{last.store}.{last.order}/{node}"

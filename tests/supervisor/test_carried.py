@@ -1,0 +1,113 @@
+"""What nodes carry from one store to the next: the last verdict, and an attempt that has none yet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from lastgood.errors import TierDown
+from lastgood.policy.membership import Bounds, Round
+from lastgood.supervisor.membership import Joined, StoreLost, Waiters
+from lastgood.supervisor.nodes import NodeInfo, SeveralNodes
+from lastgood.supervisor.placement import Notice, Placement
+from lastgood.supervisor.signals import Signals
+
+
+class Store:
+    """The keys of a store. `nodes`: the members of its round."""
+
+    def __init__(self, number: int, *nodes: Member) -> None:
+        self.number, self.nodes, self.lost = number, nodes, False
+        self.keys, self.job_keys = dict[str, str](), dict[str, str]()
+        for one in nodes:
+            one.store = self
+
+
+class Member:
+    """The membership of one node: the calls of `Membership`, on the store in which the test puts it."""
+
+    moves, join_seconds = True, 0.0
+    store: Store
+
+    @property
+    def endpoint(self) -> str:
+        return f"host{self.store.number}:29400"
+
+    def join(self, last: Round | None, again: bool) -> Joined:
+        nodes = self.store.nodes
+        return Joined(node=nodes.index(self), nodes=len(nodes), address="127.0.0.1", store=self.store.number, order=1)
+
+    def put(self, values: Mapping[str, str], job: bool = False) -> None:
+        self._keys(job).update(values)
+
+    def read(self, keys: Sequence[str], job: bool = False) -> list[str | None]:
+        return [*map(self._keys(job).get, keys)]
+
+    def claim(self, key: str, value: str, job: bool = False) -> str:
+        return self._keys(job).setdefault(key, value)
+
+    def raise_to(self, key: str, value: str) -> None:
+        self._keys(True)[key] = max(value, self._keys(True).get(key, ""))
+
+    def waiting(self) -> Waiters:
+        return Waiters(joining=0, reserve=0)
+
+    def _keys(self, job: bool) -> dict[str, str]:
+        if self.store.lost:
+            raise StoreLost("lost")
+        return self.store.job_keys if job else self.store.keys
+
+
+class Node(SeveralNodes):
+    """A node of the job, with its membership."""
+
+    def __init__(self, name: str) -> None:
+        self.member, info = Member(), NodeInfo(host=name, ranks=2, node_rank=None, address="")
+        super().__init__(self.member, Bounds(1, 3), info, 5.0, Signals([]))  # type: ignore[arg-type]
+
+
+def joined(number: int, *nodes: Node) -> list[str | None]:
+    """Let nodes form a round at a new store. Returns what each one is to follow."""
+    Store(number, *(one.member for one in nodes))
+    with ThreadPoolExecutor(len(nodes)) as each:
+        return [*each.map(lambda one: one.join(one._info.host), nodes)]
+
+
+@pytest.fixture
+def nodes() -> list[Node]:
+    """Three nodes that live attempt 0, which lose the first of them with its store."""
+    made = [Node(f"host{one}") for one in range(3)]
+    assert joined(0, *made) == [None] * 3
+    assert [one.begin(0).first_rank for one in made] == [0, 2, 4]  # type: ignore[union-attr]
+    return made
+
+
+def test_the_attempt_of_a_lost_store_is_decided_at_the_next_one(nodes: list[Node]) -> None:
+    """A node that comes anew decides with them, and knows which nodes there were."""
+    nodes[0].member.store.lost = True
+    new = Node("new")
+    others = [new, *nodes[1:]]
+    assert joined(1, *others) == [None] * 3
+    assert [one.begin(0) for one in others] == [Notice(kind="moved")] * 3
+    lost = 0, "node 0 (host0): lost with the store of the nodes, which is at host1:29400 now"
+    assert [one.lost_text() for one in others] == [lost] * 3
+    assert new.of_rank(0).host == "host0" and new.world == 6
+    assert [one.reports(one.member.endpoint) for one in reversed(others)][:2] == [None, None]
+    assert [one.verdict("again" if one is new else None) for one in others] == ["again"] * 3
+    assert all(isinstance(one.begin(1), Placement) and one.lost_text() is None for one in others)
+    assert {one.job for one in others} == {nodes[1].job}
+
+
+def test_a_verdict_that_one_node_knows_is_followed_by_all(nodes: list[Node]) -> None:
+    assert nodes[2].verdict("of attempt 0") == "of attempt 0"
+    nodes[0].member.store.lost = True
+    assert joined(1, *nodes[1:]) == ["of attempt 0"] * 2
+    assert all(isinstance(one.begin(1), Placement) for one in nodes[1:])
+
+
+def test_a_minority_of_the_last_round_begins_nothing(nodes: list[Node]) -> None:
+    nodes[0].member.store.lost = True
+    with pytest.raises(TierDown, match="too few nodes of the last round came to the store at host1:29400"):
+        joined(1, nodes[2], Node("new"))

@@ -1,0 +1,210 @@
+"""A job whose store of the nodes moves: `--rdzv-endpoint` names several nodes, and the one that holds it is lost."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agents import until
+from commands import Call
+from lastgood.policy.recovery import PREEMPTED
+from lastgood_lab import namespaces
+from several import COMMAND, Nodes
+
+pytestmark = pytest.mark.slow
+
+TRAINING = """
+import os, signal
+import torch, torch.distributed as dist
+import lastgood
+
+attempt, node = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), os.environ["LASTGOOD_NODE"]
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+
+
+def lose_node():
+    os.kill(os.getppid(), signal.SIGKILL)  # the supervisor; the ranks, the membership and the store end with it
+    signal.pause()
+
+
+class LostInRestore:
+    def state_dict(self):
+        return {"nothing": 0}
+
+    def load_state_dict(self, state):
+        if (attempt, node) == (1, "b"):
+            lose_node()
+
+
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+optimizer = torch.optim.AdamW(model.parameters())
+sampler, audit = lastgood.ResumableSampler(144, global_batch=12, seed=0, rank=rank, world_size=world), lastgood.Audit()
+state = {"model": model, "optimizer": optimizer, "sampler": sampler, "audit": audit, "lost": LostInRestore()}
+with lastgood.Checkpointer("run", state, cadence=lastgood.Every(steps=3)) as ckpt:
+    n = ckpt.restore().step
+    for ids in sampler.loader(torch.arange(144)):
+        audit.observe(*sampler.position, ids)
+        if (attempt, node, n) == (0, "a", 7):
+            lose_node()
+        optimizer.zero_grad()
+        model(ids.float()[:, None]).mean().backward()
+        optimizer.step()
+        n += 1
+        save = ckpt.step(n)
+        if save is not None:
+            save.committed()
+audits = [None] * world
+dist.all_gather_object(audits, audit)
+report = lastgood.Audit.merge(audits).report(sampler)
+if rank == 0:
+    print("samples:", report.scheduled, report.exact, flush=True)
+dist.barrier()
+"""
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Nodes]:
+    made = Nodes(tmp_path, request.param, stores=3)
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+@pytest.mark.parametrize("nodes", ["2:3"], indirect=True)
+def test_without_the_node_of_the_store_the_others_go_on_at_the_next(nodes: Nodes) -> None:
+    started = [nodes.start(name) for name in "abc"]
+    nodes.newest(3)
+    nodes.lose("a")
+    assert {one["node"] for one in nodes.seen(nodes.newest(2), 2)} == {"b", "c"}
+    nodes.touch("done")
+    assert [one.wait(60) for one in started[1:]] == [0, 0]
+    reports = nodes.log("b") + nodes.log("c")
+    assert f"(a): lost with the store of the nodes, which is at {nodes.endpoints[1]} now" in reports
+    assert "frame #" not in reports
+
+
+@pytest.mark.parametrize("nodes", ["2:4"], indirect=True)
+def test_the_store_moves_again_when_its_next_node_is_lost(nodes: Nodes) -> None:
+    started = [nodes.start(name) for name in "abcd"]
+    nodes.newest(4)
+    nodes.lose("a")
+    assert {one["node"] for one in nodes.seen(nodes.newest(3), 3)} == {"b", "c", "d"}
+    nodes.lose("b")
+    assert {one["node"] for one in nodes.seen(nodes.newest(2), 2)} == {"c", "d"}
+    nodes.touch("done")
+    assert [one.wait(60) for one in started[2:]] == [0, 0]
+    assert f"(b): lost with the store of the nodes, which is at {nodes.endpoints[2]} now" in (
+        nodes.log("c") + nodes.log("d")
+    )
+
+
+@pytest.mark.parametrize("nodes", ["3"], indirect=True)
+def test_a_node_that_is_started_later_finds_the_store_that_moved(nodes: Nodes) -> None:
+    """It holds a store in the place of the one that is lost, as a pod with the name of the lost one does."""
+    started = [nodes.start(name) for name in "abc"]
+    nodes.seen(0, 3)
+    nodes.lose("a")
+    for name in "bc":
+        until(lambda name=name: f"joined the job at {nodes.endpoints[1]}" in nodes.log(name))
+    started.append(nodes.start("d"))
+    assert {one["node"] for one in nodes.seen(1, 3)} == {"b", "c", "d"}
+    nodes.touch("done")
+    assert [one.wait(60) for one in started[1:]] == [0] * 3
+
+
+@pytest.mark.parametrize("nodes", ["3"], indirect=True)
+def test_a_node_in_reserve_goes_to_the_next_store_with_the_others(nodes: Nodes) -> None:
+    started = [nodes.start(name) for name in "abc"]
+    nodes.seen(0, 3)
+    started.append(nodes.start("d", "--spares", "1"))
+    until(lambda: "joined the job at" in nodes.log("d"))
+    nodes.lose("a")
+    assert {one["node"] for one in nodes.seen(1, 3)} == {"b", "c", "d"}
+    nodes.touch("done")
+    assert [one.wait(60) for one in started[1:]] == [0] * 3
+
+
+@pytest.mark.parametrize("nodes", ["1:3"], indirect=True)
+def test_a_node_that_was_cut_off_begins_no_job_of_its_own(nodes: Nodes) -> None:
+    started = [nodes.start(name) for name in "abc"]
+    attempt = nodes.newest(3)
+    nodes.send("a", signal.SIGSTOP)
+    apart = nodes.newest(2)
+    nodes.send("a", signal.SIGCONT)
+    end_together(nodes, attempt, apart)
+    assert [one.wait(60) for one in started] == [0] * 3
+
+
+def end_together(nodes: Nodes, before: int, apart: int) -> None:
+    """Wait until all three nodes train. `before`: the last attempt in which they did; in `apart` only two did."""
+    for one in range(before + 1, nodes.newest(3)):
+        seen = nodes.seen(one, 2)
+        assert [rank["WORLD_SIZE"] for rank in seen] == ["2", "2"]
+        assert one != apart or {rank["node"] for rank in seen} == {"b", "c"}
+    nodes.touch("done")
+
+
+@pytest.mark.parametrize("nodes", ["1:2"], indirect=True)
+def test_one_of_two_nodes_is_no_majority_and_ends(nodes: Nodes) -> None:
+    nodes.start("a")
+    second = nodes.start("b")
+    attempt = nodes.newest(2)
+    nodes.lose("a")
+    assert second.wait(60) == 5
+    assert nodes.newest(2) == attempt
+
+
+def test_a_node_whose_link_is_cut_trains_only_with_the_others(tmp_path: Path) -> None:
+    """It holds the store, which answers it all the time. It goes to the store of the others once the link is mended."""
+    if lacks := namespaces.missing():
+        pytest.skip(lacks)
+    with namespaces.Network(3) as network:
+        nodes = Nodes(tmp_path, "1:3", stores=3, network=network)
+        try:
+            started = [nodes.start(name) for name in "abc"]
+            attempt = nodes.newest(3)
+            network.cut(0)
+            apart = nodes.newest(2)
+            until(lambda: "waits for more nodes of the last round" in nodes.log("a"))
+            network.mend(0)
+            end_together(nodes, attempt, apart)
+            assert [one.wait(60) for one in started] == [0] * 3
+        finally:
+            nodes.end()
+
+
+@pytest.mark.parametrize("nodes", ["2:3"], indirect=True)
+def test_the_node_of_the_store_may_leave_when_it_is_asked_to(nodes: Nodes) -> None:
+    """Without a second store the other nodes ended with 5."""
+    first, *others = (nodes.start(name) for name in "abc")
+    attempt = nodes.newest(3)
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(60) == PREEMPTED
+    assert {one["node"] for one in nodes.seen(nodes.newest(2), 2)} == {"b", "c"}
+    nodes.touch("done")
+    assert [one.wait(60) for one in others] == [0, 0]
+    assert f"attempt {attempt + 1}: ended" in nodes.log("a")
+    assert "lost with the store" not in nodes.log("b") + nodes.log("c")
+
+
+def test_each_sample_is_trained_once_when_nodes_of_the_store_are_lost(tmp_path: Path, call: Call) -> None:
+    """The first one in a step, the next one while it restores."""
+    command = [*COMMAND[:-1], "--preload", "lastgood.loop.checkpointer"]
+    nodes = Nodes(tmp_path, "2:4", stores=3, script=TRAINING, command=command)
+    nodes.last_call_seconds = 15  # all four begin together
+    try:
+        started = [nodes.start(name) for name in "abcd"]
+        assert [one.wait(200) for one in started[2:]] == [0, 0]
+    finally:
+        nodes.end()
+    assert "samples: 144 True" in nodes.log("c") + nodes.log("d")
+    listed = " ".join(call("attempts", tmp_path / "run")[1].split())
+    for name, at in (("a", 1), ("b", 2)):
+        lost = f"({name}): lost with the store of the nodes, which is at {nodes.endpoints[at]} now"
+        assert lost in listed
