@@ -24,6 +24,7 @@ from lastgood.run import (
     paths,
     peers,
     rank_requests,
+    rebuilding,
 )
 from lastgood.storage import directory
 
@@ -105,7 +106,8 @@ def _of_agents(world: World) -> Names:
             "Server": lambda address, me, security, service, **_: WireServer(world, address, security, service),
         },
         drain: {"access": Access(world), "Arena": world.arenas, "ThreadPoolExecutor": _inline},
-        parity_files: {"Arena": world.arenas, "ThreadPoolExecutor": _inline},
+        parity_files: {"ThreadPoolExecutor": _inline},
+        rebuilding: {"Arena": world.arenas, "ThreadPoolExecutor": _inline},
         stripes: {"Arena": world.arenas},
         works: {
             "access": Access(world),
