@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import random
 import shutil
 from collections.abc import Iterator
@@ -21,6 +23,7 @@ from lastgood.agent.peer_files import PeerFiles
 from lastgood.coordination.rounds import RankGroup
 from lastgood.format import commit, layout, stripe_layout
 from lastgood.io.checksum import digest
+from lastgood.io.files import PosixFile
 from lastgood.io.memory_files import MemoryFiles
 from lastgood.limits import WORKERS
 from lastgood.policy.placement import Node, groups
@@ -224,6 +227,26 @@ def test_a_damaged_cell_of_another_node_is_not_used(cluster: Cluster, pattern: s
     with pytest.raises(errors.BeyondRepair):
         cluster.rebuild(lost)
     assert not cluster.files(lost)
+
+
+def test_a_chunk_that_its_node_cannot_read_is_no_outage(cluster: Cluster, monkeypatch) -> None:
+    """A bad sector beyond what parity makes good: each start ended with PeerDown, and waited for a node that was up."""
+    cluster.protect()
+    before, read, bad = cluster.files(2), PosixFile.read_into, str(cluster.folder(1) / "r00001.safetensors")
+
+    def failing(self: PosixFile, mv: memoryview, offset: int) -> int:
+        if self._path == bad:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(self, mv, offset)
+
+    monkeypatch.setattr(PosixFile, "read_into", failing)
+    cluster.lose(2)
+    cluster.rebuild(2)
+    assert cluster.files(2) == before
+    cluster.lose(2)
+    cluster.lose(0)
+    with pytest.raises(errors.BeyondRepair):
+        cluster.rebuild(2)
 
 
 def test_a_node_that_cannot_be_reached_has_lost_nothing(cluster: Cluster) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lastgood.io.memory_limits import MARGIN_BYTES, MARGIN_LEAST_BYTES, available_bytes
+from lastgood.io.memory_limits import MARGIN_BYTES, MARGIN_LEAST_BYTES, available_bytes, lacking_bytes
 
 GIB = 1 << 30
 V2 = "sys/fs/cgroup"
@@ -66,6 +66,12 @@ def test_a_group_that_is_full_leaves_nothing(tmp_path: Path) -> None:
     assert available_bytes(written(tmp_path, files)) == 0
 
 
+def test_the_limit_above_which_a_group_is_slowed_down_counts(tmp_path: Path) -> None:
+    """Kubernetes sets it below the limit at which it kills (MemoryQoS). Files in a tmpfs cannot be reclaimed there."""
+    files = {"proc/self/cgroup": "0::/\n", **group(V2, str(64 * GIB), 14 * GIB), f"{V2}/memory.high": f"{16 * GIB}\n"}
+    assert available_bytes(written(tmp_path, files)) == 16 * GIB - 14 * GIB - MARGIN_BYTES
+
+
 def test_without_any_of_these_files_nothing_is_known(tmp_path: Path) -> None:
     assert available_bytes(str(tmp_path)) is None
 
@@ -80,3 +86,25 @@ def test_pages_that_wait_for_a_disk_are_not_free(tmp_path: Path) -> None:
     files = {"proc/self/cgroup": "0::/\n", **group(V2, str(16 * GIB), 10 * GIB, cached=3 * GIB)}
     files[f"{V2}/memory.stat"] += f"file_dirty {GIB}\nfile_writeback {GIB}\n"
     assert available_bytes(written(tmp_path, files)) == 16 * GIB - 9 * GIB - MARGIN_BYTES
+
+
+def test_what_new_files_leave_is_not_short(tmp_path: Path) -> None:
+    """A save that just fits would be written to memory and moved to the disk, each time."""
+    root = written(tmp_path, {"proc/meminfo": meminfo(64 * GIB, MARGIN_BYTES)})
+    assert available_bytes(root) == lacking_bytes(root) == 0
+
+
+@pytest.mark.parametrize(("left", "lacking"), [(MARGIN_BYTES * 3 // 4, 0), (MARGIN_BYTES // 2, MARGIN_BYTES // 2)])
+def test_memory_is_short_once_a_quarter_of_the_margin_is_taken(tmp_path: Path, left: int, lacking: int) -> None:
+    """What the job takes beyond the margin is given back, and the whole margin with it."""
+    assert lacking_bytes(written(tmp_path, {"proc/meminfo": meminfo(64 * GIB, left)})) == lacking
+
+
+def test_the_limit_that_lacks_most_counts(tmp_path: Path) -> None:
+    files = {"proc/meminfo": meminfo(64 * GIB, MARGIN_BYTES // 2), "proc/self/cgroup": "0::/job\n"}
+    files |= group(f"{V2}/job", str(16 * GIB), 16 * GIB)
+    assert lacking_bytes(written(tmp_path, files)) == MARGIN_BYTES
+
+
+def test_where_no_limit_is_known_memory_is_never_short(tmp_path: Path) -> None:
+    assert lacking_bytes(str(tmp_path)) == 0

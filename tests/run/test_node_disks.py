@@ -82,6 +82,24 @@ class Flaky:
         """Nobody waits."""
 
 
+class Full(Flaky):
+    """Has no room for what it is to rebuild."""
+
+    def rebuild(self, generation: Generation, stop: Stop) -> list[str]:
+        raise errors.NoSpace("not enough memory on node b")
+
+
+def test_a_rebuild_without_room_is_no_loss(tmp_path: Path) -> None:
+    """A full memory, and a full disk below it, were reported as damage that nothing can repair."""
+    run = RunWriter(disk(tmp_path / "run"), Inline())
+    save(run, 1, {"w": b"x" * 100})
+    (one,) = run.survey.generations.values()
+    (tmp_path / "run" / layout.folder(one.id) / "r00000.safetensors").unlink()
+    run.mender.nodes = Full(tmp_path, tmp_path, 0)
+    with pytest.raises(errors.NoSpace, match="not enough memory on node b"):
+        run.mender.mend(one.id, Arena(4 * CHUNK_BYTES, CHUNK_BYTES))
+
+
 @pytest.mark.parametrize("outages", [2, 3])
 def test_a_node_that_cannot_be_read_makes_no_step_older(tmp_path: Path, outages: int) -> None:
     """The agent of a node was killed while what a lost node had was rebuilt. The job went on from an older step, and

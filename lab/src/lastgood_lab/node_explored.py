@@ -24,6 +24,7 @@ from lastgood.run import (
     paths,
     peers,
     rank_requests,
+    rebuilding,
 )
 from lastgood.storage import directory
 
@@ -105,7 +106,8 @@ def _of_agents(world: World) -> Names:
             "Server": lambda address, me, security, service, **_: WireServer(world, address, security, service),
         },
         drain: {"access": Access(world), "Arena": world.arenas, "ThreadPoolExecutor": _inline},
-        parity_files: {"Arena": world.arenas, "ThreadPoolExecutor": _inline},
+        parity_files: {"ThreadPoolExecutor": _inline},
+        rebuilding: {"Arena": world.arenas, "ThreadPoolExecutor": _inline},
         stripes: {"Arena": world.arenas},
         works: {
             "access": Access(world),
@@ -139,6 +141,8 @@ def _of_sockets(world: World) -> Names:
             "Lock": lambda path, mark=b"": FileLock(world, path, mark),
             "PosixFiles": lambda: SimpleNamespace(rename=lambda old, new: world.at(old).rename(old, new)),
             "MemoryFiles": lambda folder, spill: world.at(folder),
+            "still": lambda folder: contextlib.nullcontext(),
+            "memory_relief": SimpleNamespace(watched=lambda *_: contextlib.nullcontext(), AGENT_INTERVAL_SECONDS=0.0),
             "shutil": SimpleNamespace(rmtree=lambda path, ignore_errors: world.at(path).remove_tree(path)),
             "read_spec": lambda folder: world.ledger.spec if folder in world.at(folder).folders else None,
             "user_of": lambda connection: os.geteuid(),

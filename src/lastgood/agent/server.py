@@ -33,10 +33,10 @@ import msgspec
 from .. import reporting
 from ..errors import Cancelled, LastgoodError
 from ..io.files import Lock, PosixFiles
-from ..io.memory_files import MemoryFiles
+from ..io.memory_files import MemoryFiles, still
 from ..ports import Mendable
 from ..records import Finding, prepare
-from ..run import access, memory_place, paths
+from ..run import access, memory_place, memory_relief, paths
 from ..run.agent_link import LINGER_SECONDS, LOCK, MESSAGE_LIMIT_BYTES, PROTOCOL, SPEC, listening, read_spec, user_of
 from ..run.agent_messages import Answer, KnownPeers, Request
 from ..run.known import Environment, KnownRun
@@ -109,7 +109,13 @@ class Server:
 
     def run(self) -> None:
         """Serve until everything is copied, and no training process has come for a while, or until a signal."""
-        with ThreadPoolExecutor(1, "lastgood-agent") as worker, self._nodes, self._works, self._signals():
+        with (
+            ThreadPoolExecutor(1, "lastgood-agent") as worker,
+            self._nodes,
+            self._works,
+            self._signals(),
+            self._relief(),
+        ):
             while not self._ended and not self._signalled:
                 self._serve_once()
                 self._nodes.drills.end_idle()
@@ -325,9 +331,17 @@ class Server:
         if not self._in_memory:
             # Without direct I/O: what other nodes send lies at no page's boundary. An earlier run may have left packs.
             return PackedTier(Disk(PosixFiles(), self._folder, shared=True))
+        return Disk(self._files(), self._folder, shared=True, place=f"{paths.MEMORY}{self._folder}")
+
+    def _files(self) -> MemoryFiles:
         spec = read_spec(self._folder)
-        files = MemoryFiles(self._folder, spec.spill if spec else None)
-        return Disk(files, self._folder, shared=True, place=f"{paths.MEMORY}{self._folder}")
+        return MemoryFiles(self._folder, spec.spill if spec else None)
+
+    def _relief(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, files move from memory to a disk when memory is short."""
+        if not self._in_memory:
+            return contextlib.nullcontext()
+        return memory_relief.watched(self._files, self._folder, memory_relief.AGENT_INTERVAL_SECONDS)
 
     def _note_copies(self) -> None:
         """Take the result of an attempt that has ended, and decide when the next one begins."""
@@ -373,7 +387,7 @@ class Server:
                 self._next_at = 0.0
                 return
             spec = read_spec(self._folder)
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError), still(self._folder):  # guard: no-move-into-removed-memory
                 PosixFiles().rename(self._folder, removed)  # at once: a new opening makes a folder of its own
         finally:
             if lock is not None:

@@ -183,9 +183,11 @@ def _require_one_run(run: str, other: str, survey: commit.Survey) -> None:
 
 
 def state_of(folder: str) -> dict[str, Any]:
-    """What a memory folder takes, and the state of its agent."""
-    row: dict[str, Any] = {"folder": folder, "bytes": _bytes_of(folder), "attached": 0, "process": None}
-    row |= {"missing": [], "absent": [], "deleted": []}
+    """What a memory folder takes, what lies on a disk because memory was short, and the state of its agent."""
+    spec = agent_link.read_spec(folder)
+    spill = spec.spill if spec is not None and spec.spill else ""
+    row: dict[str, Any] = {"folder": folder, "bytes": _bytes_of(folder), "spill": spill, "spilled": _bytes_of(spill)}
+    row |= {"attached": 0, "process": None, "missing": [], "absent": [], "deleted": []}
     try:
         answer = agent_link.status(folder)
     except (OSError, ValueError):
@@ -193,7 +195,7 @@ def state_of(folder: str) -> dict[str, Any]:
     if answer is None:
         return {**row, "agent": "none"}
     state = "attached" if answer.attached else "copying" if answer.copying else "waiting"
-    found = {name: getattr(answer, name) for name in row.keys() - {"folder", "bytes"}}
+    found = {name: getattr(answer, name) for name in row.keys() - {"folder", "bytes", "spill", "spilled"}}
     return {**row, **found, "agent": state}
 
 
@@ -252,6 +254,8 @@ def _view(rows: list[dict[str, Any]]) -> RenderableType:
 def _remedies(row: dict[str, Any]) -> Iterator[str]:
     """What is to be said and done about the memory of a run."""
     folder = row["folder"]
+    if row["spilled"]:
+        yield f"{size(row['spilled'])} of its saves lie in {row['spill']}, because memory was short"
     if row["agent"] == "silent":
         yield f"its agent does not answer. {_remedy(row['process'], folder)}"
     if row["attached"] or not _is_in_memory(folder):

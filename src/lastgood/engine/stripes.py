@@ -148,9 +148,9 @@ class _Source(NamedTuple):
 class Rebuilt:
     """`ports.Tier` for reading one generation: its chunks and manifests as parity among nodes gives them.
 
-    `places`: the memory of each node that is left. It is done without what is damaged in it, and without nodes that
-    cannot be read; `passed_over` has them. Where too few cells are left, PeerDown is raised if a node cannot be read
-    now, else BeyondRepair.
+    `places`: the memory of each node that is left. It is done without what is damaged or unreadable in it, and without
+    nodes that cannot be reached; `passed_over` has them. Where too few cells are left, PeerDown is raised if a node
+    cannot be reached now, else BeyondRepair.
     """
 
     newest_only, reads_at_once = False, 2
@@ -161,7 +161,7 @@ class Rebuilt:
         self.passed_over = dict[tuple[str, str], LastgoodError]()
         """place and file (\"\": its listing) -> the first reason why it was not used"""
         self._outage = ""
-        """which node could not be read, and why"""
+        """which node could not be reached, and why"""
         self._unread = set[str]()
         """the places that could not be read; for each chunk they are asked last: one that hangs costs a timeout"""
         self._holders = dict[str, list[Tier]]()
@@ -185,7 +185,8 @@ class Rebuilt:
             yield
         except (Damaged, Unavailable, PeerRefused) as error:  # the last: a node of another job has its address now
             self.passed_over.setdefault((tier.place, name), error)
-            if not is_damage(error):
+            # What one file cannot give, because its medium fails, may be lost for ever: no start waits for it.
+            if isinstance(error, Unavailable | PeerRefused):  # guard: unreadable-is-no-outage
                 self._outage = f"{tier.place} cannot be read: {error.what}"
                 self._unread.add(tier.place)  # guard: silent-node-asked-last
 

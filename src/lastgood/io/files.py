@@ -54,6 +54,14 @@ class PosixFile:
         """Acquire a shared lock, which is held until the file is closed. Raises BlockingIOError."""
         fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
+    def lock_exclusive(self) -> None:
+        """Acquire an exclusive lock, which is held until `unlock`. Raises BlockingIOError."""
+        fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def unlock(self) -> None:
+        """Release the lock, also that of copies of the descriptor, which a fork or a mapping has made."""
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
+
     def read_into(self, mv: memoryview, offset: int) -> int:
         return os.preadv(self._fd, [mv], offset)
 

@@ -5,11 +5,13 @@ machine stops.
 
 Invariants
   1. A name is in memory or in the spill folder, or for an instant in both; then the one in memory counts.
-  2. A file moves from memory to the spill folder only while it is empty, before its first byte is written. Folders and
-     records go there too where memory has no room for them, or no more names (inodes). What lies in the folder of the
-     run itself does not: it is found without knowing the spill folder, or is a hint.
+  2. A file moves from memory to the spill folder while it is empty, before its first byte is written; or whole, once it
+     can change no more and memory is short (memory_moves.py). Folders and records go there too where memory has no
+     room for them, or no more names (inodes). What lies in the folder of the run itself does not: it is found without
+     knowing the spill folder, or is a hint.
   3. Memory is taken only within the limits of the tmpfs, the machine and the control groups: a process that goes past
      the limit of its control group would be killed.
+  4. Names change in both folders while none is moved (`still`).
 The memory of deleted files is used again (reused_files.py).
 """
 
@@ -26,9 +28,10 @@ from .. import reporting
 from ..ports import OpenMode
 from . import files
 from .files import PosixFile, PosixFiles
-from .memory_limits import available_bytes
+from .memory_limits import available_bytes, most_lacking
+from .memory_limits import lacking_bytes as lacking_in_all
 from .os_errors import USED_UP, NoMemory
-from .reused_files import ReusedFiles, hold
+from .reused_files import LEAST_BYTES, ReusedFiles, hold
 
 RECORDS_BYTES = 8 << 20
 """What files of tensors leave of a tmpfs for the records beside them."""
@@ -46,6 +49,36 @@ def free_bytes(folder: str) -> int:
     return free if available is None else min(free, available)
 
 
+def lacking_bytes(folder: str) -> int:
+    """Bytes that the files in `folder`, which is in a tmpfs, are to give back; 0 unless memory is short.
+
+    Raises OSError.
+    """
+    return max(most_lacking([(files.free_bytes(folder), RECORDS_BYTES)]), lacking_in_all())
+
+
+@contextlib.contextmanager
+def still(root: str, operation: int = fcntl.LOCK_EX) -> Iterator[None]:
+    """Inside, no other thread or process changes a name in memory or in its spill folder.
+
+    `operation` (default LOCK_EX): with LOCK_SH names are not moved between the two, and may change otherwise. Raises
+    FileNotFoundError if the folder `root` of the run in memory does not exist.
+    """
+    fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(fd, operation)
+        yield
+    finally:
+        _unlocked(fd)
+
+
+def _unlocked(fd: int) -> None:
+    """Release the lock of a descriptor, and close it. A process that was forked meanwhile has a copy of it, which would
+    keep the lock."""
+    fcntl.flock(fd, fcntl.LOCK_UN)  # guard: fork-keeps-no-lock-of-memory
+    os.close(fd)
+
+
 class MemoryFiles:
     """`ports.Files` over the folder `root` in a tmpfs. All paths lie in it.
 
@@ -57,7 +90,7 @@ class MemoryFiles:
     def __init__(
         self, root: str, spill: str | None = None, free: Callable[[str], int] = free_bytes, buffered: bool = True
     ) -> None:
-        self.root, self._spill, self._free, self._files = root, spill, free, PosixFiles()
+        self.root, self.spill_folder, self._free, self._files = root, spill, free, PosixFiles()
         self._buffered = buffered
         self.reused = ReusedFiles(root)
         self.spilled = 0
@@ -68,21 +101,23 @@ class MemoryFiles:
     def open(self, path: str, mode: OpenMode, *, direct: bool = False, fresh: bool = False) -> PosixFile | MemoryFile:
         """As `ports.Files.open`. Files in memory need no direct I/O, and no other medium shows their bytes."""
         if mode == "new":
-            self._require_free(path)
-            try:
-                return MemoryFile(self, path, self._files.open(path, "new"))
-            except OSError as error:
-                if not self._goes_to_disk(path, error):
-                    raise
-                return self.spill(path, 0)
+            with self._unmoved():
+                self._require_free(path)
+                try:
+                    return MemoryFile(self, path, self._files.open(path, "new"))
+                except OSError as error:
+                    if not self._goes_to_disk(path, error):
+                        raise
+                    return self.spill(path, 0)
         try:
-            return self._opened(path, mode)
+            return self.opened(path, mode)
         except FileNotFoundError:
             if (elsewhere := self._spilled(path)) is None:
                 raise
             return self._files.open(elsewhere, mode, direct=direct, fresh=fresh)
 
-    def _opened(self, path: str, mode: OpenMode) -> PosixFile:
+    def opened(self, path: str, mode: OpenMode) -> PosixFile:
+        """An existing file in memory. Raises FileNotFoundError, also for one that is being written, or deleted."""
         file = self._files.open(path, mode)
         if mode == "read":
             try:
@@ -93,18 +128,24 @@ class MemoryFiles:
         return file
 
     def list(self, path: str) -> dict[str, int | None]:
-        found = dict[str, int | None]()
+        found, missing = self._listed_on_disk(path), False
+        try:
+            found = found | self._files.list(path)
+        except FileNotFoundError:
+            missing = True
+        # A file may have moved there before memory was listed, and one there may be replaced by one in memory.
+        found = self._listed_on_disk(path) | found  # guard: moved-file-is-listed
+        if missing and not found:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        return found
+
+    def _listed_on_disk(self, path: str) -> dict[str, int | None]:
+        """What the spill folder has. Folders are made in memory first: what lies below one that only the disk has is of
+        an earlier start of the machine, and is listed so that it is removed."""
         if elsewhere := self._spilled(path):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                # Folders are made in memory first. What lies below one that only the disk has is of an earlier start
-                # of the machine, and is listed so that it is removed.
-                found = self._files.list(elsewhere)
-        try:
-            return found | self._files.list(path)
-        except FileNotFoundError:
-            if not found:
-                raise
-            return found
+                return self._files.list(elsewhere)
+        return {}
 
     def make_dir(self, path: str) -> None:
         """As `ports.Files.make_dir`. The folder of the run is made anew if somebody has removed it.
@@ -116,7 +157,7 @@ class MemoryFiles:
             self._files.make_dir(path)
         except OSError as error:
             if self._goes_to_disk(path, error):
-                os.makedirs(self._place_on_disk(path), mode=0o700)
+                os.makedirs(self.place_on_disk(path), mode=0o700)
                 return
             if error.errno != errno.ENOENT or os.path.isdir(self.root):
                 raise
@@ -138,54 +179,57 @@ class MemoryFiles:
         os.mkdir(self.root, 0o700)
 
     def link(self, old: str, new: str) -> None:
-        self._require_free(new)
-        try:
-            self._files.link(old, new)
-        except OSError as error:
-            elsewhere = self._spilled(old)
-            if error.errno not in (errno.ENOENT, errno.ENOSPC) or elsewhere is None:
-                raise
-            if os.path.lexists(new):
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new) from error
-            if os.path.lexists(old):  # a tmpfs counts a further name like a further file
-                self._files.rename(old, new)
-            else:
-                self._files.link(elsewhere, self._place_on_disk(new))
+        with self._unmoved():
+            self._require_free(new)
+            try:
+                self._files.link(old, new)
+            except OSError as error:
+                elsewhere = self._spilled(old)
+                if error.errno not in (errno.ENOENT, errno.ENOSPC) or elsewhere is None:
+                    raise
+                if os.path.lexists(new):
+                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new) from error
+                if os.path.lexists(old):  # a tmpfs counts a further name like a further file
+                    self._files.rename(old, new)
+                else:
+                    self._files.link(elsewhere, self.place_on_disk(new))
 
     def rename(self, old: str, new: str) -> None:
         """As `ports.Files.rename`: the last removal shows the new file, if the two lie in different folders."""
         elsewhere = self._spilled(new)
-        try:
-            self._files.rename(old, new)
-        except FileNotFoundError:
-            before = self._spilled(old)
-            if before is None or elsewhere is None:
-                raise
-            self._files.rename(before, elsewhere)
-            with contextlib.suppress(FileNotFoundError):
-                self._files.remove(new)
-            return
-        if elsewhere is not None:
-            with contextlib.suppress(FileNotFoundError):
-                self._files.remove(elsewhere)
+        with self._unmoved():
+            try:
+                self._files.rename(old, new)
+            except FileNotFoundError:
+                before = self._spilled(old)
+                if before is None or elsewhere is None:
+                    raise
+                self._files.rename(before, elsewhere)
+                with contextlib.suppress(FileNotFoundError):
+                    self._files.remove(new)
+                return
+            if elsewhere is not None:
+                with contextlib.suppress(FileNotFoundError):
+                    self._files.remove(elsewhere)
 
     def symlink(self, target: str, path: str) -> None:
         self._files.symlink(target, path)
 
     def remove(self, path: str) -> None:
         elsewhere, missing = self._spilled(path), False
-        if elsewhere is not None:
+        with self._unmoved():
+            if elsewhere is not None:
+                try:
+                    self._files.remove(elsewhere)  # first: a folder that is not empty there stays in memory too
+                except FileNotFoundError:
+                    missing = True
+            if self.reused.put(path):
+                return
             try:
-                self._files.remove(elsewhere)  # first: a folder that is not empty there stays in memory too
+                self._files.remove(path)
             except FileNotFoundError:
-                missing = True
-        if self.reused.put(path):
-            return
-        try:
-            self._files.remove(path)
-        except FileNotFoundError:
-            if elsewhere is None or missing:
-                raise
+                if elsewhere is None or missing:
+                    raise
 
     def sync_dir(self, path: str) -> None:
         """Nothing is to be done: a tmpfs has no medium. What is spilled promises no more than memory does."""
@@ -212,14 +256,14 @@ class MemoryFiles:
                 raise OSError(errno.ENOSPC, "not enough memory", self.root)
             yield
         finally:
-            os.close(fd)
+            _unlocked(fd)
 
     def spill(self, path: str, length: int) -> PosixFile:
         """Make a file of this path in the spill folder, with room for `length` bytes.
 
         Raises NoMemory if there is none, or if its disk is full too, and its other errors.
         """
-        elsewhere = self._place_on_disk(path)
+        elsewhere = self.place_on_disk(path)
         try:
             os.makedirs(os.path.dirname(elsewhere), mode=0o700, exist_ok=True)
             file = self._files.open(elsewhere, "new")
@@ -232,14 +276,14 @@ class MemoryFiles:
         except OSError as error:
             if error.errno not in USED_UP:
                 raise
-            what = f"not enough memory, and {self._spill}, where it would be written instead, is full too"
-            raise NoMemory(what, path, f"Free space on the disk of {self._spill}. {SMALLER}") from error
+            what = f"not enough memory, and {self.spill_folder}, where it would be written instead, is full too"
+            raise NoMemory(what, path, f"Free space on the disk of {self.spill_folder}. {SMALLER}") from error
         self.spilled += 1
         if reporting.is_reported(self.spilled):
             short, remedy = ("has no inodes left", NAMES) if self._has_no_names() else ("is short", SMALLER)
             reporting.warning(
-                f"memory {short}: {os.path.relpath(path, self.root)} was written to {self._spill} instead (spilled "
-                f"file {self.spilled}). {remedy}"
+                f"memory {short}: {os.path.relpath(path, self.root)} was written to {self.spill_folder} instead "
+                f"(spilled file {self.spilled}). {remedy}"
             )
         return file
 
@@ -262,16 +306,22 @@ class MemoryFiles:
             return elsewhere is not None and os.path.isdir(elsewhere) and os.path.isdir(self.root)
         return error.errno == errno.ENOSPC  # guard: names-spilled-without-inodes
 
-    def _place_on_disk(self, path: str) -> str:
+    def place_on_disk(self, path: str) -> str:
         """Where a name lies in the spill folder. Raises NoMemory if there is no disk for it."""
-        elsewhere = self._spilled(path)
-        if elsewhere is None or self._spill is None or not os.path.isdir(os.path.dirname(os.path.dirname(self._spill))):
+        elsewhere, folder = self._spilled(path), self.spill_folder
+        if elsewhere is None or folder is None or not os.path.isdir(os.path.dirname(os.path.dirname(folder))):
             remedy = NAMES if self._has_no_names() else SMALLER
             raise NoMemory("not enough memory, and no disk of this machine below it", path, remedy)
         return elsewhere
 
+    def _unmoved(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, no file moves to the spill folder. Without one, or without the folder of the run, none ever does."""
+        if self.spill_folder is None or not os.path.isdir(self.root):
+            return contextlib.nullcontext()
+        return still(self.root, fcntl.LOCK_SH)
+
     def _spilled(self, path: str) -> str | None:
-        return None if self._spill is None else os.path.join(self._spill, os.path.relpath(path, self.root))
+        return None if self.spill_folder is None else os.path.join(self.spill_folder, os.path.relpath(path, self.root))
 
     def _require_free(self, path: str) -> None:
         if (elsewhere := self._spilled(path)) and os.path.lexists(elsewhere):
@@ -310,6 +360,8 @@ class MemoryFile:
             self._file = taken
             return
         try:
+            if length >= LEAST_BYTES:
+                self._file.lock_exclusive()  # guard: file-being-written-not-moved
             with self._files.room_for(length):
                 self._file.reserve(length)
         except OSError as error:
@@ -333,4 +385,5 @@ class MemoryFile:
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._files.note_written(self._file.size())
+            self._file.unlock()
         self._file.close()

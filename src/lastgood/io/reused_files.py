@@ -65,15 +65,23 @@ class ReusedFiles:
 
     def take(self, path: str, length: int) -> ReusedFile | None:
         """Replace the new, empty file at `path` by a deleted one of as many pages; None if there is none."""
-        names = {int(name.rpartition(".")[2]): name for name in self._names()}
-        for inode in [*self._mappings]:
-            if inode not in names and not _is_at(self._mappings[inode].path, inode):
-                del self._mappings[inode]  # guard: mapping-of-removed-file-released
+        names = self.release()
         for inode in sorted(names, key=lambda one: one not in self._mappings):
             with contextlib.suppress(OSError):
                 if (taken := self._taken(os.path.join(self._folder, names[inode]), inode, path, length)) is not None:
                     return taken
         return None
+
+    def release(self) -> dict[int, str]:
+        """Release the mappings of files that were removed, by whatever process: they hold the memory of such a file.
+
+        Returns the inodes of the deleted files that are kept, each with its name.
+        """
+        names = {int(name.rpartition(".")[2]): name for name in self._names()}
+        for inode, known in [*self._mappings.items()]:
+            if inode not in names and not is_at(known.path, inode):
+                self._mappings.pop(inode, None)  # guard: mapping-of-removed-file-released
+        return names
 
     def drop(self, generations: list[str] | None = None) -> None:
         """Free the memory of these deleted generations; None: of all."""
@@ -129,26 +137,28 @@ class ReusedFile(PosixFile):
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            fcntl.flock(self._fd, fcntl.LOCK_UN)  # the mapping has a descriptor of its own, which keeps the lock
+            self.unlock()  # the mapping has a descriptor of its own, which keeps the lock
         super().close()
 
 
 def hold(file: PosixFile, path: str) -> None:
     """Keep a file that was opened for reading from being used again until it is closed.
 
-    Raises FileNotFoundError if it was deleted since it was opened. Small files are never used again.
+    Raises FileNotFoundError if it was deleted since it was opened, or is being written. Small files are never used
+    again.
     """
     if file.size() < LEAST_BYTES:
         return
     try:
         file.lock_shared()
-    except BlockingIOError as error:  # it is being written as another file
+    except BlockingIOError as error:  # it is being written, perhaps as another file
         raise FileNotFoundError(error.errno, "deleted meanwhile", path) from error
-    if not _is_at(path, file.inode()):  # guard: reused-file-not-read
+    if not is_at(path, file.inode()):  # guard: reused-file-not-read
         raise FileNotFoundError(2, "deleted meanwhile", path)
 
 
-def _is_at(path: str, inode: int) -> bool:
+def is_at(path: str, inode: int) -> bool:
+    """Whether the file at `path` has this inode."""
     try:
         return os.lstat(path).st_ino == inode
     except OSError:

@@ -21,13 +21,12 @@ from ..io import os_errors, reused_files
 from ..io.files import Lock, PosixFiles, lock_holder, takes_direct
 from ..io.machine import machine
 from ..io.mapped import MappedFiles
-from ..io.memory_files import MemoryFiles
 from ..ports import Files, Tier
 from ..records import prepare
 from ..storage import object_store
 from ..storage.directory import Disk, WriteMode
 from ..storage.slots import FOLDER, Slots
-from . import agent_link, claims, memory_place, paths
+from . import agent_link, claims, memory_place, memory_relief, paths
 from .packed import PackedTier
 
 if TYPE_CHECKING:
@@ -155,7 +154,8 @@ def for_writing(
     lock = _locked_place(place, of_agent=agent_order is not None)
     try:
         if not in_slots:
-            yield directory_tier(place, mode, spill, copies=agent_order is not None)
+            with _opened(place, mode, spill, shared=False, copies=agent_order is not None) as directory:
+                yield directory
             return
         files = MappedFiles(root) if persist == "mmap" else PosixFiles()
         tier = slots(files, root, in_flight=in_flight, direct=_supports_direct_io(root), several=several)
@@ -187,22 +187,26 @@ def for_sharing(path: str | os.PathLike[str], mode: WriteMode, spill: str | None
             safe="Nothing was touched.",
             todo="All ranks must see the same directory: mount it on every node.",
         )
-    yield directory_tier(place, mode, spill, shared=True)
+    with _opened(place, mode, spill, shared=True, copies=False) as directory:
+        yield directory
 
 
-def directory_tier(
-    place: paths.Place, mode: WriteMode, spill: str | None = None, shared: bool = False, copies: bool = False
-) -> Disk | PackedTier:
+def _opened(
+    place: paths.Place, mode: WriteMode, spill: str | None, shared: bool, copies: bool
+) -> contextlib.AbstractContextManager[Tier]:
+    """As `directory_tier`, or `memory_relief.tier`."""
+    if place.kind == "memory":
+        return memory_relief.tier(place, spill, shared, copies)
+    return contextlib.nullcontext(directory_tier(place, mode, shared))
+
+
+def directory_tier(place: paths.Place, mode: WriteMode, shared: bool = False) -> Disk | PackedTier:
     """The tier over a directory, on a disk or in memory, where nothing is packed. Takes no lock.
 
-    `mode`, `spill`: as for `for_writing`. `shared` (default False): other processes write to it too. `copies` (default
-    False): only copies are written, chunk by chunk.
+    `mode`: as for `for_writing`. `shared` (default False): other processes write to it too.
     """
     if place.kind == "memory":
-        spec = agent_link.read_spec(place.root)  # files may lie in a spill folder that an earlier opening has chosen
-        earlier = spec.spill if spec is not None and spec.spill and os.path.isdir(spec.spill) else None
-        in_memory = MemoryFiles(place.root, earlier or spill, buffered=not copies)
-        return Disk(in_memory, place.root, shared=shared, place=place.url)
+        return Disk(memory_place.files_of(place.root), place.root, shared=shared, place=place.url)
     files, direct = PosixFiles(), _supports_direct_io(place.root)
     return PackedTier(Disk(files, place.root, mode=mode, direct=direct, shared=shared))
 
@@ -397,11 +401,10 @@ class Wanted:
         return request is not None and request != self._first  # guard: request-counts-once-renewed
 
     def _request(self) -> tuple[int, int] | None:
-        try:
+        with contextlib.suppress(OSError):
             found = os.stat(self._path)
-        except OSError:
-            return None
-        return found.st_ino, found.st_mtime_ns
+            return found.st_ino, found.st_mtime_ns
+        return None
 
 
 def _held_by_agent(path: str) -> bool:
@@ -442,7 +445,6 @@ def _make_durably(root: str) -> None:
 
 def _supports_direct_io(root: str) -> bool:
     """Whether files in `root` can be opened for direct I/O."""
-    try:
+    with contextlib.suppress(OSError):  # the first write reports a full or failing disk, with the name of the file
         return takes_direct(root)
-    except OSError:
-        return False  # the first write reports a full or failing disk, with the name of the file
+    return False

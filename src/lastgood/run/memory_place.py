@@ -19,7 +19,8 @@ from collections.abc import Mapping
 from ..errors import NotWritable, Refused
 from ..io import checksum, os_errors
 from ..io.machine import NODE, machine
-from . import paths
+from ..io.memory_files import MemoryFiles
+from . import agent_link, paths
 
 VARIABLE = "LASTGOOD_MEMORY"
 """The environment variable that names the tmpfs; its default is /dev/shm."""
@@ -113,6 +114,17 @@ def make(root: str) -> None:
         _make(root)
     except OSError as error:
         raise os_errors.at_path(error, root) from error
+
+
+def files_of(root: str, spill: str | None = None, copies: bool = False) -> MemoryFiles:
+    """The files of the run in memory at `root`. `spill` (default None): as for `MemoryFiles`, if no earlier opening has
+    chosen a folder in which there may be files. `copies` (default False): only copies are written, chunk by chunk.
+    """
+    spec = agent_link.read_spec(root)
+    chosen = spec.spill if spec is not None else None
+    # Who only reads needs the folder before it exists: files may be moved there while he reads.
+    earlier = chosen if chosen and (spill is None or os.path.isdir(chosen)) else None  # guard: later-spill-is-read
+    return MemoryFiles(root, earlier or spill, buffered=not copies)
 
 
 def is_private(root: str) -> bool:

@@ -16,7 +16,17 @@ from typing import Protocol, cast
 
 from ..engine import guard, parity
 from ..engine.arena import Arena
-from ..errors import NODE_FAILED, BeyondRepair, Cancelled, Damaged, LastgoodError, PeerDown, TierDown, Unreadable
+from ..errors import (
+    NODE_FAILED,
+    BeyondRepair,
+    Cancelled,
+    Damaged,
+    LastgoodError,
+    NoSpace,
+    PeerDown,
+    TierDown,
+    Unreadable,
+)
 from ..format import commit, layout
 from ..io.reed_solomon import Code
 from ..policy import restore
@@ -147,7 +157,7 @@ class Mender:
         while True:
             try:
                 return nodes.rebuild(lost, stop)
-            except (Cancelled, BeyondRepair, TierDown):
+            except (Cancelled, BeyondRepair, TierDown, NoSpace):  # guard: full-memory-is-no-damage
                 raise
             except NODE_FAILED as error:
                 if (seconds := next(pauses, None)) is None:

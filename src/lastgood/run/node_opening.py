@@ -23,7 +23,7 @@ from ..ports import Tier
 from ..records import Finding, Generation, RunHeader, Seal, judged
 from ..storage.slots import Slots
 from ..wire import nixl
-from . import access, copying, paths, peer_opening
+from . import access, copying, memory_place, paths, peer_opening
 from .agent_link import AgentLink, read_spec
 from .agent_messages import AgentSpec, CopyTo
 from .known import KnownRun
@@ -210,7 +210,10 @@ def start_agent(tier: Tier, options: RunOptions, claims: Sequence[Tier], outcome
     assert not isinstance(tier.own, Slots)
     order = max((getattr(one, "order", 0) for one in claims), default=0)
     places = [CopyTo(url=paths.parsed(one.path).url, keep=one.keep) for one in options.below]
-    spec = AgentSpec(format=layout.FORMAT, places=places, order=order, spill=options.spill(tier.place))
+    # The folder that this process uses, too: files may lie in one that an earlier opening has chosen.
+    files = memory_place.files_of(paths.parsed(tier.place).root, options.spill(tier.place))
+    # guard: agent-knows-earlier-spill
+    spec = AgentSpec(format=layout.FORMAT, places=places, order=order, spill=files.spill_folder)
     try:
         tier.links.agent.start(tier.own, spec)
     except LastgoodError as error:
