@@ -7,22 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lastgood.errors import Refused
-from lastgood.policy.hang import (
-    ARRIVED,
-    FIRST_STEP,
-    SAVE,
-    START,
-    STEP,
-    Limits,
-    Signs,
-    Stuck,
-    arrival_poll_seconds,
-    behind,
-    described,
-    silent,
-    waits,
-    waits_on,
-)
+from lastgood.policy.hang import FIRST_STEP, SAVE, START, STEP, Limits, Signs, Stuck, behind, described, silent
 
 TRAINS = Signs(0, since=100.0, where=STEP, step=7, longest_seconds=10.0)
 WAITS = ('File "/venv/torch/autograd/graph.py", line 865 in _engine_run_backward',)
@@ -52,30 +37,6 @@ def test_a_rank_hangs_after_a_multiple_of_what_it_has_needed_so_far(one: Signs, 
 
 def test_a_rank_whose_run_is_not_open_or_is_closed_never_hangs() -> None:
     assert silent([replace(TRAINS, since=None)], 1e9, Limits(), {}) is None
-
-
-def test_a_rank_hangs_once_others_have_waited_for_an_hour_for_its_start() -> None:
-    arrived, late = Signs(0, since=100.0, where=ARRIVED), Signs(1, since=None, where=START)
-    assert silent([arrived, late], 3700.0, Limits(), {}) is None
-    found = silent([arrived, late], 3700.1, Limits(), {})
-    assert found is not None and (found.rank, found.limit_seconds) == (0, 3600.0)
-    assert silent([arrived, replace(arrived, rank=1)], 1e9, Limits(), {}) is None, "torch's own timeouts hold"
-    assert silent([arrived], 1e9, Limits(), {}, all_known=False) is not None, "one of another node may be late"
-    assert silent([late, replace(late, rank=0)], 1e9, Limits(), {}) is None, "all prepare"
-    assert silent([arrived, late], 1e9, Limits(least_seconds=0.0), {}) is None
-
-
-def test_a_rank_that_computes_between_two_looks_waits_anew() -> None:
-    assert waits_on(0.3, 30.0) and not waits_on(0.4, 30.0)
-    assert arrival_poll_seconds(Limits()) == 30.0 and arrival_poll_seconds(Limits(long_seconds=3.0)) == 0.5
-
-
-def test_who_waits_for_a_device_before_the_restore_is_behind() -> None:
-    device = ('File "/venv/torch/cuda/__init__.py", line 7 in _lazy_init', *OWN)
-    joins = ('File "/venv/torch/distributed/rendezvous.py", line 199 in _create_c10d_store', *OWN)
-    starts, other = Signs(1, since=None, where=START), Signs(0, since=None, where=START)
-    assert waits(Stuck(TRAINS, stack=device)) and not waits(Stuck(starts, stack=device))
-    assert behind([Stuck(other, stack=joins), Stuck(starts, stack=device)]).signs is starts
 
 
 def test_a_stopped_rank_hangs_after_the_shortest_limit() -> None:

@@ -15,8 +15,6 @@ from .arguments import is_number, require
 
 START, FIRST_STEP, STEP = "start", "first step", "step"
 """where a rank may hang outside of phases: before its state is restored, before its first step, in a step"""
-ARRIVED = "lastgood: arrived"
-"""before its run is open, in a call that waits for other ranks"""
 END = "lastgood: end"
 """after its run is closed: another rank has ended, and this one has not"""
 RESTORE = "lastgood: restore"
@@ -25,17 +23,11 @@ SAVE = "lastgood: save"
 """the phase in which a Checkpointer starts a save, or waits for saves: as long as the places need"""
 _WAITS = re.compile(r"/torch/(distributed|autograd|cuda|nn/parallel)/|/lastgood/(coordination|ranks)/")
 """files in which a rank waits for others: collectives, the backward pass that runs those of DDP, and a common save"""
-_ARRIVES = re.compile(r"/torch/distributed/|/lastgood/(coordination|ranks)/")
-"""those in which it does so before its state is restored: the others may be slow to start, but not yet with a device"""
 _LIBRARY = re.compile(r"/torch/|/lastgood/|/lib/python3\.\d+/(?!site-packages/|dist-packages/)|\"<")
 """files that are not the user's program"""
 _COMPUTES = "/torch/nn/modules/"
 """Modules do not wait themselves; those of DDP and FSDP are called by what does."""
 STOPPED = "T"
-_ARRIVAL_POLLS, _LEAST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 100, 0.5, 30.0
-"""how often ranks are looked at that have not opened their runs: so many times until the limit"""
-_LEAST_USED_SECONDS, _USED_SHARE = 0.05, 0.01
-"""The processor time between two looks up to which a rank has waited all the time, in seconds and of the time."""
 STATES = {
     STOPPED: "is stopped by a signal",
     "t": "is stopped by a debugger",
@@ -49,10 +41,10 @@ class Limits:
     """How long ranks may show no progress.
 
     `least_seconds`: in a step at least (default 60.0; 0: ranks are never taken for hung). `times`: in a step, this
-    multiple of the longest one so far (default 20.0). `long_seconds`: until the second step after a restore, while
-    others wait for a rank that has not opened its run, while a save makes the loop wait, after the run is closed if
-    another rank has ended, and in a phase of which none was completed before (default 3600.0). Later phases of the same
-    name have `times` the longest one, at least `least_seconds`. Raises Refused for values that cannot be meant.
+    multiple of the longest one so far (default 20.0). `long_seconds`: until the second step after a restore, while a
+    save makes the loop wait, after the run is closed if another rank has ended, and in a phase of which none was
+    completed before (default 3600.0). Later phases of the same name have `times` the longest one, at least
+    `least_seconds`. Raises Refused for values that cannot be meant.
     """
 
     least_seconds: float = 60.0
@@ -69,7 +61,7 @@ class Limits:
 class Signs:
     """What one rank shows. Times: seconds of one clock; None: it has not happened.
 
-    `since`: its newest sign of life. `where`: START, ARRIVED, FIRST_STEP, STEP, or the name of the phase that is open.
+    `since`: its newest sign of life. `where`: START, FIRST_STEP, STEP, or the name of the phase that is open.
     `longest_seconds`: the longest time between two steps so far.
     """
 
@@ -104,23 +96,17 @@ class Stuck:
     stack: Sequence[str] = field(default=())
 
 
-def silent(
-    ranks: Sequence[Signs], now: float, limits: Limits, completed: Mapping[str, float], all_known: bool = True
-) -> Silent | None:
+def silent(ranks: Sequence[Signs], now: float, limits: Limits, completed: Mapping[str, float]) -> Silent | None:
     """The rank that has been silent for the longest time beyond its limit; None if there is none.
 
-    `completed`: name of a phase -> seconds of the longest one that has ended. `all_known`: whether `ranks` are all of
-    the job (default: they are); otherwise one that is not among them may be the one that others wait for.
+    `completed`: name of a phase -> seconds of the longest one that has ended.
     """
     if not limits.least_seconds:
         return None
-    late = not all_known or any(one.where == START and one.since is None for one in ranks)
     found = []
     for one in ranks:
         limit = _limit_seconds(one, limits, completed)
         if one.since is None or now - one.since <= limit:  # guard: limit-follows-own-steps
-            continue
-        if one.where == ARRIVED and not one.stopped and not late:  # guard: all-arrived-is-no-late-rank
             continue
         if not any(_may_wait_for(one, other, now, limits, completed) for other in ranks):
             found.append(Silent(one.rank, now - one.since, limit))
@@ -140,20 +126,9 @@ def _limit_seconds(one: Signs, limits: Limits, completed: Mapping[str, float]) -
         return limits.least_seconds
     if one.where == STEP and one.longest_seconds:
         return max(limits.least_seconds, limits.times * one.longest_seconds)
-    if one.where in (START, ARRIVED, FIRST_STEP, STEP, SAVE, RESTORE, END) or one.where not in completed:
+    if one.where in (START, FIRST_STEP, STEP, SAVE, RESTORE, END) or one.where not in completed:
         return max(limits.least_seconds, limits.long_seconds)
     return max(limits.least_seconds, limits.times * completed[one.where])
-
-
-def arrival_poll_seconds(limits: Limits) -> float:
-    """How often to look whether ranks wait for others before their runs are open."""
-    return min(max(limits.long_seconds / _ARRIVAL_POLLS, _LEAST_POLL_SECONDS), _LONGEST_POLL_SECONDS)
-
-
-def waits_on(used_seconds: float, seconds: float) -> bool:
-    """Whether a rank that was in a call that waits, and is again after so many seconds, has waited all the time, and
-    not computed in between. `used_seconds`: the processor time of its main thread meanwhile."""
-    return used_seconds <= _LEAST_USED_SECONDS + _USED_SHARE * seconds  # guard: rank-that-computes-waits-anew
 
 
 def behind(ranks: Sequence[Stuck]) -> Stuck:
@@ -177,9 +152,8 @@ def awaited(ranks: Sequence[Stuck]) -> Stuck | None:
 
 def waits(one: Stuck) -> bool:
     """Whether a rank waits for others, as far as is known: whether the library call in which it is may wait."""
-    pattern = _ARRIVES if one.signs.where == START else _WAITS
     for call in one.stack:
-        if pattern.search(call):
+        if _WAITS.search(call):
             return True
         if _COMPUTES in call or not is_library(call):
             return False
@@ -193,7 +167,6 @@ def is_library(call: str) -> bool:
 
 def described(one: Stuck, silent: Silent | None) -> str:
     """What is reported of the rank that is behind: "hangs in ...". `silent`: None: another rank had waited for it."""
-    late = one.signs.where == START and one.signs.since is None and one.state not in STATES
     where = {
         START: "before its state was restored",
         FIRST_STEP: f"in the first step after step {one.signs.step}",
@@ -204,9 +177,6 @@ def described(one: Stuck, silent: Silent | None) -> str:
     }.get(one.signs.where, f'in the phase "{one.signs.where}" after step {one.signs.step}')
     call = f", at {one.stack[0].strip().removeprefix('File ')}" if one.stack else ""
     state = f": it {STATES[one.state]}" if one.state in STATES else ""
-    if late and silent is not None:
-        limit = f"limit {silent.limit_seconds:.1f} s; if it prepares what they need, raise --hang-long-timeout"
-        return f"has not opened its run{call} (others have waited for it for {silent.seconds:.1f} s; {limit})"
     if silent is None:
         return f"hangs {where}{call}{state} (others have waited for it until their timeout)"
     limit = f"limit {silent.limit_seconds:.1f} s"

@@ -43,7 +43,7 @@ from .program import ERROR_FILE, PYTHON
 from .signals import Signals
 from .slow_watch import SlowWatch
 from .survivors import Left, is_complete, left_by
-from .watch import ProgressWatch, RankProcess, just_in_time_seconds, stacks, stuck
+from .watch import ProgressWatch, RankProcess, just_in_time_seconds, signs, stacks, stuck
 from .zygote import Fork, Zygote
 
 MEMORY = "/dev/shm"
@@ -222,7 +222,7 @@ class Attempt:
     # ---- watch ---------------------------------------------------------------------------------------------
 
     def _watch(self, lived: Lived, host: HostSigns, records: AttemptRecords) -> None:
-        watch, slow = ProgressWatch(self._job.limits, self._place.world), SlowWatch(self._job.pace)
+        watch, slow = ProgressWatch(self._job.limits), SlowWatch(self._job.pace)
         self._poll.register(self._signals.descriptor, select.POLLIN)
         for one in self._ranks:
             self._live[one.descriptor] = one
@@ -248,7 +248,7 @@ class Attempt:
             if self._signals.end is not None:
                 lived.asked_by = lived.asked_by or (self._signals.end if lived.failed is None else 0)
                 self._ask_to_end()
-            if self._hangs(lived, watch) or self._over_elsewhere(lived, watch):
+            if self._hangs(lived, watch) or self._over_elsewhere(lived):
                 return
             if lived.failed is None and not self._asked:
                 lived.slow += slow.poll([*self._live.values()], time.monotonic())
@@ -287,7 +287,7 @@ class Attempt:
             return False
         live, now = [*self._live.values()], time.monotonic()
         ended = len(live) < len(self._ranks)
-        silent = watch.silent(live, now, ended, () if self._place.nodes == 1 else None)
+        silent = watch.silent(live, now, ended)
         if silent is not None and self._place.nodes > 1:
             silent = watch.silent(live, now, ended, self._nodes.others(now))
         if silent is None:
@@ -301,13 +301,13 @@ class Attempt:
         lived.failed, texts = time.monotonic(), stacks(live)
         lived.hang = Hang(behind(stuck(live, texts)), silent, texts)
 
-    def _over_elsewhere(self, lived: Lived, watch: ProgressWatch) -> bool:
+    def _over_elsewhere(self, lived: Lived) -> bool:
         """Follow what other nodes have published. Returns whether the attempt is over here, at once."""
         if self._published is not None:
             # Survivors may take longer than a node may be silent.
             self._nodes.touch()  # guard: waiting-node-shows-life
             return False
-        shown = [watch.shown(one) for one in self._live.values()]
+        shown = [signs(one.rank, one.shown) for one in self._live.values()]
         notice = self._nodes.notice(time.monotonic(), shown)
         if notice is None:
             return False

@@ -2,8 +2,7 @@
 
 policy/slow.py decides; this measures, asks ranks for their stacks, and reports each slow time once.
 
-    first     the usual duration of a step is learned, and meanwhile stacks show if a rank is slow from the beginning
-    usual     windows of training are measured
+    usual     windows of training are measured, and the usual duration of a step is learned
     sampling  the last windows were slow: the stacks of all ranks are taken several times
     reported  a slow rank was named: nothing more is reported until the steps are as fast as before
 """
@@ -17,7 +16,7 @@ from typing import Literal
 from .. import reporting
 from ..policy import slow
 from ..policy.hang import Stuck
-from ..policy.slow import Apart, Pace
+from ..policy.slow import Pace
 from .attempt_log import Slow, SlowRank
 from .watch import PAUSE_SECONDS, RankProcess, stacks, stuck
 
@@ -27,7 +26,7 @@ class SlowWatch:
 
     def __init__(self, pace: Pace) -> None:
         self._pace = pace
-        self._phase: Literal["first", "usual", "sampling", "reported"] = "first"
+        self._phase: Literal["usual", "sampling", "reported"] = "usual"
         self._usual: float | None = None
         self._windows = list[float]()
         """seconds per step in the last windows, oldest first"""
@@ -42,26 +41,14 @@ class SlowWatch:
         """Poll the ranks that have not ended. Returns what was reported just now; mostly nothing."""
         if len(ranks) < 2 or not self._pace.factor:
             return []
-        step = min(one.shown.step for one in ranks)
         if self._measured(ranks, now):
-            if self._phase == "first" and len(self._windows) == slow.USUAL_WINDOWS:
-                return self._first_judged(step)
             self._follow()
-        if self._phase in ("first", "sampling") and now >= self._next_sample_at and self._looked_at is not None:
-            self._next_sample_at = now + self._pause_seconds()
-            first = len(self._samples) % len(ranks)  # a rank that is asked first is delayed, and the others wait for it
-            asked = [*ranks[first:], *ranks[:first]]
-            self._samples.append(stuck(asked, stacks(asked)))
-            if self._phase == "sampling" and len(self._samples) == slow.SAMPLES:
-                return self._judged(step)
+        if self._phase == "sampling" and now >= self._next_sample_at and self._looked_at is not None:
+            self._samples.append(stuck(ranks, stacks(ranks)))
+            self._next_sample_at = now + slow.pause_seconds(self._windows[-1])
+            if len(self._samples) == slow.SAMPLES:
+                return self._judged(min(one.shown.step for one in ranks))
         return []
-
-    def _pause_seconds(self) -> float:
-        """How long to wait until the next sample."""
-        if self._phase == "sampling":
-            return slow.pause_seconds(self._windows[-1])
-        window_seconds = max([self._pace.window_seconds, *self._windows[-1:]])  # a longer step is a window
-        return slow.first_pause_seconds(window_seconds, len(self._samples))
 
     # ---- steps ---------------------------------------------------------------------------------------------
 
@@ -89,12 +76,6 @@ class SlowWatch:
         elif self._phase == "reported" and self._usual and slow.is_over(self._windows, self._usual, self._pace):
             self._phase = "usual"
 
-    def _first_judged(self, step: int) -> list[Slow]:
-        """Report the ranks that the first windows show as slow."""
-        self._phase, self._usual = "usual", slow.usual_seconds(None, self._windows)
-        found = slow.first_slow_ranks(self._samples, self._pace)
-        return [_reported(step, statistics.median(self._windows), None, found, len(self._samples))] if found else []
-
     def _judged(self, step: int) -> list[Slow]:
         """Report what the samples show, unless the steps are fast again."""
         assert self._usual is not None
@@ -108,15 +89,11 @@ class SlowWatch:
         else:  # all are slower: that is usual from now on
             self._usual = None
             self._windows.clear()
-        return [_reported(step, statistics.median(recent), usual, found, len(self._samples))]
-
-
-def _reported(step: int, seconds: float, usual: float | None, found: Sequence[Apart], samples: int) -> Slow:
-    """Report a slow time. The arguments are those of `slow.described`."""
-    what = slow.described(step, seconds, usual, found, samples)
-    reporting.warning(what)
-    ranks = [SlowRank(rank=one.rank, samples=one.samples, at=one.at) for one in found]
-    return Slow(step=step, step_seconds=seconds, usual_step_seconds=usual or 0.0, ranks=ranks, what=what)
+        seconds = statistics.median(recent)
+        what = slow.described(step, seconds, usual, found)
+        reporting.warning(what)
+        ranks = [SlowRank(rank=one.rank, samples=one.samples, at=one.at) for one in found]
+        return [Slow(step=step, step_seconds=seconds, usual_step_seconds=usual, ranks=ranks, what=what)]
 
 
 def _trains(one: RankProcess) -> bool:

@@ -267,7 +267,7 @@ class Supervisor:
         if self._job.records is not None:
             job_summary.add(self._job.records, record, follows.restart)
         if cause is not None or follows.restart:
-            self._report(reported.sentence(record, len(outcomes)) + ("" if run else reported.stack(cause)))
+            self._report(reported.sentence(record, len(outcomes)))
         self._records.end(run, record, partial(reported.advice, lived, record, follows))
         return Verdict(
             outcomes=outcomes,

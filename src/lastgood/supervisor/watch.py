@@ -6,7 +6,6 @@ A rank writes the stacks of its threads into a file of its own when it receives 
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import signal
 import time
@@ -17,7 +16,7 @@ from pathlib import Path
 from ..io import heartbeat
 from ..policy import hang
 from ..policy.blame import Ended
-from ..policy.hang import ARRIVED, END, FIRST_STEP, START, STEP, STOPPED, Limits, Signs, Silent, Stuck
+from ..policy.hang import END, FIRST_STEP, START, STEP, STOPPED, Limits, Signs, Silent, Stuck
 from .program import STACKS, STACKS_FILE
 
 PAUSE_SECONDS = 5.0
@@ -44,45 +43,11 @@ class RankProcess:
     """whether it has ended with a failure, or has shown that an exception has ended its program"""
 
 
-class Arrivals:
-    """Since when ranks wait for others before their runs are open. No call of a script shows that, so their stacks do,
-    now and then. `pause_seconds`: how often they are looked at."""
-
-    def __init__(self, pause_seconds: float) -> None:
-        self._pause_seconds = pause_seconds
-        self._next: float | None = None
-        self._looked_at = 0.0
-        self._since = dict[int, tuple[float, float]]()
-        """rank -> since when it waits, and its processor time at the last look"""
-
-    def since(self, rank: int) -> float | None:
-        """Since when a rank waits, as far as is known; None: it does not."""
-        return self._since[rank][0] if rank in self._since else None
-
-    def poll(self, ranks: Sequence[RankProcess], now: float) -> None:
-        """Look at the ranks, if that is due. Those that do not answer are taken for what they were."""
-        starting = {one.rank: one for one in ranks if one.shown.opened is None}
-        if self._next is None:
-            self._next = now + self._pause_seconds
-        if not starting or now < self._next:
-            return
-        passed, self._looked_at, self._next = now - self._looked_at, now, now + self._pause_seconds
-        for one in stuck([*starting.values()], stacks([*starting.values()])):
-            rank, used = one.signs.rank, _processor_seconds(starting[one.signs.rank].pid)
-            since, used_before = self._since.get(rank, (now, used))
-            if one.stack and not hang.waits(one):
-                self._since.pop(rank, None)
-            elif one.stack or rank in self._since:
-                self._since[rank] = (since if hang.waits_on(used - used_before, passed) else now), used
-
-
 class ProgressWatch:
-    """The progress of the ranks of one attempt. `limits`: how long they may show none. `world`: how many ranks there
-    are, those of other nodes too."""
+    """The progress of the ranks of one attempt. `limits`: how long they may show none."""
 
-    def __init__(self, limits: Limits, world: int) -> None:
+    def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._arrivals = Arrivals(hang.arrival_poll_seconds(limits)) if world > 1 and limits.least_seconds else None
         self._open = dict[int, tuple[str, float]]()
         """rank -> the phase that was open when it was looked at last, and when it began"""
         self._completed = dict[str, float]()
@@ -93,28 +58,20 @@ class ProgressWatch:
         """when this process went on after it had been stopped, and with it perhaps the whole job"""
 
     def silent(
-        self, ranks: Sequence[RankProcess], now: float, ended: bool, others: Sequence[Signs] | None = ()
+        self, ranks: Sequence[RankProcess], now: float, ended: bool, others: Sequence[Signs] = ()
     ) -> Silent | None:
         """The rank that hangs; None if none does. `ranks`: those that have not ended. `ended`: whether another has.
-        `others`: what ranks of other nodes show (default: there are none); None: it is not known yet."""
+        `others`: what ranks of other nodes show (default: there are none)."""
         if self._looked_at is not None and now - self._looked_at > PAUSE_SECONDS:  # guard: stopped-job-is-no-hang
             self._resumed_at = now
         self._looked_at = now
-        if self._arrivals is not None:
-            self._arrivals.poll(ranks, now)
-        found = [*(others or ())]
+        found = [*others]
         for one in ranks:
             self._note_phase(one.rank, one.shown, now)
-            sign = self._stopped_too(one, self.shown(one, ended), now)
+            sign = self._stopped_too(one, signs(one.rank, one.shown, ended), now)
             since = None if sign.since is None else max(sign.since, self._resumed_at)
             found.append(replace(sign, since=since))
-        return hang.silent(found, now, self._limits, self._completed, all_known=others is not None)
-
-    def shown(self, one: RankProcess, ended: bool = False) -> Signs:
-        """What a rank has shown, and whether it waits for others before its run is open. As `signs`."""
-        since = self._arrivals.since(one.rank) if self._arrivals is not None and one.shown.opened is None else None
-        sign = signs(one.rank, one.shown, ended)
-        return sign if since is None else replace(sign, since=since, where=ARRIVED)
+        return hang.silent(found, now, self._limits, self._completed)
 
     def _stopped_too(self, one: RankProcess, sign: Signs, now: float) -> Signs:
         """The same signs; those of a stopped process where a rank may be silent for longer than in a step, or for ever.
@@ -158,8 +115,7 @@ def just_in_time_seconds(ranks: Sequence[RankProcess]) -> float:
 
 def stacks(ranks: Sequence[RankProcess]) -> dict[int, str]:
     """rank -> the stacks of its threads; ranks that do not answer in time, or cannot, are left out."""
-    able = [one for one in ranks if (one.folder / STACKS_FILE).exists() and _catches_stacks(one.pid)]
-    asked = [one for one in able if _state(one.pid) not in hang.STATES]
+    asked = [one for one in ranks if (one.folder / STACKS_FILE).exists() and _state(one.pid) not in hang.STATES]
     before = {one.rank: _stacks_size(one) for one in asked}
     for one in asked:
         signal.pidfd_send_signal(one.descriptor, STACKS)
@@ -172,15 +128,6 @@ def stacks(ranks: Sequence[RankProcess]) -> dict[int, str]:
         sizes = now
     found = {one.rank: (one.folder / STACKS_FILE).read_bytes()[before[one.rank] :] for one in asked}
     return {rank: text.decode(errors="replace") for rank, text in found.items() if text}
-
-
-def _catches_stacks(pid: int) -> bool:
-    """Whether a process catches the signal that asks for its stacks: it would end one that has become another program
-    by exec."""
-    with contextlib.suppress(OSError):
-        found = re.search(r"^SigCgt:\s*([0-9a-f]+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-        return found is None or bool(int(found[1], 16) >> (STACKS - 1) & 1)  # guard: stacks-asked-only-of-handlers
-    return False
 
 
 def _stacks_size(one: RankProcess) -> int:
@@ -203,17 +150,6 @@ def main_stack(text: str) -> list[str]:
 
 def _state(pid: int) -> str:
     """The letter of a process's state; empty if it has ended."""
-    return next(iter(_stat(f"/proc/{pid}/stat")), "")
-
-
-def _processor_seconds(pid: int) -> float:
-    """The processor time of a process's main thread; 0.0 if it has ended."""
-    user, system = _stat(f"/proc/{pid}/task/{pid}/stat")[11:13] or ("0", "0")
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-
-
-def _stat(path: str) -> list[str]:
-    """What /proc shows of a process or thread, from its state on; empty if it has ended."""
-    with contextlib.suppress(OSError):
-        return Path(path).read_text().rpartition(")")[2].split()
-    return []
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
