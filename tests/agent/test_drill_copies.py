@@ -92,14 +92,14 @@ def test_a_drill_changes_a_copy_and_never_a_file(node: Node) -> None:
     assert contents(node.root) == node.before
 
 
-def test_a_drill_gets_half_of_what_is_free_at_most(node: Node, monkeypatch) -> None:
+def test_a_drill_gets_a_quarter_of_what_is_free_at_most(node: Node, monkeypatch) -> None:
     need = sum(node.files.values()) + (1 << 20)
     with served(node) as peer, drill() as copies:
-        monkeypatch.setattr(drill_files.files, "free_bytes", lambda folder: 2 * need - 1)
-        with pytest.raises(errors.NoSpace, match="a drill gets one half"):
+        monkeypatch.setattr(drill_files.files, "free_bytes", lambda folder: 4 * need - 1)
+        with pytest.raises(errors.NoSpace, match="a drill gets a quarter"):
             copies.make(peer, node.folder, node.files)
         assert contents(node.root) == node.before
-        monkeypatch.setattr(drill_files.files, "free_bytes", lambda folder: 2 * need)
+        monkeypatch.setattr(drill_files.files, "free_bytes", lambda folder: 4 * need)
         copies.make(peer, node.folder, node.files)
     assert DATA in node.copies
 

@@ -148,7 +148,7 @@ def test_a_node_without_room_is_not_tried(home, stack, call) -> None:
     nodes = Copies(home, stack, "b", prelude="from lastgood.agent import drill_files; drill_files.SHARE = 1 << 60")
     before = nodes.contents()
     ((what, act),) = played(home, nodes.folders["a"])[1].items()
-    assert what == "copies: this node is lost" and act.good is None and "a drill gets one half" in act.why
+    assert what == "copies: this node is lost" and act.good is None and "a drill gets a quarter" in act.why
     assert nodes.contents() == before
     code, out, _ = call("drill", home)
     assert code == 0 and "copies: this node is lost" in out and "not tried" in out

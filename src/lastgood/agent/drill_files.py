@@ -44,7 +44,7 @@ from .peer_files import PeerFiles, decoded
 FOLDER = ".drill"
 IDLE_SECONDS = 300.0
 """So long a drill may make no call before its copies are removed."""
-SHARE = 2
+SHARE = 4
 """A drill gets one part of so many of what is free; the rest stays for the job."""
 
 
@@ -77,7 +77,9 @@ class DrillFiles:
         return None if drill is None else max(0.0, drill.until - self._clock())
 
     def end_idle(self) -> None:
-        """Remove the copies of a drill that has made no call for IDLE_SECONDS."""
+        """Remove the copies of a drill that has made no call for IDLE_SECONDS. Before that no thread is waited for."""
+        if self.seconds_left() != 0.0:
+            return
         with self._lock:
             if self._drill is not None and self._clock() >= self._drill.until:  # guard: abandoned-drill-removed
                 self._remove()
@@ -105,7 +107,8 @@ class DrillFiles:
                 if self._drill is not None and self._drill.name == name:
                     self._remove()
             return Answer()
-        if call.call == "list" and (self._drill is None or self._drill.name != name):
+        drill = self._drill
+        if call.call == "list" and (drill is None or drill.name != name):
             return Answer(b"{}")  # as a node that was replaced
         inner = self._files(name)
         if call.call == "copy":
@@ -154,7 +157,7 @@ class DrillFiles:
             free = memory_files.free_bytes(folder) if in_memory else files.free_bytes(folder)
             if not 0 <= length <= free // SHARE:  # guard: drill-asks-nodes-for-room
                 raise NoSpace(
-                    f"the copies need {size(length)}, and of {size(free)} that are free a drill gets one half",
+                    f"the copies need {size(length)}, and of {size(free)} that are free a drill gets a quarter",
                     safe="Nothing was written.",
                 )
             os.makedirs(os.path.join(root, "gen"), 0o700)

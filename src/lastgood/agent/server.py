@@ -34,6 +34,7 @@ from .. import reporting
 from ..errors import Cancelled, LastgoodError
 from ..io.files import Lock, PosixFiles
 from ..io.memory_files import MemoryFiles, still
+from ..io.memory_moves import STAGED
 from ..ports import Mendable
 from ..records import Finding, prepare
 from ..run import access, memory_place, memory_relief, paths
@@ -316,7 +317,7 @@ class Server:
     def _commit_late(self, tier: Mendable) -> None:
         """Commit what all ranks have sealed in memory, if they were all on this node, and no process has the run open.
 
-        Where that fails, what was committed before is copied all the same, and the next attempt tries again.
+        Where that fails, what was committed before is copied all the same, and `_end` tries again.
         """
         if not self._in_memory:
             return
@@ -383,6 +384,10 @@ class Server:
             return
         removed = self._folder + memory_place.REMOVED
         try:
+            if lock is not None:  # a rank may have sealed since the last attempt
+                with contextlib.suppress(LastgoodError):
+                    known = KnownRun(self._tier(), Environment())
+                    commit_sealed(known, known.run_id)
             if committed(self._tier()) != self._copied:  # guard: new-saves-not-removed
                 self._next_at = 0.0
                 return
@@ -393,6 +398,8 @@ class Server:
             if lock is not None:
                 lock.close()
         if spec is not None and spec.spill is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(spec.spill + STAGED)  # of a training process that was killed while it moved a file
             shutil.rmtree(spec.spill, ignore_errors=True)
         shutil.rmtree(removed, ignore_errors=True)
         self._ended = True

@@ -33,7 +33,7 @@ from . import parity_files
 
 AT_ONCE = 2
 """So many works are done at the same time. Each has threads and buffers of its own. One scrub comes beside them, which
-may be slow on purpose: several are done one after another."""
+may be slow on purpose, and one writing of parity, which waits for a disk: the loop may wait for a reading."""
 
 Done = tuple[list[Finding], str]
 """The findings of a reading, and why the work failed, or \"\"."""
@@ -50,6 +50,7 @@ class Works:
         self._memory, self._wake, self._peers = memory, wake, peers
         self._pool = ThreadPoolExecutor(AT_ONCE, "lastgood-work")
         self._scrubs = ThreadPoolExecutor(1, "lastgood-scrub")
+        self._parity = ThreadPoolExecutor(1, "lastgood-parity")
         self._unfinished = dict[Future[Done], Event]()
         """each work, and what stops it"""
 
@@ -61,11 +62,13 @@ class Works:
             stopped.set()
         self._pool.shutdown()
         self._scrubs.shutdown()
+        self._parity.shutdown()
 
     def begin(self, work: Work) -> Future[Done]:
         """Begin a work."""
         stopped = Event()
-        pool = self._scrubs if work.task == "scrub" else self._pool  # guard: scrub-delays-no-work
+        # guard: scrub-delays-no-work
+        pool = {"scrub": self._scrubs, "protect": self._parity}.get(work.task, self._pool)
         job = pool.submit(self._done, work, stopped)
         self._unfinished[job] = stopped
         job.add_done_callback(lambda _: self._wake())

@@ -97,6 +97,7 @@ def swept(run: str, keep: Keep | None, damaged: bool, dry_run: bool, take_over: 
         rows = [row for row in rows if id_of(row) not in kept]
         if writer:
             survey = writer.survey
+            lost &= survey.incomplete
             writer.marks.point()
         found = _verify_newest(tier, survey, workers, writer) if keep or damaged else []
         doomed = _doomed(survey, lost, keep, damaged)

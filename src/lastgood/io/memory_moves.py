@@ -49,6 +49,10 @@ def moved(files: MemoryFiles, path: str, stop: Callable[[], bool] = lambda: Fals
         length = file.size()
         if length < LEAST_BYTES:
             return 0
+        try:
+            file.lock_shared()  # it may have been empty when it was opened, and be written since
+        except BlockingIOError:
+            return 0
         os.makedirs(os.path.dirname(staged), mode=0o700, exist_ok=True)
         try:
             if not _copied(file, staged, length, stop):

@@ -93,6 +93,7 @@ def under_way(survey: Survey, intents: Mapping[GenerationId, Commit]) -> list[Ge
     """
     order = max([survey.order, *(one.order for one in intents.values())])
     of_order = {one.id for one in survey.incarnations.values() if one.order == order}
+    of_order |= {at.incarnation for at, one in intents.items() if one.order == order}
     committed = [at for at in (*survey.generations, *survey.broken)]
     return sorted(
         (

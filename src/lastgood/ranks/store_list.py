@@ -45,11 +45,11 @@ def found(settings: Settings) -> tuple[int, str, Any]:
     """
     known, began = settings.known, time.monotonic()
     read_seconds = int(settings.configuration.get("read_timeout", READ_SECONDS))
-    most_seconds = LOST_SECONDS if known.id else read_seconds
+    most_seconds = read_seconds if known.last is None else LOST_SECONDS
     while True:
         seen, over = _seen(settings, known.at), time.monotonic() - began > most_seconds
-        # One of two nodes is no majority.
-        leaves = over and bool(known.id) and (settings.most if known.last is None else known.last.nodes) > 2
+        # One of two nodes is no majority; and before the first round no store but the first one can begin a job.
+        leaves = over and bool(known.id) and known.last is not None and known.last.nodes > 2
         number = store_to_join(seen, known.at, known.id, leaves)
         if number is not None:
             break

@@ -273,9 +273,14 @@ class NodeStage:
         return self._described(scene, "", sources)
 
     def _damage(self, scene: _Scene, node: PeerNode) -> Played:
-        first, others, here = self._sources(node, self._source(node))
+        assert scene.target is not None
+        damaged, read = scene.target[1], list[Extent]()
+        first, others, here = self._sources(node, self._source(node, read.append))
         passed_over = self._bring_back(scene, [first, *others, *here])
         if self._kind == "copies":
+            there = [one for one in read if one.blob == damaged.blob]
+            covered = any(one.offset <= damaged.offset < one.offset + one.length for one in there)
+            _require(covered and first.bytes > 0, f"the damaged part was not read from node {node.name}")
             _require(any(one.bytes for one in (*others, *here)), "the damage was not found")
         else:
             found = any(place == first.place and is_damage(error) for (place, _), error in passed_over.items())

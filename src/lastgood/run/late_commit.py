@@ -6,8 +6,10 @@ of the run. Changes nothing else.
 
 from __future__ import annotations
 
+import contextlib
+
 from .. import reporting
-from ..errors import CommitUnknown, NoSpace, NotWritable
+from ..errors import CommitUnknown, LastgoodError, NoSpace, NotWritable
 from ..format import commit, intents, layout
 from ..policy import restore
 from ..ports import Tier
@@ -44,10 +46,11 @@ def commit_sealed(known: KnownRun, run: str) -> None:
     at = found[0].id
     try:
         commit.publish(tier, *found)  # guard: sealed-save-committed-late
-        intents.withdraw(tier, at)
     except (CommitUnknown, NoSpace, NotWritable) as error:
         reporting.warning(f"step {at.step} had been saved by all ranks when the job was lost, and is given up: {error}")
         return  # guard: full-memory-opens
+    with contextlib.suppress(LastgoodError):  # beside a COMMIT it has no effect
+        intents.withdraw(tier, at)
     survey.incomplete.discard(at)
     survey.generations[at] = one = commit.read_generation(tier, at, run)
     order, parent = one.commit.order, one.commit.continues

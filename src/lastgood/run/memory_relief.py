@@ -107,10 +107,15 @@ class Relief:
         for path in self._candidates():
             if done >= lacking or self._stop():  # guard: only-what-lacks-is-moved
                 break
+            before = self._lacking(self._root)
             if count := moved(files, path, self._stop):
                 done += count
                 files.reused.release()  # a mapping holds the memory of a removed file
                 self._report(files, path, count)
+                if self._lacking(self._root) >= before:
+                    # A forked worker may still map the file, or the job takes memory as fast as this gives it back.
+                    self._next_at = time.monotonic() + RETRY_SECONDS
+                    break
         return done
 
     def _candidates(self) -> Iterator[str]:
@@ -169,7 +174,10 @@ def watched(
         relief = Relief(files, root, stop)
         relief.clear()
         while not (ended.wait(interval_seconds) or stop()):
-            relief.give_back()
+            try:
+                relief.give_back()
+            except Exception as error:  # noqa: BLE001 - too little memory, above all; the next look may succeed
+                reporting.warning(f"{root} could not give memory back: {type(error).__name__}: {error}")
 
     thread = threading.Thread(target=watch, name="lastgood-memory")
     try:
