@@ -40,8 +40,7 @@ from ..records import Finding, prepare
 from ..run import access, memory_place, memory_relief, paths
 from ..run.agent_link import LINGER_SECONDS, LOCK, MESSAGE_LIMIT_BYTES, PROTOCOL, SPEC, listening, read_spec, user_of
 from ..run.agent_messages import Answer, KnownPeers, Request
-from ..run.known import Environment, KnownRun
-from ..run.late_commit import commit_sealed
+from ..run.late_commit import commit_in
 from ..run.lower_place import PAUSES_SECONDS, pause_seconds
 from ..run.packed import PackedTier
 from ..storage.directory import Disk
@@ -315,17 +314,12 @@ class Server:
         return found
 
     def _commit_late(self, tier: Mendable) -> None:
-        """Commit what all ranks have sealed in memory, if they were all on this node, and no process has the run open.
-
-        Where that fails, what was committed before is copied all the same, and `_end` tries again.
-        """
+        """Commit what all ranks of this node have sealed in memory. Where that fails, `_end` tries again."""
         if not self._in_memory:
             return
         with contextlib.suppress(OSError, LastgoodError):
-            lock = Lock(os.path.join(self._folder, access.LOCK), access.AGENTS_MARK)
-            with contextlib.closing(lock):
-                known = KnownRun(tier, Environment())
-                commit_sealed(known, known.run_id)
+            with contextlib.closing(Lock(os.path.join(self._folder, access.LOCK), access.AGENTS_MARK)):
+                commit_in(tier)
 
     def _tier(self) -> Mendable:
         """The folder as a tier, which other processes change too."""
@@ -386,8 +380,7 @@ class Server:
         try:
             if lock is not None:  # a rank may have sealed since the last attempt
                 with contextlib.suppress(LastgoodError):
-                    known = KnownRun(self._tier(), Environment())
-                    commit_sealed(known, known.run_id)
+                    commit_in(self._tier())
             if committed(self._tier()) != self._copied:  # guard: new-saves-not-removed
                 self._next_at = 0.0
                 return

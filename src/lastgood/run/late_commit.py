@@ -15,7 +15,7 @@ from ..policy import restore
 from ..ports import Tier
 from ..records import Commit, Incarnation
 from . import paths
-from .known import KnownRun
+from .known import Environment, KnownRun
 
 
 def sealed_by_all(tier: Tier, survey: commit.Survey, run: str) -> tuple[Commit, str] | None:
@@ -32,6 +32,12 @@ def sealed_by_all(tier: Tier, survey: commit.Survey, run: str) -> tuple[Commit, 
         if record is not None:
             return record, found[at].algorithm
     return None
+
+
+def commit_in(memory: Tier) -> None:
+    """As `commit_sealed`, for an agent, which has not opened the run. The lock of the run is held."""
+    known = KnownRun(memory, Environment())
+    commit_sealed(known, known.run_id)
 
 
 def commit_sealed(known: KnownRun, run: str) -> None:

@@ -206,7 +206,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "slow scrubs of an agent hold up its other work",
             "scrub-delays-no-work",
-            Swap('self._scrubs if work.task == "scrub" else self._pool', "self._pool"),
+            Swap('"scrub": self._scrubs', '"scrub": self._pool'),
         ),
         (
             "an agent reads as fast as it can",
