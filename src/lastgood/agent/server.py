@@ -317,9 +317,11 @@ class Server:
         """Commit what all ranks of this node have sealed in memory. Where that fails, `_end` tries again."""
         if not self._in_memory:
             return
-        with contextlib.suppress(OSError, LastgoodError):
-            with contextlib.closing(Lock(os.path.join(self._folder, access.LOCK), access.AGENTS_MARK)):
-                commit_in(tier)
+        with (
+            contextlib.suppress(OSError, LastgoodError),
+            contextlib.closing(Lock(os.path.join(self._folder, access.LOCK), access.AGENTS_MARK)),
+        ):
+            commit_in(tier)
 
     def _tier(self) -> Mendable:
         """The folder as a tier, which other processes change too."""
