@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from agents import until
-from lastgood.policy.recovery import PREEMPTED
 from lastgood.run import access
 from lastgood.supervisor import attempt_log
 from lastgood_lab import namespaces
@@ -91,32 +89,6 @@ def test_without_the_node_of_the_store_the_others_go_on_at_the_next(nodes: Nodes
     assert "frame #" not in reports
 
 
-@pytest.mark.parametrize("nodes", ["3"], indirect=True)
-def test_a_node_that_is_started_later_finds_the_store_that_moved(nodes: Nodes) -> None:
-    """It holds a store in the place of the one that is lost, as a pod with the name of the lost one does."""
-    started = [nodes.start(name) for name in "abc"]
-    nodes.seen(0, 3)
-    nodes.lose("a")
-    for name in "bc":
-        until(lambda name=name: f"joined the job at {nodes.endpoints[1]}" in nodes.log(name))
-    started.append(nodes.start("d"))
-    assert {one["node"] for one in nodes.seen(1, 3)} == {"b", "c", "d"}
-    nodes.touch("done")
-    assert [one.wait(60) for one in started[1:]] == [0] * 3
-
-
-@pytest.mark.parametrize("nodes", ["3"], indirect=True)
-def test_a_node_in_reserve_goes_to_the_next_store_with_the_others(nodes: Nodes) -> None:
-    started = [nodes.start(name) for name in "abc"]
-    nodes.seen(0, 3)
-    started.append(nodes.start("d", "--spares", "1"))
-    until(lambda: "joined the job at" in nodes.log("d"))
-    nodes.lose("a")
-    assert {one["node"] for one in nodes.seen(1, 3)} == {"b", "c", "d"}
-    nodes.touch("done")
-    assert [one.wait(60) for one in started[1:]] == [0] * 3
-
-
 def end_together(nodes: Nodes, before: int, apart: int) -> None:
     """Wait until all three nodes train. `before`: the last attempt in which they did; in `apart` only two did."""
     for one in range(before + 1, nodes.newest(3)):
@@ -153,20 +125,6 @@ def test_a_node_whose_link_is_cut_trains_only_with_the_others(tmp_path: Path) ->
             assert [one.wait(60) for one in started] == [0] * 3
         finally:
             nodes.end()
-
-
-@pytest.mark.parametrize("nodes", ["2:3"], indirect=True)
-def test_the_node_of_the_store_may_leave_when_it_is_asked_to(nodes: Nodes) -> None:
-    """Without a second store the other nodes ended with 5."""
-    first, *others = (nodes.start(name) for name in "abc")
-    attempt = nodes.newest(3)
-    first.send_signal(signal.SIGTERM)
-    assert first.wait(60) == PREEMPTED
-    assert {one["node"] for one in nodes.seen(nodes.newest(2), 2)} == {"b", "c"}
-    nodes.touch("done")
-    assert [one.wait(60) for one in others] == [0, 0]
-    assert f"attempt {attempt + 1}: ended" in nodes.log("a")
-    assert "lost with the store" not in nodes.log("b") + nodes.log("c")
 
 
 def test_each_sample_is_trained_once_when_nodes_of_the_store_are_lost(tmp_path: Path) -> None:
