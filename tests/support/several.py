@@ -31,10 +31,11 @@ seen = {{name: os.environ[name] for name in {NAMES!r}}} | {{"node": os.environ["
 with open(f"attempt-{{attempt}}-{{rank}}.new", "w") as file:
     json.dump(seen, file)
 os.rename(file.name, file.name.removesuffix(".new"))
-if os.path.exists(f"fail-{{attempt}}-{{rank}}"):
+failing = [one for one in (rank, seen["node"]) if os.path.exists(f"fail-{{attempt}}-{{one}}")]
+if failing:
     while not all(os.path.exists(f"attempt-{{attempt}}-{{one}}") for one in range(int(seen["WORLD_SIZE"]))):
         time.sleep(0.02)
-    os.kill(os.getpid(), int(open(f"fail-{{attempt}}-{{rank}}").read() or 0))
+    os.kill(os.getpid(), int(open(f"fail-{{attempt}}-{{failing[0]}}").read() or 0))
     sys.exit(7)
 while not os.path.exists("done"):
     time.sleep(0.02)
