@@ -1,4 +1,5 @@
-"""Which rounds may begin where the store of the nodes can move: one at a time, whoever has lost sight of whom."""
+"""Which rounds may begin where the store of the nodes can move: one at a time, whichever nodes cannot
+reach each other."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ They lie in `.drill` of the agent's folder, and are damaged and removed there. T
 
 Invariants
   1. Nothing is written outside of `.drill`.
-  2. Nothing is made before there was room for all of it, with as much left for the job as the drill takes.
+  2. Nothing is made before there was room for all of it, with three times as much left for the job (SHARE).
   3. One drill at a time. Its folder is removed once no call has come for IDLE_SECONDS, when the agent serves a job
      anew, and when it starts or ends: so a drill that is killed, and an agent that is killed, leave nothing for long.
 """

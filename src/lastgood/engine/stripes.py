@@ -231,7 +231,7 @@ class Rebuilt:
         Raises BeyondRepair, PeerDown.
         """
         name = extent.blob.rpartition("/")[2]
-        if name.endswith(".manifest.json"):
+        if layout.is_manifest(name):
             mv[: extent.length] = self._manifest(name)
             return
         for stripes, number in self._stripes.get((name, extent.offset), []):

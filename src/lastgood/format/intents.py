@@ -1,7 +1,7 @@
 """The record INTENT of a save in memory: its COMMIT without the seals, written before rank 0 seals.
 
-If every rank has sealed, and the process that commits was lost before it did, whoever finds INTENT and all manifests
-can commit the save, with the bytes that this process would have written. Commits nothing itself.
+If every rank has sealed, and the coordinator was lost before it committed, another process that finds INTENT and all
+manifests can commit the save, with the bytes that the coordinator would have written. Commits nothing itself.
 """
 
 from __future__ import annotations

@@ -94,20 +94,15 @@ def under_way(survey: Survey, intents: Mapping[GenerationId, Commit]) -> list[Ge
     order = max([survey.order, *(one.order for one in intents.values())])
     of_order = {one.id for one in survey.incarnations.values() if one.order == order}
     of_order |= {at.incarnation for at, one in intents.items() if one.order == order}
-    committed = [at for at in (*survey.generations, *survey.broken)]
-    return sorted(
-        (
-            at
-            for at, one in intents.items()
-            if at in survey.incomplete - survey.witnessed  # guard: lost-commit-is-not-under-way
-            and one.order == order  # guard: abandoned-save-not-committed
-            and of_order <= {at.incarnation}  # guard: save-of-equal-order-not-committed
-            and not any(
-                on.incarnation == at.incarnation and on.step > at.step for on in committed
-            )  # guard: replaced-save-not-committed
-        ),
-        reverse=True,
-    )
+    if len(of_order) > 1:  # guard: save-of-equal-order-not-committed
+        return []
+    committed = (*survey.generations, *survey.broken)
+    newest = max((at.step for at in committed if at.incarnation in of_order), default=-1)
+    unfinished = survey.incomplete - survey.witnessed  # guard: lost-commit-is-not-under-way
+    mine = [
+        at for at in unfinished & intents.keys() if intents[at].order == order
+    ]  # guard: abandoned-save-not-committed
+    return sorted((at for at in mine if at.step > newest), reverse=True)  # guard: replaced-save-not-committed
 
 
 def choose(survey: Survey, step: int | None) -> Choice:

@@ -14,7 +14,7 @@ from ..io import processes
 from ..supervisor import program
 
 ID = "lastgood.store"
-"""the key with the id of a store, by which another one at the same endpoint is told from it"""
+"""the key of the id of a store: a new store at the same endpoint has another id"""
 
 
 def main() -> None:

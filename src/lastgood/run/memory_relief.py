@@ -103,16 +103,17 @@ class Relief:
                         os.unlink(staged_in(files))  # guard: half-a-copy-removed
 
     def _move(self, files: MemoryFiles) -> int:
-        lacking, done = self._lacking(self._root), 0
+        lacking = left = self._lacking(self._root)
+        done = 0
         for path in self._candidates():
             if done >= lacking or self._stop():  # guard: only-what-lacks-is-moved
                 break
-            before = self._lacking(self._root)
             if count := moved(files, path, self._stop):
                 done += count
                 files.reused.release()  # a mapping holds the memory of a removed file
                 self._report(files, path, count)
-                if self._lacking(self._root) >= before:
+                before, left = left, self._lacking(self._root)
+                if left >= before:
                     # A forked worker may still map the file, or the job takes memory as fast as this gives it back.
                     self._next_at = time.monotonic() + RETRY_SECONDS
                     break

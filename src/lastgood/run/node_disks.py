@@ -392,7 +392,7 @@ def _put(own: Own, name: str, data: bytes) -> None:
 
 def _has_files_of(own: Own, name: str, data: bytes) -> bool:
     """Whether the tensor files lie on this node that a record describes: a manifest has some, other records none."""
-    if not name.removesuffix(".tmp").endswith(".manifest.json"):
+    if not layout.is_manifest(name.removesuffix(".tmp")):
         return True
     here = own.list(name.rpartition("/")[0])
     return all(blob.name in here for blob in layout.decode(data, Manifest, name).blobs)

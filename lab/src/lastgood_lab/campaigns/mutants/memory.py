@@ -92,17 +92,17 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "what a rewind has left behind is committed",
             "abandoned-save-not-committed",
-            Swap("and one.order == order", ""),
+            Swap(" if intents[at].order == order", ""),
         ),
         (
             "of two incarnations of one order one is chosen",
             "save-of-equal-order-not-committed",
-            Swap("and of_order <= {at.incarnation}", ""),
+            Never(),
         ),
         (
             "a save is committed that a newer one has replaced",
             "replaced-save-not-committed",
-            Swap("on.step > at.step", "False"),
+            Swap(" if at.step > newest", ""),
         ),
         ("a failed save can be committed late", "failed-save-not-committed-late", Remove()),
         ("parts of two attempts are committed together", "step-saved-again-not-committed-late", Never()),
