@@ -1,4 +1,5 @@
-# make check: lint, types, contracts and the fast tests, in a minute. make test: the same with all tests.
+# make check: lint, types, contracts and the fast tests, in a minute. make test: the same with all tests but the longest.
+# make long: the longest tests, whose main cases shorter ones hold (about ten minutes); before a release.
 # make demo: the main job on real images, killed and damaged on purpose. make coverage: which lines the fast tests run.
 # make demo-bucket: kills, damage and an outage against a real S3 server. make demo-nodes: nodes that are lost.
 # make demo-recovery: `lastgood run` on two nodes; a rank killed, one hung, a NaN, a node lost; a timeline as a picture.
@@ -9,7 +10,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: check demo demo-bucket demo-nodes demo-recovery test types suite coverage prove bench gpu clean
+.PHONY: check demo demo-bucket demo-nodes demo-recovery test types suite coverage long prove bench gpu clean
 
 # Three workers on two cores: a third of the time a test waits for a timeout, a lock or a process that starts.
 # Without the restart of a worker that died: after it pytest-xdist may wait for ever. The order is that of conftest.py.
@@ -51,9 +52,12 @@ types:
 	$(BIN)/mypy
 
 suite:
-	$(BIN)/python -m pytest $(WORKERS)
+	$(BIN)/python -m pytest $(WORKERS) -m "not long"
 
-prove: .venv/.ready
+long: .venv/.ready
+	$(BIN)/python -m pytest $(WORKERS) -m long
+
+prove: long
 	$(BIN)/python -m lastgood_lab.campaigns.crash_model
 	$(BIN)/python -m lastgood_lab.campaigns.mutation
 	$(BIN)/python -m lastgood_lab.campaigns.syscalls

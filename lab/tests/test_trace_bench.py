@@ -49,6 +49,7 @@ def test_a_step_of_a_rank_that_was_not_killed_belongs_to_the_life_before() -> No
     assert found.redone == [4] and found.down == [3.5]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_trace_is_replayed_through_real_processes(
     bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

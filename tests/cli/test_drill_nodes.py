@@ -248,6 +248,7 @@ def test_an_interrupted_drill_leaves_nothing_on_nodes(tmp_path, large) -> None:
     assert not (large.folders["b"] / drill_files.FOLDER).exists() and left(tmp_path / "home") == ["peer-bbbbbbbbbbbb"]
 
 
+@pytest.mark.long
 def test_the_next_drill_removes_what_a_killed_one_left_on_nodes(tmp_path, large) -> None:
     process = started(tmp_path / "home", large)
     process.kill()

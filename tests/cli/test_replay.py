@@ -78,7 +78,10 @@ def test_steps_that_come_again_are_the_same_and_the_run_is_only_read(replayed) -
     assert all(one["metrics"][0] == one["metrics"][1] and "loss" in one["metrics"][0] for one in data["steps"])
 
 
-@pytest.mark.parametrize(("fault", "step", "first"), [("clock", 13, "model."), ("noise", 11, "rng.torch")])
+@pytest.mark.parametrize(
+    ("fault", "step", "first"),
+    [("clock", 13, "model."), pytest.param("noise", 11, "rng.torch", marks=pytest.mark.long)],
+)
 def test_the_first_tensor_that_differs_is_named(replayed, fault: str, step: int, first: str) -> None:
     code, data = replayed(fault)
     differing = [one for one in data["steps"] if one["first"]]

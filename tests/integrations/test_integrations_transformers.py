@@ -26,6 +26,7 @@ DIGEST = (
 zygote = zygote_of("transformers.trainer", "transformers.models.bert.modeling_bert", "lastgood.loop.oneshot")
 
 
+@pytest.mark.long
 def test_the_example_killed_many_times_has_equal_losses_and_weights(zygote, tmp_path):
     kill_and_compare(zygote, EXAMPLE, tmp_path, DIGEST)
 

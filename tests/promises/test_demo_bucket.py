@@ -25,6 +25,7 @@ sys.path.insert(0, str(REPOSITORY / "demo"))
 demo = importlib.import_module("bucket")
 
 
+@pytest.mark.long
 def test_the_demo_with_a_bucket_holds_what_it_claims(tmp_path, monkeypatch):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION", "AWS_ENDPOINT_URL"):
         monkeypatch.setenv(name, "restored at the end of the test")

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 def test_the_demo_with_nodes_holds_what_it_claims(tmp_path: Path, memory: Path) -> None:
     """In a process of its own, because it forks. Without root its nodes are processes on loopback."""
     output, arguments = tmp_path / "output", ["--out", str(tmp_path / "out"), "--steps", "30", "--kills", "1"]

@@ -153,6 +153,7 @@ def test_short_reads_and_writes_are_continued(tmp_path: Path, how: str) -> None:
 # ---- kills -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_run_killed_twelve_times_ends_like_an_undisturbed_one(tmp_path: Path) -> None:
     result = kills.series(tmp_path, SEED, 12, kills.pause(tmp_path))
     assert result.problems == []

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize(
     ("nodes", "copies", "parity", "on_disk"),
-    [("ab", 2, None, False), ("ab", 2, None, True), ("abcd", 1, "2+2", True)],
+    [("ab", 2, None, False), ("ab", 2, None, True), pytest.param("abcd", 1, "2+2", True, marks=pytest.mark.long)],
     ids=["copies in memory", "copies on disks", "parity on disks"],
 )
 def test_files_of_a_killed_job_come_back_from_its_nodes(

@@ -59,7 +59,7 @@ def test_a_signal_to_any_rank_ends_all_ranks_at_one_durable_step(tmp_path, fault
     assert lastgood.open(tmp_path).verify(results[0]["durable"]).good
 
 
-@pytest.mark.parametrize("kind", ["plain", "ddp"])
+@pytest.mark.parametrize("kind", ["plain", pytest.param("ddp", marks=pytest.mark.long)])
 def test_an_end_that_a_rank_receives_late_is_postponed_for_all(tmp_path, kind):
     """Rank 0 ended at the announced step. A rank that had passed it waited for rank 0 in a collective operation."""
     first, second = world(2, preempted, kind, tmp_path, 0, True)
@@ -222,7 +222,7 @@ def test_a_seal_of_unknown_outcome_fails_the_save_on_all_ranks_at_once(tmp_path,
     assert [one.step for one in lastgood.open(tmp_path).generations()] == [1, 3]
 
 
-@pytest.mark.parametrize("faulty_rank", [0, 1])
+@pytest.mark.parametrize("faulty_rank", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_dead_rank_fails_the_save_in_bounded_time_and_the_run_continues(tmp_path, faulty_rank):
     """One world for each stage of a save at which the rank dies. The worlds mostly wait, so several run at a time."""
 

@@ -222,7 +222,7 @@ def test_copies_from_before_stay_where_one_agent_of_two_listens(tmp_path: Path, 
     assert steps(folder(home, "a", memory))[-1] == 8 and 6 not in steps(folder(home, "a", memory))
 
 
-@pytest.mark.parametrize("which", [0, -1], ids=["first", "last"])
+@pytest.mark.parametrize("which", [0, pytest.param(-1, marks=pytest.mark.long)], ids=["first", "last"])
 def test_a_damaged_copy_is_mended_from_another_node(tmp_path: Path, memory: Path, which: int) -> None:
     """Of four nodes with three copies. A rank asked for a mark that only other nodes have, and all ranks were left half
     loaded; then they went back two steps, although two good copies were left."""
@@ -240,7 +240,11 @@ def test_a_damaged_copy_is_mended_from_another_node(tmp_path: Path, memory: Path
 
 @pytest.mark.parametrize(
     ("lost", "damaged", "step", "on_disk"),
-    [(["b", "d"], "", 6, False), (["b"], "c", 6, True), (["a", "b", "c"], "", 4, False)],
+    [
+        (["b", "d"], "", 6, False),
+        (["b"], "c", 6, True),
+        pytest.param(["a", "b", "c"], "", 4, False, marks=pytest.mark.long),
+    ],
     ids=["two", "one and a damaged file, on disks", "three"],
 )
 def test_two_nodes_lost_at_once_lose_nothing_with_parity(

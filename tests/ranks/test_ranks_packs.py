@@ -79,7 +79,8 @@ def test_ranks_that_lost_their_disk_go_on_exactly_from_packs(bucket, tmp_path, e
 
 def test_retention_deletes_packs(bucket, tmp_path, environ):
     world(2, trained, tmp_path, bucket, 20, environ, None, lastgood.Keep(last=2))
-    assert objects(bucket) == {16: ONE_NODE, 20: ONE_NODE}
+    kept = objects(bucket)  # a copy is given up where a newer save was committed first: the last but one may vary
+    assert len(kept) == 2 and 20 in kept and all(names == ONE_NODE for names in kept.values())
 
 
 def test_ranks_killed_between_packs_and_commit_leave_nothing_visible(bucket, tmp_path, environ):

@@ -224,7 +224,7 @@ os.kill(os.getpid(), 9)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("grows_mib", [0, 430])
+@pytest.mark.parametrize("grows_mib", [0, pytest.param(430, marks=pytest.mark.long)])
 def test_a_job_that_grows_into_the_memory_of_its_saves_lives(
     tmp_path: Path, memory: Path, group: Path, grows_mib: int
 ) -> None:

@@ -176,7 +176,9 @@ print(max(map(int, open(sys.argv[1] + "/memory.max_usage_in_bytes"))))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("numbers", "limit"), [(30_000_000, 1_000_000_000), (25_000_000, 560 << 20)])
+@pytest.mark.parametrize(
+    ("numbers", "limit"), [pytest.param(30_000_000, 1_000_000_000, marks=pytest.mark.long), (25_000_000, 560 << 20)]
+)
 def test_the_limit_of_a_control_group_is_kept_by_spilling(tmp_path, memory, numbers: int, limit: int) -> None:
     """Eight generations of 120 MB do not fit into the group: without the limit it would be killed. A group of 560 MiB
     was killed all the same: the buffers, the agent and pages on their way to the disk need more than was left."""

@@ -119,7 +119,8 @@ def below(ckpt: lastgood.Checkpointer) -> LowerPlace:
 
 
 def read_again(ckpt: lastgood.Checkpointer, count: int) -> None:
-    """Read so many generations of the place below again, as its thread does."""
+    """Read so many generations of the place below again, as its thread does. While a save is in flight it would not."""
+    ckpt.wait()
     scrub = below(ckpt)._scrub
     assert scrub is not None
     for _ in range(count):

@@ -50,6 +50,7 @@ def test_the_shards_of_a_dead_rank_are_saved_by_its_replica(tmp_path: Path) -> N
     went_on_from(run, [7, 12], done.stderr)
 
 
+@pytest.mark.long
 def test_survivors_save_past_the_memory_of_the_machine(
     tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,9 +70,15 @@ def test_survivors_save_past_the_memory_of_the_machine(
             *("hsdp", 4, ["kill:0:1:8", "kill:0:3:8"]),
             "no survivor has written the tensors of step 7 on ranks 1, 3",
             id="no replica is left",
+            marks=pytest.mark.long,
         ),
         # The survivors fail in the collective after `optimizer.step()`.
-        pytest.param("hsdp", 4, ["kill_late:0:3:8"], "changed after step 7 was completed", id="changed by an update"),
+        pytest.param(
+            *("hsdp", 4, ["kill_late:0:3:8"]),
+            "changed after step 7 was completed",
+            id="changed by an update",
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             *("fsdp", 2, ["kill:0:1:8"]),
             "is sharded: what a dead rank held of it, no other rank has",

@@ -109,6 +109,7 @@ def test_a_killed_supervisor_leaves_an_attempt_that_the_next_one_ends(tmp_path: 
     assert [one.restored_step for one in job_summary.opened(logs).attempts] == [4], "of this supervisor only"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_failure_before_and_after_a_lost_supervisor_counts_twice(tmp_path: Path) -> None:
     """The count began at zero with each start, so a job whose machines were taken away often failed for ever."""

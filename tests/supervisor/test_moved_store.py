@@ -98,6 +98,7 @@ def end_together(nodes: Nodes, before: int, apart: int) -> None:
     nodes.touch("done")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("nodes", ["1:2"], indirect=True)
 def test_one_of_two_nodes_is_no_majority_and_ends(nodes: Nodes) -> None:
     nodes.start("a")
@@ -108,6 +109,7 @@ def test_one_of_two_nodes_is_no_majority_and_ends(nodes: Nodes) -> None:
     assert nodes.newest(2) == attempt
 
 
+@pytest.mark.long
 def test_a_node_whose_link_is_cut_trains_only_with_the_others(tmp_path: Path) -> None:
     """It holds the store, which answers it all the time. It goes to the store of the others once the link is mended."""
     if lacks := namespaces.missing():
@@ -127,6 +129,7 @@ def test_a_node_whose_link_is_cut_trains_only_with_the_others(tmp_path: Path) ->
             nodes.end()
 
 
+@pytest.mark.long
 def test_each_sample_is_trained_once_when_nodes_of_the_store_are_lost(tmp_path: Path) -> None:
     """The first one in a step, the next one while it restores."""
     command = [*COMMAND[:-1], "--preload", "lastgood.loop.checkpointer"]

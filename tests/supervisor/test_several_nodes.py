@@ -59,6 +59,7 @@ def test_a_failed_rank_restarts_all_nodes_and_a_lost_node_is_replaced(nodes: Nod
     assert "(b): no sign of life for 5 s" in reports
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("nodes", ["2"], indirect=True)
 def test_expected_spare_nodes_are_counted_and_one_takes_over(nodes: Nodes, memory: Path) -> None:
     """The one that takes over has the newest generation in its memory before. What no start uses is removed."""
@@ -92,6 +93,7 @@ def test_expected_spare_nodes_are_counted_and_one_takes_over(nodes: Nodes, memor
     assert all(one["phases"]["rendezvous"] > 0 for one in records)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("nodes", ["1:2"], indirect=True)
 def test_a_node_may_come_later_and_may_leave_before_the_end(nodes: Nodes) -> None:
     first = nodes.start("a")

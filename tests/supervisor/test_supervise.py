@@ -442,6 +442,7 @@ def test_ranks_have_torchruns_environment_and_a_new_port_each_attempt(tmp_path: 
     assert len({number for one in seen.values() for number in one["drawn"]}) == 8, "a fork draws numbers of its own"
 
 
+@pytest.mark.long
 def test_the_example_heals_itself_and_ends_with_the_same_losses() -> None:
     example = Path(__file__).resolve().parents[2] / "examples/self_healing.py"
     done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True)

@@ -106,7 +106,8 @@ class Soak:
         self.problems: list[str] = []
 
     def run(self, saves: int, kills: int) -> None:
-        """Train until so many saves were made and so many agents were killed."""
+        """Train until so many saves were made and so many agents were killed, and on until the next copy to the home:
+        what a killed agent has left half deleted there, the training process deletes with that copy."""
         ours, theirs = CONTEXT.Pipe()
         process = CONTEXT.Process(target=train, args=(str(self._home), str(self._memory), self._steps_to_home, theirs))
         process.start()
@@ -128,6 +129,7 @@ class Soak:
             if time.monotonic() > due and self.killed < kills and state_of(self._folder) is not None:
                 kill_agent(self._folder)
                 self.killed += 1
+                saves = max(saves, self.saves + self._steps_to_home)
                 due = time.monotonic() + self._chance.uniform(*LIVED_SECONDS)
         ours.send("end")
         process.join(ANSWER_SECONDS)
