@@ -66,8 +66,8 @@ class ProgressWatch:
 
     def __init__(self, limits: Limits, world: int, reader: StackReader) -> None:
         self._limits = limits
-        looks = world > 1 and limits.least_seconds > 0
-        self._arrivals = Arrivals(hang.arrival_poll_seconds(limits), reader) if looks else None
+        due = world > 1 and limits.least_seconds > 0
+        self._arrivals = Arrivals(hang.arrival_poll_seconds(limits), reader) if due else None
         self._open = dict[int, tuple[str, float]]()
         """rank -> the phase that was open when it was looked at last, and when it began"""
         self._completed = dict[str, float]()
