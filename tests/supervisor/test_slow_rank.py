@@ -203,3 +203,22 @@ def test_a_rank_that_never_comes_to_the_others_is_named(tmp_path: Path) -> None:
     report = done.stderr[done.stderr.index("lastgood: attempt 1") :].splitlines()
     assert "rank 0 has not opened its run, at " in report[0] and "in download (others have waited" in report[0]
     assert "in download" in report[1] and "train.py" in report[2], "the stack of the rank"
+
+
+def test_ranks_that_cannot_be_read_are_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / STACKS_FILE).touch()
+    command = tmp_path / "py-spy"
+    command.write_text("#!/bin/sh\necho 'Error: Permission denied' >&2\necho '  1: main' >&2\nexit 1\n")
+    command.chmod(0o755)
+    rank, reader = (
+        RankProcess(0, os.getpid(), -1, tmp_path, tmp_path / "page", heartbeat.read("")),
+        StackReader(str(command)),
+    )
+    for _ in range(3):
+        reading = reader.read([rank], 100.0)
+        assert reading is not None
+        while (found := reading.poll(100.0)) is None:
+            pass
+        assert [one.stack for one in found] == [[]]
+    assert reader.read([rank], 100.0) is None and not reader.usable
+    assert caplog.text.count("Permission denied, so slow ranks") == 1 and "SYS_PTRACE" in caplog.text

@@ -65,7 +65,7 @@ class _PySpy:
             calls = main_stack(found, self._pid) if self.process.returncode == 0 else []
         except msgspec.DecodeError as error:
             calls, problem = [], str(error)
-        why = problem.rpartition("\n")[2] or f"it has not answered for {READ_SECONDS:.0f} s"
+        why = problem.partition("\n")[0] or f"it has not answered for {READ_SECONDS:.0f} s"
         return Stuck(self._signs, self._state, calls), "" if calls else why
 
 
