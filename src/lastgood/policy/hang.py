@@ -232,7 +232,8 @@ def described(one: Stuck, silent: Silent | None) -> str:
         RESTORE: "while it restores",
         SAVE: f"while it waits for a save, after step {one.signs.step}",
     }.get(one.signs.where, f'in the phase "{one.signs.where}" after step {one.signs.step}')
-    unopened = one.signs.where == START and one.signs.since is None and one.state not in STATES
+    starts = silent is not None and one.signs.where == START and one.signs.since is None
+    unopened = starts and one.state not in STATES
     call = f", at {one.stack[0].strip().removeprefix('File ')}" if one.stack else ""
     state = f": it {STATES[one.state]}" if one.state in STATES else ""
     text = f"{'has not opened its run' if unopened else f'hangs {where}'}{call}{state}"
