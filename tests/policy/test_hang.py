@@ -7,7 +7,23 @@ from dataclasses import replace
 import pytest
 
 from lastgood.errors import Refused
-from lastgood.policy.hang import FIRST_STEP, SAVE, START, STEP, Limits, Signs, Stuck, behind, described, silent
+from lastgood.policy.hang import (
+    ARRIVED,
+    FIRST_STEP,
+    SAVE,
+    START,
+    STEP,
+    Limits,
+    Signs,
+    Stuck,
+    Wait,
+    arrival_poll_seconds,
+    behind,
+    described,
+    silent,
+    waited,
+    waits,
+)
 
 TRAINS = Signs(0, since=100.0, where=STEP, step=7, longest_seconds=10.0)
 WAITS = ('File "/venv/torch/autograd/graph.py", line 865 in _engine_run_backward',)
@@ -37,6 +53,55 @@ def test_a_rank_hangs_after_a_multiple_of_what_it_has_needed_so_far(one: Signs, 
 
 def test_a_rank_whose_run_is_not_open_or_is_closed_never_hangs() -> None:
     assert silent([replace(TRAINS, since=None)], 1e9, Limits(), {}) is None
+
+
+def test_a_rank_hangs_once_others_have_waited_for_an_hour_for_its_start() -> None:
+    arrived, late = Signs(0, since=100.0, where=ARRIVED), Signs(1, since=None, where=START)
+    assert silent([arrived, late], 3700.0, Limits(), {}) is None
+    found = silent([arrived, late], 3700.1, Limits(), {})
+    assert found is not None and (found.rank, found.limit_seconds) == (0, 3600.0)
+    text = described(Stuck(late, stack=OWN), found)
+    assert text.startswith('has not opened its run, at "/home/me/train.py", line 20 in batch (others have waited for ')
+    assert text.endswith("if it prepares what they need, raise --hang-long-timeout)")
+    assert silent([arrived, replace(arrived, rank=1)], 1e9, Limits(), {}) is None, "torch's own timeouts hold"
+    assert silent([arrived], 1e9, Limits(), {}, all_known=False) is not None, "one of another node may be late"
+    assert silent([late, replace(late, rank=0)], 1e9, Limits(), {}) is None, "all prepare"
+    assert silent([arrived, late], 1e9, Limits(least_seconds=0.0), {}) is None
+
+
+@pytest.mark.parametrize("where", [ARRIVED, START])
+def test_a_hang_beside_a_rank_that_has_not_opened_its_run_is_found(where: str) -> None:
+    """It was found after an hour, as if the other rank were in an evaluation."""
+    starts = Signs(1, since=350.0 if where == ARRIVED else None, where=where)
+    found = silent([TRAINS, starts], 400.0, Limits(), {})
+    assert found is not None and found.rank == TRAINS.rank
+    assert "no progress of another rank" in described(Stuck(replace(starts, where=START, since=None)), found)
+
+
+def test_a_rank_waits_from_when_it_was_seen_to_until_it_computes() -> None:
+    rank = Stuck(Signs(0, since=None, where=START), stack=('File "/venv/torch/distributed/rendezvous.py", line 9',))
+    first = waited(None, rank, 100.0, 7.0)
+    assert first == Wait(100.0, 100.0, 7.0)
+    assert waited(first, rank, 130.0, 7.3) == Wait(100.0, 130.0, 7.3)
+    assert waited(first, rank, 130.0, 7.4) == Wait(130.0, 130.0, 7.4)
+    assert waited(first, replace(rank, stack=()), 130.0, 7.0) == first, "what was not seen does not count"
+    assert waited(first, replace(rank, stack=OWN), 130.0, 7.0) is None
+    assert arrival_poll_seconds(Limits()) == 30.0 and arrival_poll_seconds(Limits(long_seconds=3.0)) == 0.5
+
+
+def test_who_waits_for_a_device_before_the_restore_is_behind() -> None:
+    device = ('File "/venv/torch/cuda/__init__.py", line 7 in _lazy_init', *OWN)
+    joins = ('File "/venv/torch/distributed/rendezvous.py", line 199 in _create_c10d_store', *OWN)
+    starts, other = Signs(1, since=None, where=START), Signs(0, since=None, where=START)
+    assert waits(Stuck(TRAINS, stack=device)) and not waits(Stuck(starts, stack=device))
+    assert behind([Stuck(other, stack=joins), Stuck(starts, stack=device)]).signs is starts
+
+
+def test_a_rank_that_serves_requests_of_others_waits_for_nobody() -> None:
+    """Jobs of torch's RPC were ended: a rank that serves the others seemed to wait in a collective for them."""
+    serves = ('File "/venv/torch/distributed/rpc/api.py", line 9 in shutdown', *OWN)
+    for stack in (serves, (serves[0], 'File "/venv/torch/distributed/optim/optimizer.py", line 3 in step')):
+        assert not waits(Stuck(TRAINS, stack=stack)) and not waits(Stuck(replace(TRAINS, where=START), stack=stack))
 
 
 def test_a_stopped_rank_hangs_after_the_shortest_limit() -> None:

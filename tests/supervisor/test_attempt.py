@@ -14,6 +14,7 @@ from lastgood.supervisor.attempt import Attempt
 from lastgood.supervisor.attempt_records import AttemptRecords
 from lastgood.supervisor.host_signs import HostSigns
 from lastgood.supervisor.placement import NodeInfo, Notice, OneNode, Placement
+from lastgood.supervisor.stack_reader import StackReader
 from lastgood.supervisor.zygote import Fork
 
 
@@ -62,7 +63,7 @@ def test_a_node_whose_survivors_may_save_waits_and_shows_signs_of_life(tmp_path:
         nodes = FailedElsewhere(NodeInfo(host="", ranks=1, node_rank=None, address=""), job.master)
         place = Placement(1, 2, 1, 2, "127.0.0.1", 1)
         lived = Attempt(job, 0, tmp_path, received, Survivor(), place, nodes).run(  # type: ignore[arg-type]
-            HostSigns([], 0.0, ""), AttemptRecords()
+            HostSigns([], 0.0, ""), AttemptRecords(), StackReader(None)
         )
     assert lived.failed is not None and lived.over - lived.failed >= Survivor.seconds
     assert nodes.touched > 1
@@ -76,6 +77,6 @@ def test_a_rank_that_was_just_forked_is_ended_with_the_others(tmp_path: Path) ->
         info = NodeInfo(host="", ranks=job.ranks, node_rank=None, address="")
         nodes, fork = OneNode(info, job.master), SlowFork(tmp_path / "went on")
         attempt = Attempt(job, 0, tmp_path, received, fork, nodes.begin(0), nodes)  # type: ignore[arg-type]
-        lived = attempt.run(HostSigns([], 0.0, ""), AttemptRecords())
+        lived = attempt.run(HostSigns([], 0.0, ""), AttemptRecords(), StackReader(None))
     assert [one.code for one in lived.ended] == [137]
     assert not (tmp_path / "went on").exists(), "the second rank was left until it ended by itself"

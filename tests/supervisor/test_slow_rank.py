@@ -2,34 +2,44 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from commands import Call
+from lastgood.io import heartbeat
 from lastgood.io.heartbeat import Position, Progress
-from lastgood.policy.slow import Pace
+from lastgood.policy.hang import Stuck
+from lastgood.policy.recovery import GAVE_UP
+from lastgood.policy.slow import LEAST_SAMPLES, SAMPLES_IN_WINDOW, Pace
 from lastgood.run import access
 from lastgood.supervisor import attempt_log
 from lastgood.supervisor.attempt_log import Slow
+from lastgood.supervisor.program import STACKS_FILE
+from lastgood.supervisor.progress_watch import Arrivals
 from lastgood.supervisor.slow_watch import SlowWatch
-from lastgood.supervisor.watch import RankProcess
+from lastgood.supervisor.stack_reader import Reading, StackReader
+from lastgood.supervisor.watch import RankProcess, signs
 
 LOOK_SECONDS = 0.5
 
 
 class Ranks:
-    """Two ranks whose pages a test moves. No process belongs to them, so nothing is known of where they are."""
+    """Two ranks whose pages a test moves. No process belongs to them. `reader`: of their stacks (default: py-spy is
+    missing)."""
 
-    def __init__(self, tmp_path: Path) -> None:
+    def __init__(self, tmp_path: Path, reader: StackReader | None = None) -> None:
         shown = Progress(
             *(1.0, 1.0, 1.0, 0, "", 1.0, 1, 1.0, 0, "", 1.0, 0.1, "", None, None, None), position=Position(0, 0, 0)
         )
         self._ranks = [RankProcess(rank, 0, -1, tmp_path, tmp_path / "page", shown) for rank in (0, 1)]
-        self._watch, self._now = SlowWatch(Pace(window_seconds=1.0)), 100.0
+        self._watch, self._now = SlowWatch(Pace(window_seconds=1.0), reader or StackReader(None)), 100.0
+        (tmp_path / STACKS_FILE).touch()
 
     def train(self, steps: int, seconds: float, phase: bool = False) -> list[Slow]:
         """Look on while steps take so long. Returns what was reported. `phase`: one is open all that time."""
@@ -45,15 +55,88 @@ class Ranks:
         return found
 
 
-@pytest.mark.slow
-def test_steps_that_take_longer_are_reported_once_and_are_usual_then(tmp_path: Path) -> None:
+class FirstIsApart(StackReader):
+    """Finds at once that rank 0 reads data while rank 1 waits, if `apart`; else that both read. Counts the samples."""
+
+    apart, samples = False, 0
+
+    def read(self, ranks: Sequence[RankProcess], now: float) -> Reading:
+        self.samples += 1
+        waits = ['File "/torch/distributed/distributed_c10d.py", line 2 in all_reduce']
+        data = ['File "/home/me/data.py", line 7 in load']
+        found = [Stuck(signs(one.rank, one.shown), "S", waits if self.apart and one.rank else data) for one in ranks]
+
+        class Found(Reading):
+            def poll(self, now: float) -> list[Stuck]:
+                return found
+
+        return Found(self, [], now)
+
+
+def test_steps_that_take_longer_are_reported_without_py_spy_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     ranks = Ranks(tmp_path)
     assert ranks.train(15, 1.0) == [] and ranks.train(2, 30.0) == [], "two long steps are no slow job"
     assert ranks.train(15, 1.0) == []
     (one,) = ranks.train(30, 3.0)
     assert (one.step_seconds, one.usual_step_seconds, one.ranks) == (3.0, 1.0, [])
-    assert "no rank here differs" in one.what
+    assert "it is not known whether one of them is slow" in one.what
     assert len(ranks.train(30, 9.0)) == 1, "slower than what has become usual"
+    assert caplog.text.count("pip install 'lastgood[stacks]'") == 1
+
+
+def test_one_long_stall_in_the_first_steps_is_no_slow_rank(tmp_path: Path) -> None:
+    """A rank that had waited for data once, for 100 s, was named: nearly all samples were of that step."""
+    reader = FirstIsApart("")
+    ranks = Ranks(tmp_path, reader)
+    assert ranks.train(3, 1.0) == []
+    reader.apart = True
+    assert ranks.train(1, 100.0) == []
+    assert reader.samples <= 4 * SAMPLES_IN_WINDOW
+    reader.apart = False
+    assert ranks.train(30, 2.0) == []
+
+
+def test_a_rank_apart_in_all_first_windows_is_slow_and_sampled_no_more(tmp_path: Path) -> None:
+    reader = FirstIsApart("")
+    reader.apart = True
+    ranks = Ranks(tmp_path, reader)
+    (one,) = ranks.train(40, 2.0)
+    assert [rank.rank for rank in one.ranks] == [0] and one.usual_step_seconds == 0.0
+    assert LEAST_SAMPLES <= reader.samples <= 10 * SAMPLES_IN_WINDOW
+
+
+def test_a_rank_that_becomes_slow_is_named_once_until_it_is_fast(tmp_path: Path) -> None:
+    reader = FirstIsApart("")
+    ranks = Ranks(tmp_path, reader)
+    assert ranks.train(30, 1.0) == []
+    reader.apart = True
+    (one,) = ranks.train(40, 3.0)
+    assert [rank.rank for rank in one.ranks] == [0] and one.usual_step_seconds == 1.0
+    assert ranks.train(15, 1.0) == [] and len(ranks.train(40, 3.0)) == 1
+
+
+def test_a_wait_counts_only_as_far_as_it_was_seen(tmp_path: Path) -> None:
+    """A rank was taken for one that waits although nobody had looked at it for half a minute."""
+    arrivals = Arrivals(30.0, WaitsForOthers(""))
+    one = RankProcess(0, os.getpid(), -1, tmp_path, tmp_path / "page", heartbeat.read(str(tmp_path / "page")))
+    for now in (100.0, 130.0, 130.1, 160.0, 160.1):
+        arrivals.poll([one], now)
+    assert arrivals.since(0, 160.2) == pytest.approx(130.2)
+    assert arrivals.since(0, 180.0) == 180.0
+
+
+class WaitsForOthers(StackReader):
+    """Finds at once that ranks wait for a process group."""
+
+    def read(self, ranks: Sequence[RankProcess], now: float) -> Reading:
+        class Found(Reading):
+            def poll(self, now: float) -> list[Stuck]:
+                waits = ['File "/torch/distributed/rendezvous.py", line 199 in _create_c10d_store']
+                return [Stuck(signs(one.rank, one.shown), "S", waits) for one in ranks]
+
+        return Found(self, [], now)
 
 
 def test_phases_do_not_make_a_job_slow(tmp_path: Path) -> None:
@@ -63,7 +146,9 @@ def test_phases_do_not_make_a_job_slow(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_becomes_slow_is_named_with_the_line(tmp_path: Path, call: Call) -> None:
+def test_a_rank_that_is_slow_from_its_first_step_on_is_named(tmp_path: Path, call: Call) -> None:
+    """A job was compared with itself only, so that nothing was said of a rank that had always been slow. py-spy reads
+    where these real ranks are."""
     script, run = tmp_path / "train.py", tmp_path / "run"
     text = """
         import sys, time
@@ -74,20 +159,66 @@ def test_a_rank_that_becomes_slow_is_named_with_the_line(tmp_path: Path, call: C
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
 
         def load(n):
-            time.sleep(0.1 if dist.get_rank() == 1 and n > 180 else 0.02)
+            time.sleep(0.1 if dist.get_rank() == 1 else 0.0)
             return torch.ones(2, 4)
 
         with lastgood.Checkpointer(sys.argv[1], {"model": model}, cadence=lastgood.Every(steps=1000)) as ckpt:
-            for n in range(ckpt.restore().step + 1, 260):
+            for n in range(ckpt.restore().step + 1, 50):
                 model(load(n)).sum().backward()
                 ckpt.step(n)
     """
     script.write_text(textwrap.dedent(text))
     lastgood = str(Path(sys.executable).with_name("lastgood"))
-    command = [lastgood, "run", "--nproc-per-node", "2", "--slow-window", "0.3", str(script), str(run)]
+    command = [lastgood, "run", "--nproc-per-node", "2", "--slow-window", "0.4", str(script), str(run)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (attempt,) = attempt_log.read(access.for_reading(str(run)))
     named = [(rank.rank, "train.py" in rank.at and "in load" in rank.at) for one in attempt.slow for rank in one.ranks]
-    assert named == [(1, True)] and "rank 1 is slow" in done.stderr
+    assert named == [(1, True)], done.stderr
+    assert "has from the first ones on: rank 1 is slow" in done.stderr
     assert "rank 1 is slow" in " ".join(call("attempts", run)[1].split())
+
+
+@pytest.mark.slow
+def test_a_rank_that_never_comes_to_the_others_is_named(tmp_path: Path) -> None:
+    """Only torch's own timeouts ended such a job: after half an hour under gloo, and three times."""
+    script = tmp_path / "train.py"
+    text = """
+        import os, time
+        import torch.distributed as dist
+
+        def download():
+            time.sleep(1000)
+
+        dist.init_process_group("gloo")
+        if os.environ["RANK"] == "0":
+            download()
+        dist.barrier()
+    """
+    script.write_text(textwrap.dedent(text))
+    command = [str(Path(sys.executable).with_name("lastgood")), "run", "--nproc-per-node", "2"]
+    limits = ["--hang-timeout", "1", "--hang-long-timeout", "2", "--max-restarts", "0"]
+    done = subprocess.run([*command, *limits, str(script)], capture_output=True, text=True)
+    assert done.returncode == GAVE_UP, done.stderr
+    report = done.stderr[done.stderr.index("lastgood: attempt 1") :].splitlines()
+    assert "rank 0 has not opened its run, at " in report[0] and "in download (others have waited" in report[0]
+    assert "in download" in report[1] and "train.py" in report[2], "the stack of the rank"
+
+
+def test_ranks_that_cannot_be_read_are_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / STACKS_FILE).touch()
+    command = tmp_path / "py-spy"
+    command.write_text("#!/bin/sh\necho 'Error: Permission denied' >&2\necho '  1: main' >&2\nexit 1\n")
+    command.chmod(0o755)
+    rank, reader = (
+        RankProcess(0, os.getpid(), -1, tmp_path, tmp_path / "page", heartbeat.read("")),
+        StackReader(str(command)),
+    )
+    for _ in range(3):
+        reading = reader.read([rank], 100.0)
+        assert reading is not None
+        while (found := reading.poll(100.0)) is None:
+            pass
+        assert [one.stack for one in found] == [[]]
+    assert reader.read([rank], 100.0) is None and not reader.usable
+    assert caplog.text.count("Permission denied, so slow ranks") == 1 and "SYS_PTRACE" in caplog.text

@@ -7,6 +7,7 @@ the machine or in another container.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -14,8 +15,8 @@ from collections.abc import Sequence
 
 from .machine import boot_id
 
-_DIES_WITH_PARENT, _ADOPTS_ORPHANS = 1, 36
-"""PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER"""
+_DIES_WITH_PARENT, _ADOPTS_ORPHANS, _READABLE_BY = 1, 36, 0x59616D61
+"""PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_PTRACER"""
 
 
 def identity() -> str:
@@ -47,6 +48,13 @@ def die_with(parent: int) -> None:
 def adopt_orphans() -> None:
     """Become the parent of all descendants whose own parent ends."""
     _prctl(_ADOPTS_ORPHANS, 1)
+
+
+def readable_by(other: int) -> None:
+    """Let a process of the same user, and those that it starts, read the memory of this one, where the kernel permits
+    that to its ancestors only (Yama). `other`: its process id."""
+    with contextlib.suppress(OSError):  # a kernel without Yama permits it
+        _prctl(_READABLE_BY, other)
 
 
 def _prctl(option: int, value: int) -> None:

@@ -15,6 +15,8 @@ from .arguments import is_number, require
 
 START, FIRST_STEP, STEP = "start", "first step", "step"
 """where a rank may hang outside of phases: before its state is restored, before its first step, in a step"""
+ARRIVED = "lastgood: arrived"
+"""before its run is open, in a call that waits for other ranks"""
 END = "lastgood: end"
 """after its run is closed: another rank has ended, and this one has not"""
 RESTORE = "lastgood: restore"
@@ -23,11 +25,19 @@ SAVE = "lastgood: save"
 """the phase in which a Checkpointer starts a save, or waits for saves: as long as the places need"""
 _WAITS = re.compile(r"/torch/(distributed|autograd|cuda|nn/parallel)/|/lastgood/(coordination|ranks)/")
 """files in which a rank waits for others: collectives, the backward pass that runs those of DDP, and a common save"""
+_ARRIVES = re.compile(r"/torch/distributed/|/lastgood/(coordination|ranks)/")
+"""those in which it does so before its state is restored: the others may be slow to start, but not yet with a device"""
+_SERVES = re.compile(r"/torch/distributed/(rpc|elastic)/")
+"""files in which a rank waits for requests, or for processes that it has started: as long as it is used"""
 _LIBRARY = re.compile(r"/torch/|/lastgood/|/lib/python3\.\d+/(?!site-packages/|dist-packages/)|\"<")
 """files that are not the user's program"""
 _COMPUTES = "/torch/nn/modules/"
 """Modules do not wait themselves; those of DDP and FSDP are called by what does."""
 STOPPED = "T"
+_ARRIVAL_POLLS, _LEAST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 100, 0.5, 30.0
+"""how often ranks are looked at that have not opened their runs: so many times until the limit"""
+_LEAST_USED_SECONDS, _USED_SHARE = 0.05, 0.01
+"""The processor time between two looks up to which a rank has waited all the time, in seconds and of the time."""
 STATES = {
     STOPPED: "is stopped by a signal",
     "t": "is stopped by a debugger",
@@ -41,10 +51,10 @@ class Limits:
     """How long ranks may show no progress.
 
     `least_seconds`: in a step at least (default 60.0; 0: ranks are never taken for hung). `times`: in a step, this
-    multiple of the longest one so far (default 20.0). `long_seconds`: until the second step after a restore, while a
-    save makes the loop wait, after the run is closed if another rank has ended, and in a phase of which none was
-    completed before (default 3600.0). Later phases of the same name have `times` the longest one, at least
-    `least_seconds`. Raises Refused for values that cannot be meant.
+    multiple of the longest one so far (default 20.0). `long_seconds`: until the second step after a restore, while
+    others wait for a rank that has not opened its run, while a save makes the loop wait, after the run is closed if
+    another rank has ended, and in a phase of which none was completed before (default 3600.0). Later phases of the same
+    name have `times` the longest one, at least `least_seconds`. Raises Refused for values that cannot be meant.
     """
 
     least_seconds: float = 60.0
@@ -61,7 +71,7 @@ class Limits:
 class Signs:
     """What one rank shows. Times: seconds of one clock; None: it has not happened.
 
-    `since`: its newest sign of life. `where`: START, FIRST_STEP, STEP, or the name of the phase that is open.
+    `since`: its newest sign of life. `where`: START, ARRIVED, FIRST_STEP, STEP, or the name of the phase that is open.
     `longest_seconds`: the longest time between two steps so far.
     """
 
@@ -76,11 +86,25 @@ class Signs:
 
 @dataclass(frozen=True)
 class Silent:
-    """A rank that has shown nothing for longer than it may. `limit_seconds`: how long it may."""
+    """A rank that has shown nothing for longer than it may. `limit_seconds`: how long it may. `where`: as in Signs."""
 
     rank: int
     seconds: float
     limit_seconds: float
+    where: str
+
+
+@dataclass(frozen=True)
+class Wait:
+    """How long a rank has waited for others before its run is open, as far as it was seen. Times: seconds of one clock.
+
+    `since`: when it was seen first. `until`: when it was seen last. `used_seconds`: the processor time of its main
+    thread then.
+    """
+
+    since: float
+    until: float
+    used_seconds: float
 
 
 @dataclass(frozen=True)
@@ -96,27 +120,34 @@ class Stuck:
     stack: Sequence[str] = field(default=())
 
 
-def silent(ranks: Sequence[Signs], now: float, limits: Limits, completed: Mapping[str, float]) -> Silent | None:
+def silent(
+    ranks: Sequence[Signs], now: float, limits: Limits, completed: Mapping[str, float], all_known: bool = True
+) -> Silent | None:
     """The rank that has been silent for the longest time beyond its limit; None if there is none.
 
-    `completed`: name of a phase -> seconds of the longest one that has ended.
+    `completed`: name of a phase -> seconds of the longest one that has ended. `all_known`: whether `ranks` are all of
+    the job (default: they are); otherwise one that is not among them may be the one that others wait for.
     """
     if not limits.least_seconds:
         return None
+    late = not all_known or any(one.where == START and one.since is None for one in ranks)
     found = []
     for one in ranks:
         limit = _limit_seconds(one, limits, completed)
         if one.since is None or now - one.since <= limit:  # guard: limit-follows-own-steps
             continue
+        if one.where == ARRIVED and not one.stopped and not late:  # guard: all-arrived-is-no-late-rank
+            continue
         if not any(_may_wait_for(one, other, now, limits, completed) for other in ranks):
-            found.append(Silent(one.rank, now - one.since, limit))
+            found.append(Silent(one.rank, now - one.since, limit, START if one.stopped else one.where))
     return max(found, key=lambda one: (one.seconds - one.limit_seconds, -one.rank), default=None)
 
 
 def _may_wait_for(one: Signs, other: Signs, now: float, limits: Limits, completed: Mapping[str, float]) -> bool:
     """Whether a rank in a step may wait for another one, which is in a phase that may still last: an evaluation on one
     rank, or a save of which it alone waits for the end."""
-    if one.where != STEP or other.where == STEP or other.since is None or other.step > one.step:
+    still = other.where in (STEP, ARRIVED)  # guard: hang-beside-unopened-rank-is-found
+    if one.where != STEP or still or other.since is None or other.step > one.step:
         return False
     return now - other.since <= _limit_seconds(other, limits, completed)  # guard: awaited-phase-may-last
 
@@ -126,9 +157,32 @@ def _limit_seconds(one: Signs, limits: Limits, completed: Mapping[str, float]) -
         return limits.least_seconds
     if one.where == STEP and one.longest_seconds:
         return max(limits.least_seconds, limits.times * one.longest_seconds)
-    if one.where in (START, FIRST_STEP, STEP, SAVE, RESTORE, END) or one.where not in completed:
+    if one.where in (START, ARRIVED, FIRST_STEP, STEP, SAVE, RESTORE, END) or one.where not in completed:
         return max(limits.least_seconds, limits.long_seconds)
     return max(limits.least_seconds, limits.times * completed[one.where])
+
+
+def arrival_poll_seconds(limits: Limits) -> float:
+    """How often to look whether ranks wait for others before their runs are open."""
+    return min(max(limits.long_seconds / _ARRIVAL_POLLS, _LEAST_POLL_SECONDS), _LONGEST_POLL_SECONDS)
+
+
+def waited(before: Wait | None, one: Stuck, at: float, used_seconds: float) -> Wait | None:
+    """How long a rank has waited whose run is not open; None: it does not wait.
+
+    `before`: what was known of it. `one`: how it looked `at` this time, with an empty stack if that is not known.
+    `used_seconds`: the processor time of its main thread so far. One that has computed in between waits anew.
+    """
+    if not one.stack:
+        return before
+    if not waits(one):
+        return None
+    if before is None:
+        return Wait(at, at, used_seconds)
+    idle_seconds = _LEAST_USED_SECONDS + _USED_SHARE * (at - before.until)
+    if used_seconds - before.used_seconds > idle_seconds:  # guard: rank-that-computes-waits-anew
+        return Wait(at, at, used_seconds)
+    return Wait(before.since, at, used_seconds)
 
 
 def behind(ranks: Sequence[Stuck]) -> Stuck:
@@ -152,8 +206,11 @@ def awaited(ranks: Sequence[Stuck]) -> Stuck | None:
 
 def waits(one: Stuck) -> bool:
     """Whether a rank waits for others, as far as is known: whether the library call in which it is may wait."""
+    waiting = _ARRIVES if one.signs.where == START else _WAITS
     for call in one.stack:
-        if _WAITS.search(call):
+        if _SERVES.search(call):  # guard: rpc-is-no-collective
+            return False
+        if waiting.search(call):
             return True
         if _COMPUTES in call or not is_library(call):
             return False
@@ -175,11 +232,18 @@ def described(one: Stuck, silent: Silent | None) -> str:
         RESTORE: "while it restores",
         SAVE: f"while it waits for a save, after step {one.signs.step}",
     }.get(one.signs.where, f'in the phase "{one.signs.where}" after step {one.signs.step}')
+    starts = silent is not None and one.signs.where == START and one.signs.since is None
+    unopened = starts and one.state not in STATES
     call = f", at {one.stack[0].strip().removeprefix('File ')}" if one.stack else ""
     state = f": it {STATES[one.state]}" if one.state in STATES else ""
+    text = f"{'has not opened its run' if unopened else f'hangs {where}'}{call}{state}"
     if silent is None:
-        return f"hangs {where}{call}{state} (others have waited for it until their timeout)"
-    limit = f"limit {silent.limit_seconds:.1f} s"
+        return f"{text} (others have waited for it until their timeout)"
+    times = f"for {silent.seconds:.1f} s; limit {silent.limit_seconds:.1f} s"
+    if silent.where == ARRIVED:
+        return f"{text} (others have waited {times}; if it prepares what they need, raise --hang-long-timeout)"
+    if silent.where != STEP:
+        return f"{text} (no progress {times})"
     if one.signs.where == STEP:
-        limit += "; name what takes long with ckpt.phase(), or raise --hang-timeout"
-    return f"hangs {where}{call}{state} (no progress for {silent.seconds:.1f} s; {limit})"
+        return f"{text} (no progress {times}; name what takes long with ckpt.phase(), or raise --hang-timeout)"
+    return f"{text} (no progress of another rank {times}; if that may last so long, raise --hang-timeout)"

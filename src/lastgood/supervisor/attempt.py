@@ -40,10 +40,12 @@ from .membership import StoreLost
 from .outputs import NAMES, Console
 from .placement import Kind, Nodes, Notice, Placement
 from .program import ERROR_FILE, PYTHON
+from .progress_watch import ProgressWatch
 from .signals import Signals
 from .slow_watch import SlowWatch
+from .stack_reader import StackReader
 from .survivors import Left, is_complete, left_by
-from .watch import ProgressWatch, RankProcess, just_in_time_seconds, signs, stacks, stuck
+from .watch import RankProcess, just_in_time_seconds, stacks, stuck
 from .zygote import Fork, Zygote
 
 MEMORY = "/dev/shm"
@@ -132,9 +134,9 @@ class Attempt:
         self._written = set[int]()
         """ranks that have written what they hold, after another one has failed"""
 
-    def run(self, host: HostSigns, records: AttemptRecords) -> Lived:
-        """Live the attempt. `host`: is asked while ranks run; `records`: see what they show. Raises what `Zygote.fork`
-        raises."""
+    def run(self, host: HostSigns, records: AttemptRecords, reader: StackReader) -> Lived:
+        """Live the attempt. `host`: is asked while ranks run; `records`: see what they show; `reader`: of their stacks.
+        Raises what `Zygote.fork` raises."""
         lived, killed_before = Lived(time.monotonic()), oom_kills()
         # Pages of memory, not of a disk: a rank must not fail because a disk is full.
         memory = MEMORY if os.path.isdir(MEMORY) else tempfile.gettempdir()
@@ -142,10 +144,11 @@ class Attempt:
             try:
                 self._start(pages)
                 lived.started = time.monotonic()
-                self._watch(lived, host, records)
+                self._watch(lived, host, records, reader)
             except StoreLost:
                 lived.failed = lived.failed or time.monotonic()
             finally:
+                reader.close()
                 self._kill(lived)
                 lived.over = time.monotonic()
                 self._console.close()
@@ -221,8 +224,8 @@ class Attempt:
 
     # ---- watch ---------------------------------------------------------------------------------------------
 
-    def _watch(self, lived: Lived, host: HostSigns, records: AttemptRecords) -> None:
-        watch, slow = ProgressWatch(self._job.limits), SlowWatch(self._job.pace)
+    def _watch(self, lived: Lived, host: HostSigns, records: AttemptRecords, reader: StackReader) -> None:
+        watch, slow = ProgressWatch(self._job.limits, self._place.world, reader), SlowWatch(self._job.pace, reader)
         self._poll.register(self._signals.descriptor, select.POLLIN)
         for one in self._ranks:
             self._live[one.descriptor] = one
@@ -248,7 +251,7 @@ class Attempt:
             if self._signals.end is not None:
                 lived.asked_by = lived.asked_by or (self._signals.end if lived.failed is None else 0)
                 self._ask_to_end()
-            if self._hangs(lived, watch) or self._over_elsewhere(lived):
+            if self._hangs(lived, watch) or self._over_elsewhere(lived, watch):
                 return
             if lived.failed is None and not self._asked:
                 lived.slow += slow.poll([*self._live.values()], time.monotonic())
@@ -287,7 +290,7 @@ class Attempt:
             return False
         live, now = [*self._live.values()], time.monotonic()
         ended = len(live) < len(self._ranks)
-        silent = watch.silent(live, now, ended)
+        silent = watch.silent(live, now, ended, () if self._place.nodes == 1 else None)
         if silent is not None and self._place.nodes > 1:
             silent = watch.silent(live, now, ended, self._nodes.others(now))
         if silent is None:
@@ -301,14 +304,14 @@ class Attempt:
         lived.failed, texts = time.monotonic(), stacks(live)
         lived.hang = Hang(behind(stuck(live, texts)), silent, texts)
 
-    def _over_elsewhere(self, lived: Lived) -> bool:
+    def _over_elsewhere(self, lived: Lived, watch: ProgressWatch) -> bool:
         """Follow what other nodes have published. Returns whether the attempt is over here, at once."""
         if self._published is not None:
             # Survivors may take longer than a node may be silent.
             self._nodes.touch()  # guard: waiting-node-shows-life
             return False
-        shown = [signs(one.rank, one.shown) for one in self._live.values()]
-        notice = self._nodes.notice(time.monotonic(), shown)
+        now = time.monotonic()
+        notice = self._nodes.notice(now, [watch.shown(one, now) for one in self._live.values()])
         if notice is None:
             return False
         if notice.kind == "grow":

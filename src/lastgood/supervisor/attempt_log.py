@@ -64,7 +64,7 @@ class Cause(Record, frozen=True, kw_only=True):
 
 
 class SlowRank(Record, frozen=True, kw_only=True):
-    """A rank for which the others waited. `samples`: in how many of SAMPLES (policy/slow.py). `at`: mostly where."""
+    """A rank for which the others waited. `samples`: in how many of those that were taken. `at`: mostly where."""
 
     rank: int
     samples: int
@@ -72,12 +72,14 @@ class SlowRank(Record, frozen=True, kw_only=True):
 
 
 class Slow(Record, frozen=True, kw_only=True):
-    """A time in which steps took longer than usual. `ranks`: the slow ones; empty: no rank differed from the others."""
+    """A time in which steps took longer than usual, or longer on some ranks from the first step on. `ranks`: the slow
+    ones; empty: no rank differed from the others, or where they were could not be seen."""
 
     step: int
     """the newest one when it was noticed"""
     step_seconds: float
     usual_step_seconds: float
+    """0.0: all steps were as slow"""
     ranks: list[SlowRank]
     what: str
     """for people"""

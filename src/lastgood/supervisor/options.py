@@ -168,15 +168,16 @@ def _add_own(to: _Options) -> None:
     to.option(
         "--hang-long-timeout",
         type=seconds,
-        help="Limit in seconds of what has no measure yet, as the first step, and of a save; at least --hang-timeout. "
-        "Default 3600, or --hang-timeout if that is longer.",
+        help="Limit in seconds of what has no measure yet, as the first step and the wait for a rank that has not "
+        "opened its run, and of a save; at least --hang-timeout. Default 3600, or --hang-timeout if that is longer.",
     )
     to.option("--records", metavar="DIR", help="Directory for logs of steps, saves and attempts.")
     to.option(
         "--slow-factor",
         type=slow_factor,
         default=2.0,
-        help="The slow rank is named when steps take so many times as long as usual; 0: never. Default 2.",
+        help="The slow rank is named when steps take so many times as long as usual, or as on the other ranks; 0: "
+        "never. Default 2.",
     )
     to.option(
         "--slow-window",

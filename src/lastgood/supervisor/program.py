@@ -56,6 +56,7 @@ def become_rank(supervisor: int, environment: Mapping[str, str]) -> None:
     `supervisor`: its process id. `environment`: all variables of the rank.
     """
     processes.die_with(supervisor)
+    processes.readable_by(supervisor)
     if os.environ != environment:
         os.environ.clear()
         os.environ.update(environment)

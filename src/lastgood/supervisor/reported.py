@@ -20,6 +20,7 @@ from ..records import GenerationId
 from ..run.advice import Advice, Skip
 from .attempt import Lived
 from .attempt_log import Attempt, Cause
+from .watch import main_stack
 
 LINE_CHARACTERS = 160
 """of a cause in a report of one line"""
@@ -158,6 +159,13 @@ def sentence(one: Attempt, number: int) -> str:
     what = "ended" if found is None else f"rank {found.rank} failed first: {short(found.what)}"
     since = "before a state was restored" if one.restored_step is None else f"at step {one.last_step}"
     return f"attempt {number}: {what}, {since}, after {one.seconds:.1f} s. {one.answer}."
+
+
+def stack(found: Cause | None) -> str:
+    """The calls of the rank that hangs, the innermost one first, each on a line of its own after a line break; empty if
+    none does. For a report where no run is known, in whose records all stacks would be."""
+    text = "" if found is None else found.stacks.get(str(found.rank), "")
+    return "".join(f"\n  {call}" for call in main_stack(text))
 
 
 def short(what: str) -> str:

@@ -41,6 +41,7 @@ from .merged import Report, Verdict
 from .nodes import SeveralNodes
 from .placement import NodeInfo, Nodes, Notice, OneNode, Placement
 from .signals import Signals
+from .stack_reader import StackReader, py_spy
 from .zygote import Zygote
 
 PAUSE_SECONDS = 1.0
@@ -54,7 +55,7 @@ class Supervisor:
         self._job, self._command, self._report = job, list(command), report
         self._id, self._host = secrets.token_hex(4), os.environ.get(NODE) or platform.node()
         self._outcomes = list[Outcome]()
-        self._records = AttemptRecords()
+        self._records, self._reader = AttemptRecords(), StackReader(py_spy())
         self._run = ""
         """the run of the job, once a rank has opened it"""
         self._hold_staged: Callable[[], None] = lambda: None
@@ -119,7 +120,7 @@ class Supervisor:
                     rendezvous = time.monotonic() - waits_since if place.nodes > 1 else 0.0
                     self._records.begin(self._begun(place, began_at), self._run)
                     one = Attempt(self._job, number, attempt, received, zygote, place, nodes)
-                    lived = one.run(health, self._records)
+                    lived = one.run(health, self._records, self._reader)
                     lived.rendezvous = rendezvous
                     self._undecided = number, lived, began_at
                 else:
@@ -267,7 +268,7 @@ class Supervisor:
         if self._job.records is not None:
             job_summary.add(self._job.records, record, follows.restart)
         if cause is not None or follows.restart:
-            self._report(reported.sentence(record, len(outcomes)))
+            self._report(reported.sentence(record, len(outcomes)) + ("" if run else reported.stack(cause)))
         self._records.end(run, record, partial(reported.advice, lived, record, follows))
         return Verdict(
             outcomes=outcomes,

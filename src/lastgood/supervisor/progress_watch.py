@@ -1,0 +1,120 @@
+"""Since when ranks show no progress: in their pages, as stopped processes, and by what they wait for at their start.
+
+policy/hang.py decides; this remembers what was seen before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..io import heartbeat
+from ..policy import hang
+from ..policy.hang import ARRIVED, STEP, STOPPED, Limits, Signs, Silent, Wait
+from .stack_reader import READ_SECONDS, Reading, StackReader
+from .watch import PAUSE_SECONDS, RankProcess, processor_seconds, signs, state
+
+FRESH_SECONDS = READ_SECONDS + 1.0
+"""A wait that was seen longer ago may be over."""
+
+
+class Arrivals:
+    """Which ranks wait for others before their runs are open. No call of a script shows that, so their stacks do, now
+    and then. `pause_seconds`: how often they are read, by `reader`."""
+
+    def __init__(self, pause_seconds: float, reader: StackReader) -> None:
+        self._pause_seconds, self._reader = pause_seconds, reader
+        self._next: float | None = None
+        self._reading: Reading | None = None
+        self._used = dict[int, float]()
+        """rank -> the processor time of its main thread when the reading began"""
+        self._waits = dict[int, Wait]()
+
+    def since(self, rank: int, now: float) -> float | None:
+        """Since when a rank waits; None: it does not, as far as is known. Only the time until it was seen last counts,
+        and none if that is long ago."""
+        wait = self._waits.get(rank)
+        if wait is None:
+            return None
+        fresh = now - wait.until < FRESH_SECONDS  # guard: wait-is-seen-at-its-limit
+        return now - (wait.until - wait.since) if fresh else now
+
+    def poll(self, ranks: Sequence[RankProcess], now: float) -> None:
+        """Begin to read those ranks that have not opened their runs, if that is due, or note what was read."""
+        starting = [one for one in ranks if one.shown.opened is None]
+        if self._reading is not None:
+            found = self._reading.poll(now)
+            if found is None:
+                return
+            for one in found:
+                rank = one.signs.rank
+                wait = hang.waited(self._waits.pop(rank, None), one, self._reading.began, self._used[rank])
+                if wait is not None:
+                    self._waits[rank] = wait
+            self._reading = None
+        if self._next is None:
+            self._next = now + self._pause_seconds
+        if starting and now >= self._next:
+            self._next = now + self._pause_seconds
+            self._used = {one.rank: processor_seconds(one.pid) for one in starting}
+            self._reading = self._reader.read(starting, now)
+
+
+class ProgressWatch:
+    """The progress of the ranks of one attempt. `limits`: how long they may show none. `world`: how many ranks there
+    are, those of other nodes too. `reader`: of their stacks."""
+
+    def __init__(self, limits: Limits, world: int, reader: StackReader) -> None:
+        self._limits = limits
+        due = world > 1 and limits.least_seconds > 0
+        self._arrivals = Arrivals(hang.arrival_poll_seconds(limits), reader) if due else None
+        self._open = dict[int, tuple[str, float]]()
+        """rank -> the phase that was open when it was looked at last, and when it began"""
+        self._completed = dict[str, float]()
+        self._stopped = dict[int, float]()
+        """rank that is in no step -> since when its process is stopped by a signal"""
+        self._looked_at: float | None = None
+        self._resumed_at = 0.0
+        """when this process went on after it had been stopped, and with it perhaps the whole job"""
+
+    def silent(
+        self, ranks: Sequence[RankProcess], now: float, ended: bool, others: Sequence[Signs] | None = ()
+    ) -> Silent | None:
+        """The rank that hangs; None if none does. `ranks`: those that have not ended. `ended`: whether another has.
+        `others`: what ranks of other nodes show (default: there are none); None: it is not known yet."""
+        if self._looked_at is not None and now - self._looked_at > PAUSE_SECONDS:  # guard: stopped-job-is-no-hang
+            self._resumed_at = now
+        self._looked_at = now
+        if self._arrivals is not None:
+            self._arrivals.poll(ranks, now)
+        found = [*(others or ())]
+        for one in ranks:
+            self._note_phase(one.rank, one.shown, now)
+            sign = self._stopped_too(one, self.shown(one, now, ended), now)
+            since = None if sign.since is None else max(sign.since, self._resumed_at)
+            found.append(replace(sign, since=since))
+        return hang.silent(found, now, self._limits, self._completed, all_known=others is not None)
+
+    def shown(self, one: RankProcess, now: float, ended: bool = False) -> Signs:
+        """What a rank has shown, and whether it waits for others before its run is open. As `signs`."""
+        since = self._arrivals.since(one.rank, now) if self._arrivals is not None and one.shown.opened is None else None
+        sign = signs(one.rank, one.shown, ended)
+        return sign if since is None else replace(sign, since=since, where=ARRIVED)
+
+    def _stopped_too(self, one: RankProcess, sign: Signs, now: float) -> Signs:
+        """The same signs; those of a stopped process where a rank may be silent for longer than in a step, or for ever.
+        The others may wait for ever too: torch's timeouts are counted by its store."""
+        in_step = sign.where == STEP and sign.since is not None
+        if in_step or state(one.pid) != STOPPED:
+            self._stopped.pop(one.rank, None)
+            return sign
+        return replace(sign, since=self._stopped.setdefault(one.rank, now), stopped=True)  # guard: stopped-rank-hangs
+
+    def _note_phase(self, rank: int, shown: heartbeat.Progress, now: float) -> None:
+        now_open = None if shown.phase_began is None else (shown.phase, shown.phase_began)
+        before = self._open.pop(rank, None)
+        if before is not None and before != now_open:
+            name, began = before
+            self._completed[name] = max(self._completed.get(name, 0.0), (shown.sign or now) - began)
+        if now_open is not None:
+            self._open[rank] = now_open
