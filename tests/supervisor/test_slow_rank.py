@@ -222,3 +222,13 @@ def test_ranks_that_cannot_be_read_are_reported_once(tmp_path: Path, caplog: pyt
         assert [one.stack for one in found] == [[]]
     assert reader.read([rank], 100.0) is None and not reader.usable
     assert caplog.text.count("Permission denied, so slow ranks") == 1 and "SYS_PTRACE" in caplog.text
+
+
+def test_a_reading_that_nobody_takes_leaves_no_descriptor_open(tmp_path: Path) -> None:
+    """An attempt that ended while ranks were read, and a reading that came too late, left two for each rank."""
+    (tmp_path / STACKS_FILE).touch()
+    rank = RankProcess(0, os.getpid(), -1, tmp_path, tmp_path / "page", heartbeat.read(""))
+    before, reader = os.listdir("/proc/self/fd"), StackReader("/bin/true")
+    assert reader.read([rank, rank], 100.0) is not None
+    reader.close()
+    assert os.listdir("/proc/self/fd") == before

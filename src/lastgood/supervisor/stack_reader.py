@@ -93,7 +93,7 @@ class StackReader:
         self._failures = 0
         """how many readings in a row have found nothing"""
         self._started = list[_PySpy]()
-        """those whose end is not known"""
+        """those whose results were not taken"""
 
     def read(self, ranks: Sequence[RankProcess], now: float) -> Reading | None:
         """Begin to read. None: it cannot be done, or not all ranks are Python programs that have begun."""
@@ -102,17 +102,19 @@ class StackReader:
         if self._command is None:
             self._give_up("py-spy is not installed", "Install it: pip install 'lastgood[stacks]'")
             return None
-        self._started = [one for one in self._started if one.process.poll() is None]
+        dumps = list[_PySpy]()
         try:
-            dumps = [_PySpy(self._command, one) for one in ranks]
+            for one in ranks:
+                dumps.append(_PySpy(self._command, one))
+                self._started.append(dumps[-1])
         except OSError as error:
             self._give_up(f"{self._command} cannot be started: {error.strerror}", "Install py-spy again")
             return None
-        self._started += dumps
         return Reading(self, dumps, now)
 
     def ended(self, dumps: Sequence[_PySpy]) -> list[Stuck]:
         """What they have found."""
+        self._started = [one for one in self._started if one not in dumps]
         found = [one.result() for one in dumps]
         self._failures = 0 if any(one.stack for one, _ in found) else self._failures + 1
         if self._failures == MOST_FAILURES:
@@ -121,10 +123,10 @@ class StackReader:
         return [one for one, _ in found]
 
     def close(self) -> None:
-        """End every py-spy that runs. It is not waited for."""
+        """End every py-spy whose result was not taken. It is not waited for."""
         for one in self._started:
-            if one.process.poll() is None:
-                one.process.kill()
+            one.result()
+        self._started.clear()
 
     def _give_up(self, what: str, todo: str) -> None:
         self.usable = False
