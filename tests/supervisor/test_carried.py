@@ -9,6 +9,9 @@ import pytest
 
 from lastgood.errors import TierDown
 from lastgood.policy.membership import Bounds, Round
+from lastgood.policy.quarantine import points_to_machine
+from lastgood.supervisor import reported
+from lastgood.supervisor.attempt import Lived
 from lastgood.supervisor.membership import Joined, StoreLost, Waiters
 from lastgood.supervisor.nodes import NodeInfo, SeveralNodes
 from lastgood.supervisor.placement import Notice, Placement
@@ -98,6 +101,19 @@ def test_the_attempt_of_a_lost_store_is_decided_at_the_next_one(nodes: list[Node
     assert [one.verdict("again" if one is new else None) for one in others] == ["again"] * 3
     assert all(isinstance(one.begin(1), Placement) and one.lost_text() is None for one in others)
     assert {one.job for one in others} == {nodes[1].job}
+
+
+def test_a_store_that_is_lost_without_a_node_is_no_failure_of_node_0(nodes: list[Node]) -> None:
+    """The process of the store was ended, and its node was counted as lost: three times, and it was left out."""
+    nodes[0].member.store.lost = True
+    assert joined(1, *nodes) == [None] * 3
+    assert [one.begin(0) for one in nodes] == [Notice(kind="moved")] * 3
+    lost = nodes[0].lost_text()
+    assert lost == (None, "the store of the nodes was lost, and no node; it is at host1:29400 now")
+    lived = Lived(0.0, lost=lost)
+    cause = reported.cause(lived)
+    assert cause is not None and (cause.kind, cause.key, cause.what) == ("store", "store", lost[1])
+    assert not points_to_machine(reported.outcome(lived, cause))
 
 
 def test_a_verdict_that_one_node_knows_is_followed_by_all(nodes: list[Node]) -> None:

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from ..policy.health import described
 from ..policy.membership import Spares
+from ..policy.recovery import STORE
 from ..run import access, side_records
 from ..supervisor import attempt_log, reported
 from ..supervisor.attempt_log import SUPERVISOR, Attempt, Cause
@@ -74,7 +75,7 @@ def _phases(found: Sequence[Attempt], names: Sequence[str]) -> Table:
 def _failed(cause: Cause) -> str:
     """What failed first."""
     what = reported.short(cause.what)
-    return what if cause.kind == SUPERVISOR else f"rank {cause.rank}: {what}"
+    return what if cause.kind in (STORE, SUPERVISOR) else f"rank {cause.rank}: {what}"
 
 
 def _spares(spares: Spares | None) -> str:

@@ -36,7 +36,9 @@ _HOPELESS = re.compile(
 ASKED = "the job was asked to end"
 HANG = "hang"
 """the `cause` of an attempt in which ranks hung"""
-CAUSES = ("exception", "exit", HANG, "node", "signal")
+STORE = "store"
+"""the `cause` of an attempt that ended because the store of the nodes was lost, and no node"""
+CAUSES = ("exception", "exit", HANG, "node", "signal", STORE)
 """the kinds of causes: those that have a name begin with one of these, as "signal SIGKILL" """
 USAGE = 2
 """the exit code of argparse for arguments that a script does not take"""

@@ -89,8 +89,8 @@ class Lived:
     """rank -> the stack of the exception that ended it"""
     hang: Hang | None = None
     """None: no rank was hung"""
-    lost: tuple[int, str] | None = None
-    """the first rank of the nodes that were lost, and a text about them"""
+    lost: tuple[int | None, str] | None = None
+    """the first rank of the nodes that were lost, and a text about them; no rank: the store of the nodes was lost"""
     grows: bool = False
     """whether the ranks were asked to save and to end so that more nodes can join"""
     asked: bool = False

@@ -28,7 +28,7 @@ from ..io import processes
 from ..policy.failures import Known, Life, observed
 from ..policy.health import Finding
 from ..policy.membership import Spares
-from ..policy.recovery import ASKED, REMEDIES, Act, Outcome
+from ..policy.recovery import ASKED, HANG, REMEDIES, STORE, Act, Outcome
 from ..ports import Tier
 from ..records import Generation, Record
 from ..run import side_records
@@ -39,9 +39,9 @@ SUPERVISOR = "supervisor"
 
 
 class Cause(Record, frozen=True, kw_only=True):
-    """Why an attempt has failed. `kind`: "signal", "exit", "exception", "hang", "node", or SUPERVISOR. `rank`: that
-    failed first; of ranks that hang, the one for which the others wait; of nodes that were lost, the first one; 0 where
-    the supervisor was lost."""
+    """Why an attempt has failed. `kind`: "signal", "exit", "exception", "hang", "node", STORE, or SUPERVISOR. `rank`:
+    that failed first; of ranks that hang, the one for which the others wait; of nodes that were lost, the first one; 0
+    where the supervisor was lost, or the store of the nodes."""
 
     kind: str
     rank: int
@@ -56,7 +56,7 @@ class Cause(Record, frozen=True, kw_only=True):
     @property
     def key(self) -> str:
         """A text that is equal for causes of one kind."""
-        if self.kind in ("hang", "node", SUPERVISOR):
+        if self.kind in (HANG, "node", STORE, SUPERVISOR):
             return self.kind
         end = {"exception": r"[^\w.]", "signal": r" \("}.get(self.kind)
         what = self.what if end is None else re.split(end, self.what, maxsplit=1)[0]

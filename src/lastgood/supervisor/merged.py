@@ -79,7 +79,7 @@ def shifted(lived: Lived, seconds: float) -> Lived:
     )
 
 
-def merged(reports: Mapping[int, Report], lost: tuple[int, str] | None) -> Lived:
+def merged(reports: Mapping[int, Report], lost: tuple[int | None, str] | None) -> Lived:
     """One attempt. `reports`: those of the nodes that answer, by number; at least one. `lost`: as in Lived."""
     lives = [one.lived for _, one in sorted(reports.items())]
     failed = [one.failed for one in lives if one.failed is not None]

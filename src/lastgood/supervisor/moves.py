@@ -107,15 +107,16 @@ class Moves:
             self._membership.put({_left(self._past.last, node): ""}, job=True)
 
 
-def lost_text(before: Sequence[NodeInfo], now: Sequence[NodeInfo], endpoint: str) -> tuple[int, str]:
-    """The first rank of the nodes that are not there any more after the store has moved, and a text about them.
+def lost_text(before: Sequence[NodeInfo], now: Sequence[NodeInfo], endpoint: str) -> tuple[int | None, str]:
+    """The first rank of the nodes that are not there any more after the store has moved, and a text about them; no
+    rank: all are there.
 
     `before`: the nodes of the attempt. `now`: those of the round. `endpoint`: where the store is now.
     """
     there = [one.host for one in now if one.past.last is not None]
     missing = [node for node, one in enumerate(before) if one.host not in there]
     if not missing:
-        return 0, f"the store of the nodes was lost, and no node; it is at {endpoint} now"
+        return None, f"the store of the nodes was lost, and no node; it is at {endpoint} now"
     names = ", ".join(f"node {one} ({before[one].host})" for one in missing)
     return sum(
         one.ranks for one in before[: missing[0]]

@@ -347,8 +347,9 @@ class SeveralNodes:
         """What the nodes do if the job is to go on. `leaving`: nodes that were asked to end. Raises TierDown."""
         return policy.next_round(len(self.infos), self.lost, leaving, self._waiting(), self._bounds)
 
-    def lost_text(self) -> tuple[int, str] | None:
-        """The first rank of the nodes that are lost, and a text about them; None: none is."""
+    def lost_text(self) -> tuple[int | None, str] | None:
+        """The first rank of the nodes that are lost, and a text about them; no rank: the store was lost, and no node;
+        None: none of them."""
         if self._carried is not None:
             return lost_text(self._carried.infos, self.infos, self._membership.endpoint)
         if not self.lost:

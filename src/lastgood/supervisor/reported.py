@@ -15,7 +15,7 @@ from ..format import layout
 from ..io.heartbeat import Progress
 from ..policy import hang
 from ..policy.blame import Ended, first_cause, follows
-from ..policy.recovery import PREEMPTED, Answer, Outcome
+from ..policy.recovery import PREEMPTED, STORE, Answer, Outcome
 from ..records import GenerationId
 from ..run.advice import Advice, Skip
 from .attempt import Lived
@@ -46,6 +46,8 @@ def cause(lived: Lived) -> Cause | None:
     first = first_cause(lived.ended)
     if lived.lost is not None and (first is None or follows(first)):  # guard: lost-node-blamed-before-followers
         rank, what = lived.lost
+        if rank is None:  # guard: lost-store-blames-no-node
+            return Cause(kind=STORE, rank=0, code=-signal.SIGKILL, what=what)
         return Cause(kind="node", rank=rank, code=-signal.SIGKILL, what=what)
     if lived.hang is not None:
         one, texts = lived.hang.behind, {str(rank): text for rank, text in lived.hang.stacks.items()}
@@ -154,7 +156,7 @@ def sentence(one: Attempt, number: int) -> str:
     found = one.cause
     if found is not None and found.kind == "hang":
         return f"attempt {number}: rank {found.rank} {found.what}, after {one.seconds:.1f} s. {one.answer}."
-    if found is not None and found.kind == "node":
+    if found is not None and found.kind in ("node", STORE):
         return f"attempt {number}: {found.what}, at step {one.last_step}, after {one.seconds:.1f} s. {one.answer}."
     what = "ended" if found is None else f"rank {found.rank} failed first: {short(found.what)}"
     since = "before a state was restored" if one.restored_step is None else f"at step {one.last_step}"

@@ -29,7 +29,7 @@ from ..io.machine import NODE
 from ..policy import quarantine
 from ..policy.health import described, leaves
 from ..policy.membership import Bounds, Next
-from ..policy.recovery import GAVE_UP, PREEMPTED, Answer, Outcome, answer, replayed_steps
+from ..policy.recovery import GAVE_UP, PREEMPTED, STORE, Answer, Outcome, answer, replayed_steps
 from . import attempt_log, job_summary, leftovers, merged, reported, reserve, signals, staging, survivors
 from .arguments import Job
 from .attempt import Attempt, Lived, defaults
@@ -238,7 +238,7 @@ class Supervisor:
         follows_round = nodes.next_round(leaving)
         lived.asked = follows_round.act != "end" if leaving else lived.grows
         cause = reported.cause(lived)
-        began_on = None if cause is None else nodes.of_rank(cause.rank)
+        began_on = None if cause is None or cause.kind == STORE else nodes.of_rank(cause.rank)
         outcomes = [*self._outcomes, reported.outcome(lived, cause, "" if began_on is None else began_on.host)]
         follows, follows_round, left_out = self._answered(
             nodes, reports, outcomes, began_on, leaving, follows_round, lived.asked

@@ -127,6 +127,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a slow node is taken for lost", "slow-node-is-not-lost", Swap("> timeout_seconds", "> 0")),
         ("the round of a lost node goes on without it", "lost-node-needs-new-round", Never()),
         ("ranks that lost their node are blamed", "lost-node-blamed-before-followers", Never()),
+        ("the first node is blamed for a lost store", "lost-store-blames-no-node", Never()),
         ("nodes that come and go use up the restarts", "regrouping-is-no-failure", Remove()),
         ("a suspended node blames the others", "suspended-node-blames-nobody", Never()),
         ("a part of the nodes begins a job at another store", "new-job-begins-at-first-store", Instead("return True")),
