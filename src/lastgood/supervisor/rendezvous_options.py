@@ -7,6 +7,7 @@ the node of that address holds the store, and the nodes keep the order that thei
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -34,6 +35,8 @@ SILENT_SECONDS, SILENT_TIMES = 30.0, 3
 ENDPOINT_PORT = 29400
 """torchrun's default of the port of --rdzv-endpoint"""
 LAST_PORT = 65535
+_ENDPOINT = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+(%\w+)?\]|[^\s:\[\]]+)(:(?P<port>[0-9]+))?")
+"""one of several endpoints: a name, an IPv4 address, or an IPv6 address in brackets, and perhaps a port"""
 STATIC_PORT = 29500
 """torchrun's default of --master-port"""
 
@@ -115,13 +118,20 @@ def _stores(endpoints: str, configuration: Mapping[str, str]) -> tuple[str, ...]
         return ()
     if "is_host" in configuration:
         raise _refused("--rdzv-conf is_host with several endpoints", "Leave it out.")
-    found = [one if one.rpartition(":")[2].isdigit() else f"{one}:{ENDPOINT_PORT}" for one in found]
-    ports = [int(one.rpartition(":")[2]) for one in found]
-    wrong = [one for one in found if one.startswith(":") or found.count(one) > 1] or max(ports) > LAST_PORT
-    if wrong:
-        what = f"--rdzv-endpoint {endpoints}"
-        raise _refused(what, "Give HOST:PORT of each node that can hold the store once, with commas between them.")
-    return tuple(found)
+    stores = [_endpoint(one) for one in found]
+    twice = [one for one in stores if stores.count(one) > 1]
+    if twice:
+        raise _refused(f"--rdzv-endpoint names {twice[0]} twice", "Give each node that can hold the store once.")
+    return tuple(stores)
+
+
+def _endpoint(text: str) -> str:
+    """One of several endpoints, with its port."""
+    found = _ENDPOINT.fullmatch(text)
+    if found is None or not 0 < int(found["port"] or ENDPOINT_PORT) <= LAST_PORT:  # guard: endpoint-has-a-host
+        todo = "Give HOST or HOST:PORT of each node that can hold the store, and an IPv6 address in brackets: [fd00::1]"
+        raise _refused(f"--rdzv-endpoint: {text!r} is no endpoint", f"{todo}.")
+    return f"{found['host']}:{int(found['port'] or ENDPOINT_PORT)}"
 
 
 def _configuration(text: str) -> dict[str, str]:

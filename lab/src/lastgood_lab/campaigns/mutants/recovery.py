@@ -128,6 +128,11 @@ MUTANTS: tuple[Mutant, ...] = (
         ("the round of a lost node goes on without it", "lost-node-needs-new-round", Never()),
         ("ranks that lost their node are blamed", "lost-node-blamed-before-followers", Never()),
         ("the first node is blamed for a lost store", "lost-store-blames-no-node", Never()),
+        (
+            "an endpoint without a host is accepted",
+            "endpoint-has-a-host",
+            Swap("found is None or", "found is not None and"),
+        ),
         ("nodes that come and go use up the restarts", "regrouping-is-no-failure", Remove()),
         ("a suspended node blames the others", "suspended-node-blames-nobody", Never()),
         ("a part of the nodes begins a job at another store", "new-job-begins-at-first-store", Instead("return True")),
