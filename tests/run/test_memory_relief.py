@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,13 +16,18 @@ import torch
 
 import lastgood
 from agents import agent, ended, until
+from lastgood.agent.server import Server
 from lastgood.format import layout
+from lastgood.io.files import Lock, PosixFiles
 from lastgood.io.memory_files import MemoryFiles, still
 from lastgood.io.memory_moves import STAGED, moved
 from lastgood.io.reused_files import FOLDER, LEAST_BYTES
 from lastgood.records import Extent
 from lastgood.run import access, agent_link, memory_place, memory_relief
+from lastgood.run.agent_messages import AgentSpec
 from lastgood.run.memory_relief import LOCK, Relief
+from lastgood.run.paths import Place
+from lastgood.storage.directory import Disk
 from mounts import small_tmpfs
 
 LENGTH = 2 * LEAST_BYTES
@@ -313,6 +319,31 @@ def test_memory_is_not_removed_while_a_file_moves(tmp_path: Path, memory: Path) 
             assert os.path.isdir(folder)
         assert process.wait(60) == 0
     assert not os.path.exists(folder)
+
+
+def test_the_end_of_an_agent_leaves_the_files_of_the_next_job(memory: Path, tmp_path: Path, monkeypatch) -> None:
+    """It let the next job in, and removed the spill folder then, into which that one had moved files already."""
+    folder, spill = str(memory / "run"), tmp_path / "spill"
+    os.mkdir(folder)
+    (spill / "gen").mkdir(parents=True)
+    agent_link.write_spec(
+        Disk(PosixFiles(), folder), AgentSpec(format=layout.FORMAT, places=[], order=0, spill=str(spill))
+    )
+    lock = Lock(os.path.join(folder, agent_link.LOCK))
+    rmtree = shutil.rmtree
+
+    def meanwhile(path: str, ignore_errors: bool) -> None:
+        if not os.path.exists(folder):
+            os.makedirs(folder)
+            spill.mkdir(exist_ok=True)
+            (spill / "moved").write_bytes(b"of the next job")
+        rmtree(path, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(shutil, "rmtree", meanwhile)
+    Server(Place(folder, "memory"), lock, agent_link.listening(folder), 0.0, 0.0).run()
+    lock.close()
+    assert (spill / "moved").read_bytes() == b"of the next job" and os.listdir(spill) == ["moved"]
+    assert os.listdir(tmp_path) == ["spill"]
 
 
 def test_the_agent_finds_what_another_first_directory_has(tmp_path: Path, memory: Path) -> None:

@@ -34,7 +34,6 @@ from .. import reporting
 from ..errors import Cancelled, LastgoodError
 from ..io.files import Lock, PosixFiles
 from ..io.memory_files import MemoryFiles, still
-from ..io.memory_moves import STAGED
 from ..ports import Mendable
 from ..records import Finding, prepare
 from ..run import access, memory_place, memory_relief, paths
@@ -388,14 +387,13 @@ class Server:
                 return
             spec = read_spec(self._folder)
             with contextlib.suppress(FileNotFoundError), still(self._folder):  # guard: no-move-into-removed-memory
+                memory_place.set_aside(spec.spill if spec is not None else None)  # guard: spill-leaves-before-memory
                 PosixFiles().rename(self._folder, removed)  # at once: a new opening makes a folder of its own
         finally:
             if lock is not None:
                 lock.close()
         if spec is not None and spec.spill is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(spec.spill + STAGED)  # of a training process that was killed while it moved a file
-            shutil.rmtree(spec.spill, ignore_errors=True)
+            shutil.rmtree(spec.spill + memory_place.REMOVED, ignore_errors=True)
         shutil.rmtree(removed, ignore_errors=True)
         self._ended = True
 

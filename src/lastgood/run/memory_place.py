@@ -17,7 +17,8 @@ import stat
 from collections.abc import Mapping
 
 from ..errors import NotWritable, Refused
-from ..io import checksum, os_errors
+from ..io import checksum, memory_moves, os_errors
+from ..io.files import PosixFiles
 from ..io.machine import NODE, machine
 from ..io.memory_files import MemoryFiles
 from . import agent_link, paths
@@ -28,7 +29,7 @@ DEFAULT = "/dev/shm"
 SPILL = ".spill"
 """The folder, in the directory of a run on a disk, for files that do not fit into memory."""
 REMOVED = ".removed"
-"""After the name of a folder of a run: it is being removed."""
+"""After the name of a folder of a run, or of its spill folder: it is being removed."""
 STAGED = ".staged"
 """The file, in the folder of a run, that names what supervisors of nodes in reserve have put there (staged.py)."""
 _IN_MEMORY = ("tmpfs", "ramfs")
@@ -81,6 +82,21 @@ def spill_folder(root: str, environ: Mapping[str, str] = os.environ) -> str:
     """
     digest = checksum.digest("xxh3_128", (environ.get(NODE) or platform.node()).encode())
     return os.path.join(root, SPILL, digest[:12])
+
+
+def set_aside(spill: str | None) -> None:
+    """Rename the spill folder of a run whose memory is to be removed, so that no later opening writes to it.
+
+    Called before the folder in memory is renamed, while no process has the run open. Where the disk does not allow it,
+    the folder stays: the next opening lists what lies there, and removes it. Raises nothing.
+    """
+    if spill is None:
+        return
+    shutil.rmtree(spill + REMOVED, ignore_errors=True)  # of an agent that was killed
+    with contextlib.suppress(OSError):
+        PosixFiles().remove(spill + memory_moves.STAGED)  # of a process that was killed while it moved a file
+    with contextlib.suppress(OSError):
+        PosixFiles().rename(spill, spill + REMOVED)
 
 
 def make(root: str) -> None:

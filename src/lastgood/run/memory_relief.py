@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -94,12 +95,14 @@ class Relief:
             return 0
 
     def clear(self) -> None:
-        """Remove what a process has left on the disk that was killed while it copied. Raises nothing."""
+        """Remove what a process has left on the disk that was killed while it copied, or removed the memory of this
+        run. Raises nothing."""
         with contextlib.suppress(OSError):
             files = self._make()
             if files is not None and files.spill_folder is not None:
                 with self._alone() as alone:
                     if alone:
+                        shutil.rmtree(files.spill_folder + memory_place.REMOVED, ignore_errors=True)
                         os.unlink(staged_in(files))  # guard: half-a-copy-removed
 
     def _move(self, files: MemoryFiles) -> int:

@@ -79,6 +79,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "no-move-into-removed-memory",
             Swap("still(self._folder)", "contextlib.nullcontext()"),
         ),
+        ("the end of an agent removes what the next job has moved", "spill-leaves-before-memory", Remove()),
         ("a reader does not find what is moved while he reads", "later-spill-is-read", Swap("spill is None or ", "")),
     ),
     *table(
