@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 import lastgood
 from dcp_calls import load, save
@@ -246,6 +247,17 @@ def _a_class_changed(folder: Path) -> None:
     (folder / ".metadata").write_bytes(change + pickle.TUPLE2 + pickle.BUILD + pickle.STOP)
 
 
+class _AttributeOfAFunction:
+    def __reduce__(self) -> tuple[object, ...]:
+        return getattr, (torch.serialization._get_layout, "__globals__")
+
+
+def _attribute_of_a_function(folder: Path) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.planner_data = _AttributeOfAFunction()
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
 def _odd_names(folder: Path) -> None:
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     metadata.state_dict_metadata = {1: metadata.state_dict_metadata["w"]}
@@ -271,6 +283,7 @@ def _no_pickle(folder: Path) -> None:
     ("spoil", "message"),
     [
         (_evil_metadata, "no class of metadata"),
+        (_attribute_of_a_function, "no member of torch's enum"),
         (_evil_value, "odd is no plain value"),
         (_outside, "outside of the folder"),
         (_a_link, "outside of the folder"),
@@ -289,3 +302,10 @@ def test_a_malformed_dcp_folder_is_refused_and_runs_no_code(tmp_path, capsys, sp
     out, err = capsys.readouterr()
     assert re.search(message, err) and "run\n" not in out
     assert not (tmp_path / "run").exists() or not lastgood.open(tmp_path / "run").generations()
+
+
+def test_metadata_written_by_an_older_python_is_read(tmp_path, monkeypatch):
+    """The Python of Debian 12, 3.11.2, writes the enum in it as a call of `getattr`: each such folder was refused."""
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda one, _: (getattr, (type(one), one.name)))
+    dcp.save({"w": torch.ones(3)}, storage_writer=dcp.FileSystemWriter(tmp_path / "theirs"), no_dist=True)
+    assert app.main(["import", str(tmp_path / "theirs"), str(tmp_path / "run"), "--step", "4"]) == 0

@@ -35,7 +35,19 @@ from . import dcp as storage
 from . import dcp_values
 from .importing import DCP_METADATA, Foreign
 
+
+def _member(kind: Any, name: Any) -> Any:
+    """A member of torch's one enum of metadata, which Python 3.11.0 to 3.11.3 write as a call of `getattr`."""
+    if kind is not dcp._MEM_FORMAT_ENCODING or name not in kind.__members__:  # guard: metadata-reads-no-attribute
+        raise Unstorable(
+            "the metadata of the folder asks for an attribute that is no member of torch's enum",
+            safe="No code in it was run, and nothing was touched.",
+        )
+    return kind[name]
+
+
 _KNOWN: dict[tuple[str, str], Any] = {
+    ("builtins", "getattr"): _member,
     **{
         (dcp.__name__, kind.__name__): kind
         for kind in (

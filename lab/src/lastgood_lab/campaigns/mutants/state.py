@@ -97,6 +97,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "cached-plan-awaits-this-save",
             Swap("newest.order", "newest.order + 1"),
         ),
+        ("the metadata of an imported folder reads any attribute", "metadata-reads-no-attribute", Never()),
         ("a save is committed although a rank wrote another generation", "commit-after-all-ranks-wrote", Never()),
         ("a save is committed although planned items were not written", "all-planned-items-written", Never()),
         ("a shard without elements is stored", "empty-shard-not-stored", Never()),
