@@ -229,6 +229,9 @@ def test_a_reading_that_nobody_takes_leaves_no_descriptor_open(tmp_path: Path) -
     (tmp_path / STACKS_FILE).touch()
     rank = RankProcess(0, os.getpid(), -1, tmp_path, tmp_path / "page", heartbeat.read(""))
     before, reader = os.listdir("/proc/self/fd"), StackReader("/bin/true")
-    assert reader.read([rank, rank], 100.0) is not None
+    reading = reader.read([rank, rank], 100.0)
     reader.close()
+    assert reading is not None
+    for one in reading._dumps:
+        one.process.wait()
     assert os.listdir("/proc/self/fd") == before
