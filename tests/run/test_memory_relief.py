@@ -27,6 +27,7 @@ from lastgood.run import access, agent_link, memory_place, memory_relief
 from lastgood.run.agent_messages import AgentSpec
 from lastgood.run.memory_relief import LOCK, Relief
 from lastgood.run.paths import Place
+from lastgood.run.peers import DRILLS
 from lastgood.storage.directory import Disk
 from mounts import small_tmpfs
 
@@ -125,6 +126,16 @@ def test_memory_of_deleted_files_is_freed_before_any_is_moved(run: Run) -> None:
 
     relief = Relief(lambda: run.files, str(run.memory), lacking=lacking)
     assert relief.give_back() == 0 and run.steps(run.memory) == [2] and lacking("") == 0
+
+
+def test_copies_of_a_drill_are_removed_before_any_save_is_moved(run: Run) -> None:
+    """Copies of a drill of another node held memory that the job needed, and its saves went to the disk."""
+    run.save(1)
+    copies = run.memory / DRILLS / "drill-00000000"
+    copies.mkdir(parents=True)
+    assert run.relief.give_back() == 0 and copies.exists()
+    relief = Relief(lambda: run.files, str(run.memory), lacking=lambda root: copies.exists())
+    assert relief.give_back() == 0 and run.steps(run.memory) == [1] and not copies.exists()
 
 
 def test_a_mapping_does_not_hold_what_another_process_moved(run: Run) -> None:

@@ -1,14 +1,14 @@
 """Gives memory back to the processes of the job: when it is short, files of generations move to the spill folder.
 
-looks at the limits -> while memory is short (io/memory_limits.py): frees the memory of deleted files -> moves whole
-files of committed generations (io/memory_moves.py), the oldest generation first
+looks at the limits -> while memory is short (io/memory_limits.py): frees the memory of deleted files, and removes the
+copies of drills -> moves whole files of committed generations (io/memory_moves.py), the oldest generation first
 
 The training process does it while it has a run in memory open, and so does the agent as long as it lives: the one sees
 the control groups of the job, the other one goes on without a training process.
 
 Invariants
   1. One process of this user moves files at a time: each would see the same shortage, and move as much once more.
-  2. Nothing is deleted, and no file is lost: what cannot be moved stays in memory, which is reported.
+  2. No file of the run is deleted or lost: what cannot be moved stays in memory, which is reported.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from ..io.reused_files import LEAST_BYTES
 from ..storage.directory import Disk
 from ..units import size
 from . import memory_place, paths
+from .peers import DRILLS
 from .thread_pools import interpreter_is_ending
 
 INTERVAL_SECONDS = 0.5
@@ -76,6 +77,8 @@ class Relief:
             if not self._lacking(self._root):
                 return 0
             files.reused.drop()  # guard: deleted-files-freed-before-moves
+            # guard: drill-copies-freed-before-moves
+            shutil.rmtree(os.path.join(self._root, DRILLS), ignore_errors=True)
             files.reused.release()
             if not self._lacking(self._root) or time.monotonic() < self._next_at:
                 return 0

@@ -60,6 +60,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("what moved to the disk stays in the page cache", "moved-file-leaves-the-cache", Remove()),
         ("a file that was cut meanwhile is moved", "moved-file-is-whole", Never()),
         ("saves move while deleted files hold memory", "deleted-files-freed-before-moves", Remove()),
+        ("saves move while copies of a drill hold memory", "drill-copies-freed-before-moves", Remove()),
         ("everything is moved for a small shortage", "only-what-lacks-is-moved", Swap("done >= lacking or ", "")),
         (
             "the newest save is moved first",
@@ -252,6 +253,17 @@ MUTANTS: tuple[Mutant, ...] = (
         ("copies fill the disk of the run", "drill-needs-free-space", Never()),
         ("copies take memory that is not there", "drill-needs-free-memory", Never()),
         ("a copy that is not the original counts as brought back", "drill-compares-digests", Remove()),
+        (
+            "a place that was the first once is taken for it",
+            "drill-front-is-the-first-place",
+            Swap(" if one == listed[0]", ""),
+        ),
+        ("two drills of a node end the copies of each other", "one-drill-of-a-node", Remove()),
+        (
+            "what a killed drill has left stays for who names the run by a link",
+            "one-drill-name-for-a-run",
+            Swap("os.path.realpath(place.root)", "place.root"),
+        ),
     ),
     *table(
         "drill of other nodes",
@@ -264,6 +276,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ("copies of a drill fill another node", "drill-asks-nodes-for-room", Never()),
         ("a drill ends another one on the same node", "one-drill-at-a-time", Never()),
         ("copies of a killed drill stay", "abandoned-drill-removed", Never()),
+        ("copies stay that a killed agent has left", "copies-of-killed-agent-removed", Instead("pass")),
+        ("a call that ends after its drill leaves a file", "late-call-leaves-no-copy", Never()),
         ("a drill leaves its copies on other nodes", "drill-leaves-no-copies", Remove()),
         ("what other nodes give back is not compared", "drill-compares-digests-of-nodes", Remove()),
     ),
