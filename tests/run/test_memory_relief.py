@@ -341,17 +341,21 @@ def test_the_end_of_an_agent_leaves_the_files_of_the_next_job(memory: Path, tmp_
         Disk(PosixFiles(), folder), AgentSpec(format=layout.FORMAT, places=[], order=0, spill=str(spill))
     )
     lock = Lock(os.path.join(folder, agent_link.LOCK))
-    rmtree = shutil.rmtree
+    rmtree, left = shutil.rmtree, tmp_path / "spill.removed"
+    (left / "gen").mkdir(parents=True)
 
     def meanwhile(path: str, ignore_errors: bool) -> None:
         if not os.path.exists(folder):
+            assert left.exists(), "an agent that was killed has left it, and no opening waits until it is removed"
             os.makedirs(folder)
             spill.mkdir(exist_ok=True)
             (spill / "moved").write_bytes(b"of the next job")
         rmtree(path, ignore_errors=ignore_errors)
 
     monkeypatch.setattr(shutil, "rmtree", meanwhile)
-    Server(Place(folder, "memory"), lock, agent_link.listening(folder), 0.0, 0.0).run()
+    with open(memory / LOCK, "w") as moving:
+        fcntl.flock(moving, fcntl.LOCK_EX)  # another process moves files, so the agent removes nothing at its start
+        Server(Place(folder, "memory"), lock, agent_link.listening(folder), 0.0, 0.0).run()
     lock.close()
     assert (spill / "moved").read_bytes() == b"of the next job" and os.listdir(spill) == ["moved"]
     assert os.listdir(tmp_path) == ["spill"]

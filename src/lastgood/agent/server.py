@@ -393,7 +393,7 @@ class Server:
             if lock is not None:
                 lock.close()
         if spec is not None and spec.spill is not None:
-            shutil.rmtree(spec.spill + memory_place.REMOVED, ignore_errors=True)
+            memory_place.remove_aside(spec.spill)
         shutil.rmtree(removed, ignore_errors=True)
         self._ended = True
 

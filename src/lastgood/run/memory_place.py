@@ -12,6 +12,7 @@ import contextlib
 import os
 import platform
 import re
+import secrets
 import shutil
 import stat
 from collections.abc import Mapping
@@ -87,16 +88,25 @@ def spill_folder(root: str, environ: Mapping[str, str] = os.environ) -> str:
 def set_aside(spill: str | None) -> None:
     """Rename the spill folder of a run whose memory is to be removed, so that no later opening writes to it.
 
-    Called before the folder in memory is renamed, while no process has the run open. Where the disk does not allow it,
-    the folder stays: the next opening lists what lies there, and removes it. Raises nothing.
+    Called before the folder in memory is renamed, while no process has the run open. Nothing that takes long is done,
+    because the run cannot be opened meanwhile: `remove_aside` is called then. Where the disk does not allow it, the
+    folder stays: the next opening lists what lies there, and removes it. Raises nothing.
     """
     if spill is None:
         return
-    shutil.rmtree(spill + REMOVED, ignore_errors=True)  # of an agent that was killed
     with contextlib.suppress(OSError):
         PosixFiles().remove(spill + memory_moves.STAGED)  # of a process that was killed while it moved a file
     with contextlib.suppress(OSError):
-        PosixFiles().rename(spill, spill + REMOVED)
+        PosixFiles().rename(spill, f"{spill}.{secrets.token_hex(4)}{REMOVED}")  # guard: each-spill-leaves-by-its-name
+
+
+def remove_aside(spill: str) -> None:
+    """Remove what `set_aside` has renamed, also of an agent that was killed. Raises nothing."""
+    parent, name = os.path.split(spill)
+    with contextlib.suppress(OSError):
+        for one in os.listdir(parent):
+            if one.startswith(f"{name}.") and one.endswith(REMOVED):
+                shutil.rmtree(os.path.join(parent, one), ignore_errors=True)
 
 
 def make(root: str) -> None:

@@ -105,7 +105,7 @@ class Relief:
             if files is not None and files.spill_folder is not None:
                 with self._alone() as alone:
                     if alone:
-                        shutil.rmtree(files.spill_folder + memory_place.REMOVED, ignore_errors=True)
+                        memory_place.remove_aside(files.spill_folder)
                         os.unlink(staged_in(files))  # guard: half-a-copy-removed
 
     def _move(self, files: MemoryFiles) -> int:

@@ -51,6 +51,11 @@ MUTANTS: tuple[Mutant, ...] = (
             Swap("self._listed_on_disk(path) | found", "found"),
         ),
         (
+            "a file that is replaced while it is opened counts as deleted",
+            "replaced-file-is-found",
+            Instead("raise FileNotFoundError(path)"),
+        ),
+        (
             "names change between the steps of a move",
             "names-still-while-one-moves",
             Swap("still(files.root)", "contextlib.nullcontext()"),
@@ -81,6 +86,11 @@ MUTANTS: tuple[Mutant, ...] = (
             Swap("still(self._folder)", "contextlib.nullcontext()"),
         ),
         ("the end of an agent removes what the next job has moved", "spill-leaves-before-memory", Remove()),
+        (
+            "what a killed agent has left keeps a spill folder from being set aside",
+            "each-spill-leaves-by-its-name",
+            Swap("{secrets.token_hex(4)}{REMOVED}", "removed"),
+        ),
         ("a reader does not find what is moved while he reads", "later-spill-is-read", Swap("spill is None or ", "")),
     ),
     *table(
