@@ -18,6 +18,7 @@ import lastgood
 from agents import agent, ended, until
 from lastgood.agent.server import Server
 from lastgood.format import layout
+from lastgood.io import machine
 from lastgood.io.files import Lock, PosixFiles
 from lastgood.io.memory_files import MemoryFiles, still
 from lastgood.io.memory_moves import STAGED, moved
@@ -359,6 +360,33 @@ def test_the_end_of_an_agent_leaves_the_files_of_the_next_job(memory: Path, tmp_
     lock.close()
     assert (spill / "moved").read_bytes() == b"of the next job" and os.listdir(spill) == ["moved"]
     assert os.listdir(tmp_path) == ["spill"]
+
+
+def test_no_file_moves_to_the_spill_folder_of_an_earlier_opening(run: Run, tmp_path: Path) -> None:
+    """Another directory was the first one below: while the run was opened its agent moved a file, of which it had begun
+    the copy, to the earlier folder, and the job used the later one."""
+    run.save(1)
+    root, later = str(run.memory), tmp_path / "b" / ".spill" / "node"
+    spec = AgentSpec(format=layout.FORMAT, places=[], order=0, spill=str(run.disk))
+    agent_link.write_spec(Disk(PosixFiles(), root), spec)
+    assert memory_place.files_of(root).spill_folder == str(run.disk)
+    assert memory_place.files_of(root, str(later)).spill_folder == str(later)
+    assert memory_place.files_of(root).spill_folder == str(later)
+    run.lacking = 1
+    assert run.relief.give_back() == 0 and run.steps(run.memory) == [1] and not run.steps(run.disk)
+    later.mkdir(parents=True)
+    assert memory_place.files_of(root, str(run.disk)).spill_folder == str(later), "files may be there"
+
+
+def test_hosts_of_one_name_have_a_spill_folder_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two machines of one name shared a directory: each removed the file that the other one was moving."""
+    file = tmp_path / "machine-id"
+    monkeypatch.setattr(machine, "MACHINE_ID", str(file))
+    found = [memory_place.spill_folder("/home", {})]
+    for text in ("a\n", "b\n", "b\n"):
+        file.write_text(text)
+        found.append(memory_place.spill_folder("/home", {}))
+    assert len({*found}) == 3 and found[2] == found[3]
 
 
 def test_the_agent_finds_what_another_first_directory_has(tmp_path: Path, memory: Path) -> None:

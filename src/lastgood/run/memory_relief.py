@@ -20,6 +20,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from .. import reporting
 from ..format import layout
@@ -114,7 +115,9 @@ class Relief:
         for path in self._candidates():
             if done >= lacking or self._stop():  # guard: only-what-lacks-is-moved
                 break
-            if count := moved(files, path, self._stop):
+            if count := moved(
+                files, path, self._stop, partial(memory_place.is_spill_of, self._root, files.spill_folder)
+            ):
                 done += count
                 files.reused.release()  # a mapping holds the memory of a removed file
                 self._report(files, path, count)

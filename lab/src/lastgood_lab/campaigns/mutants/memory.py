@@ -91,7 +91,15 @@ MUTANTS: tuple[Mutant, ...] = (
             "each-spill-leaves-by-its-name",
             Swap("{secrets.token_hex(4)}{REMOVED}", "removed"),
         ),
-        ("a reader does not find what is moved while he reads", "later-spill-is-read", Swap("spill is None or ", "")),
+        (
+            "a reader does not find what is moved while he reads",
+            "later-spill-is-read",
+            Swap("spec.spill if spec is not None else None", "None"),
+        ),
+        ("a job does not find what has moved to an earlier folder", "earlier-spill-is-used", Never()),
+        ("the agent learns of another folder when the run is open", "spill-noted-when-chosen", Remove()),
+        ("a file moves to a folder that the run has left", "nothing-moves-to-earlier-spill", Never()),
+        ("hosts of one name share a spill folder", "hosts-of-one-name-differ", Swap("{file.read().strip()}", "")),
     ),
     *table(
         "late commit",
