@@ -135,7 +135,7 @@ def test_an_agent_removes_the_copies_of_a_killed_drill(memory: Path, attached: b
         until(lambda: not (root / DRILLS).exists())
 
 
-def test_a_drill_that_reads_one_node_for_long_keeps_its_copies_on_the_others(node: Node) -> None:
+def test_a_drill_that_reads_one_node_for_long_keeps_its_copies_on_others(node: Node) -> None:
     """Node b gave back 100 GB of this node's files, and node c had removed its copies when its turn came."""
     with served(node) as peer, drill() as copies:
         copies.make(peer, node.folder, node.files)

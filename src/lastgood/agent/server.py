@@ -212,7 +212,7 @@ class Server:
         elif request.call == "work" and request.work is not None and client.work is None:
             if request.work.task == "parity":
                 self._nodes.parity = request.work.nodes
-            client.work = self._works.begin(request.work)
+            client.work = self._works.begin(request.work, client.connection)
         elif request.call == "peers":
             self._send(client, peers=self._nodes.known())
         elif request.call == "end" and self._attached():
