@@ -26,7 +26,7 @@ from lastgood.run import node_disks, survivor_save
 kind, run, last, troubles = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4:]
 dist.init_process_group("gloo")
 rank, size, attempt = dist.get_rank(), dist.get_world_size(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-n = 0
+saved = 0
 random.seed(rank), numpy.random.seed(rank), torch.manual_seed(0)
 layers = torch.nn.Linear(4, 9), torch.nn.BatchNorm1d(9), torch.nn.Dropout(0.5), torch.nn.Linear(9, 5)
 model = torch.nn.Sequential(*layers)
@@ -52,7 +52,7 @@ served = node_disks.NodeFiles.served
 
 
 def busy(files, request, stop):
-    if request["call"] == "delete" and f"no_deletions:{attempt}:{rank}:{n}" in troubles:
+    if request["call"] == "delete" and f"no_deletions:{attempt}:{rank}:{saved}" in troubles:
         threading.Event().wait()
     return served(files, request, stop)
 
@@ -79,6 +79,7 @@ with lastgood.Checkpointer(run, state, **options) as ckpt:
         save = ckpt.step(n)
         if save is not None:
             save.committed()
+            saved = n
         usual.step(n).committed()
     usual.close()
 """
