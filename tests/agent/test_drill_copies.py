@@ -149,7 +149,8 @@ def test_a_drill_that_reads_one_node_for_long_keeps_its_copies_on_others(node: N
         assert not node.copies
 
 
-def test_a_file_that_a_call_makes_after_its_drill_is_removed(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("again", [False, True])
+def test_a_file_that_a_call_makes_after_its_drill_is_removed(node: Node, monkeypatch, again: bool) -> None:
     """Ctrl-C came during a "create": the agent removed the copies, and then that call made its file."""
     call = FileCall(call="remove", name="")
 
@@ -157,13 +158,18 @@ def test_a_file_that_a_call_makes_after_its_drill_is_removed(node: Node, monkeyp
         with monkeypatch.context() as patch:
             patch.setattr(drill_files.shutil, "rmtree", lambda path, ignore_errors: None)  # has listed the folder
             copies._call(peer, call)
-        return create(disk, name, length)
+        made = create(disk, name, length)
+        if again:
+            copies.make(peer, node.folder, {})
+        return made
 
     create = Disk.create
     with served(node) as peer, drill() as copies:
         copies.make(peer, node.folder, {})
         monkeypatch.setattr(Disk, "create", late)
         copies._call(peer, FileCall(call="create", name=f"{node.folder}/{DATA}", length=1))
+        assert node.copies == [layout.COMMIT] * again
+    node.drills.clear()
     assert contents(node.root) == node.before
 
 

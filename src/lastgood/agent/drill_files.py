@@ -1,9 +1,9 @@
 """Copies that a drill on another node has made here, of files that this node holds (run/drill_nodes.py).
 
-They lie in `.drill/drill-<8 hex>` of the agent's folder, and are damaged and removed there. The real files are only
-read.
+They lie in `.drill/drill-<8 hex>.<8 hex>` of the agent's folder, and are damaged and removed there. The real files are
+only read.
 
-    open     room is compared; the folder is made, with the COMMIT of the generation
+    open     room is compared; a folder is made in place of an earlier one, with the COMMIT of the generation
     copy     as "write", with the bytes of the real file of the same name
     remove   the folder is removed
     others   as for real files (peer_files.py), in that folder
@@ -13,13 +13,14 @@ Invariants
   2. Nothing is made before there was room for all of it, with three times as much left for the job (SHARE).
   3. One drill at a time. Its folder is removed once no call has come for IDLE_SECONDS, when the agent serves a job
      anew, and when it starts or ends: so a drill that is killed, and an agent that is killed, leave nothing for long.
-  4. What a call makes that ends after its drill is removed with that call, and touches no other drill.
+  4. What a call makes that ends after its folder was removed is removed by it, and nothing of a later folder is.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import threading
 import time
@@ -150,7 +151,7 @@ class DrillFiles:
                 raise Refused(f"{call.name} was deleted on this node, or never committed", safe="Nothing was written.")
             path = f"{call.name}/{layout.COMMIT}"
             data = sealed.read(memory, path, listing[layout.COMMIT])
-            root = os.path.join(_folder(memory), DRILLS, name)
+            root = os.path.join(_folder(memory), DRILLS, f"{name}.{secrets.token_hex(4)}")
             disk = self._made(memory, root, call.length)
             self._drill = _Drill(name, peer.node, now + IDLE_SECONDS, PeerFiles(lambda: disk, parity=True), root)
             try:

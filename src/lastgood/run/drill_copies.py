@@ -41,7 +41,8 @@ class CopyPeers(Peers):
         self._with_copies = dict[str, tuple[PeerNode, str]]()
         """name of a node -> the node, and the folder of the generation of which it makes copies"""
         self._ended = threading.Event()
-        self._keeper = threading.Thread(target=self._keep, name="lastgood-drill-keep")
+        # A daemon: Ctrl-C may come before anybody can close this.
+        self._keeper = threading.Thread(target=self._keep, name="lastgood-drill-keep", daemon=True)
         self._keeper.start()
 
     def close(self) -> None:
