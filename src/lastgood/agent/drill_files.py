@@ -1,6 +1,6 @@
 """Copies that a drill on another node has made here, of files that this node holds (run/drill_nodes.py).
 
-They lie in `.drill/drill-<8 hex>.<8 hex>` of the agent's folder, and are damaged and removed there. The real files are
+They lie in `.drill/drill-<8 hex>-<8 hex>` of the agent's folder, and are damaged and removed there. The real files are
 only read.
 
     open     room is compared; a folder is made in place of an earlier one, with the COMMIT of the generation
@@ -151,7 +151,7 @@ class DrillFiles:
                 raise Refused(f"{call.name} was deleted on this node, or never committed", safe="Nothing was written.")
             path = f"{call.name}/{layout.COMMIT}"
             data = sealed.read(memory, path, listing[layout.COMMIT])
-            root = os.path.join(_folder(memory), DRILLS, f"{name}.{secrets.token_hex(4)}")
+            root = os.path.join(_folder(memory), DRILLS, f"{name}-{secrets.token_hex(4)}")
             disk = self._made(memory, root, call.length)
             self._drill = _Drill(name, peer.node, now + IDLE_SECONDS, PeerFiles(lambda: disk, parity=True), root)
             try:
