@@ -77,7 +77,7 @@ def test_no_rank_is_late_while_others_train() -> None:
     assert found is not None and found.rank == TRAINS.rank, "a rank that hangs comes before one that may be late"
 
 
-def test_a_late_rank_that_shows_no_stack_is_behind_those_that_were_seen_to_wait() -> None:
+def test_a_late_rank_without_a_stack_is_behind_those_that_wait() -> None:
     arrived, late = Signs(0, since=100.0, where=ARRIVED), Signs(1, since=None, where=START)
     waiting = ('File "/venv/torch/distributed/rendezvous.py", line 199 in _create_c10d_store', *OWN)
     assert behind([Stuck(arrived, stack=waiting), Stuck(late)]).signs is late

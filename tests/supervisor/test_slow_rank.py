@@ -20,6 +20,7 @@ from lastgood.policy.slow import LEAST_SAMPLES, SAMPLES_IN_WINDOW, Pace
 from lastgood.run import access
 from lastgood.supervisor import attempt_log
 from lastgood.supervisor.attempt_log import Slow
+from lastgood.supervisor.placement import free_port
 from lastgood.supervisor.program import STACKS_FILE
 from lastgood.supervisor.progress_watch import Arrivals, ProgressWatch
 from lastgood.supervisor.slow_watch import SlowWatch
@@ -270,6 +271,30 @@ def test_a_rank_that_never_comes_to_the_others_is_named(tmp_path: Path) -> None:
     report = done.stderr[done.stderr.index("lastgood: attempt 1") :].splitlines()
     assert "rank 0 has not opened its run, at " in report[0] and "in download (others have waited" in report[0]
     assert "in download" in report[1] and "train.py" in report[2], "the stack of the rank"
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_late_rank_of_another_node_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    text = """
+        import os, time
+        import torch.distributed as dist
+
+        def download():
+            time.sleep(1000)
+
+        download() if os.environ["RANK"] == "1" else dist.init_process_group("gloo")
+    """
+    script.write_text(textwrap.dedent(text))
+    command = [str(Path(sys.executable).with_name("lastgood")), "run", "--nnodes", "2", "--master-addr", "127.0.0.1"]
+    command += ["--master-port", str(free_port("127.0.0.1")), "--max-restarts", "0"]
+    command += ["--hang-timeout", "1", "--hang-long-timeout", "3"]
+    nodes = [[*command, "--node-rank", str(node), str(script)] for node in range(2)]
+    started = [subprocess.Popen(one, stderr=subprocess.PIPE, text=True) for one in nodes]
+    reports = [one.communicate()[1] for one in started]
+    assert [one.returncode for one in started] == [GAVE_UP, GAVE_UP], reports
+    assert "attempt 1: rank 1 has not opened its run, at " in reports[0] and "in download" in reports[0]
 
 
 def test_ranks_that_cannot_be_read_are_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

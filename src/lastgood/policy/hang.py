@@ -34,7 +34,7 @@ _LIBRARY = re.compile(r"/torch/|/lastgood/|/lib/python3\.\d+/(?!site-packages/|d
 _COMPUTES = "/torch/nn/modules/"
 """Modules do not wait themselves; those of DDP and FSDP are called by what does."""
 STOPPED = "T"
-LATE_LOOKS = 2
+LATE_READINGS = 2
 """A rank that was seen outside of such calls so many times in a row is one that others may wait for."""
 _ARRIVAL_POLLS, _LEAST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 100, 0.5, 30.0
 """how often ranks are looked at that have not opened their runs: so many times until the limit"""

@@ -31,13 +31,13 @@ class Arrivals:
         self._used = dict[int, float]()
         """rank -> the processor time of its main thread when the reading began"""
         self._waits = dict[int, Wait]()
-        self._elsewhere, self._looks = Counter[int](), dict[int, Stuck]()
+        self._elsewhere, self._newest = Counter[int](), dict[int, Stuck]()
         """rank -> how many times in a row it was seen outside of calls that wait; how it looked last"""
 
     def since(self, rank: int, now: float) -> float | None:
         """Since when a rank waits, as far as is known; None: it was seen elsewhere, twice in a row. Only the time until
         it was seen last counts, and none if that is long ago."""
-        if self._elsewhere[rank] >= hang.LATE_LOOKS:  # guard: one-look-makes-no-late-rank
+        if self._elsewhere[rank] >= hang.LATE_READINGS:  # guard: one-reading-makes-no-late-rank
             return None
         wait = self._waits.get(rank)
         if wait is None:
@@ -47,7 +47,7 @@ class Arrivals:
 
     def late(self) -> list[Stuck]:
         """The ranks that were seen elsewhere, as they looked last."""
-        return [self._looks[rank] for rank, times in self._elsewhere.items() if times >= hang.LATE_LOOKS]
+        return [self._newest[rank] for rank, times in self._elsewhere.items() if times >= hang.LATE_READINGS]
 
     def forget(self) -> None:
         """Nothing is known any more of who waits: the job may have been suspended."""
@@ -71,7 +71,7 @@ class Arrivals:
                 if wait is not None:
                     self._waits[rank] = wait
                 if one.stack:
-                    self._looks[rank] = one
+                    self._newest[rank] = one
                     self._elsewhere[rank] = 0 if wait is not None else self._elsewhere[rank] + 1
             self._reading = None
         if self._next is None:

@@ -69,8 +69,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a rank that cannot write its stacks is killed", "stacks-asked-only-of-who-can", Remove()),
         (
             "a rank that was between two waits is taken for late",
-            "one-look-makes-no-late-rank",
-            Swap("LATE_LOOKS", "LATE_LOOKS - 1"),
+            "one-reading-makes-no-late-rank",
+            Swap("LATE_READINGS", "LATE_READINGS - 1"),
         ),
         ("a slow rank that was not seen makes slow steps usual", "few-samples-make-nothing-usual", Swap(" or few", "")),
         ("ranks that all wait for each other are taken for hung", "all-arrived-is-no-late-rank", Never()),
