@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
 import msgspec
@@ -30,26 +31,24 @@ KEEP_SECONDS = 60.0
 
 
 class CopyPeers(Peers):
-    """As `Peers`, with the copies of this drill in place of the files themselves. `real`: the files themselves.
-
-    Until `close` a thread calls `keep`.
-    """
+    """As `Peers`, with the copies of this drill in place of the files themselves. `real`: the files themselves."""
 
     def __init__(self, job: str, security: Security, name: str, real: Peers) -> None:
         super().__init__(job, security, name)
         self._folder, self._real = f"drill-{secrets.token_hex(4)}", real
         self._with_copies = dict[str, tuple[PeerNode, str]]()
         """name of a node -> the node, and the folder of the generation of which it makes copies"""
-        self._ended = threading.Event()
-        # A daemon: Ctrl-C may come before anybody can close this.
-        self._keeper = threading.Thread(target=self._keep, name="lastgood-drill-keep", daemon=True)
-        self._keeper.start()
 
-    def close(self) -> None:
-        """Close all connections, and wait until the thread has ended."""
-        self._ended.set()
-        super().close()
-        self._keeper.join()
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """In the block a thread calls `keep` now and then."""
+        ended = threading.Event()
+        with ThreadPoolExecutor(1, "lastgood-drill-keep") as keeper:
+            try:
+                keeper.submit(self._keep_until, ended)
+                yield
+            finally:
+                ended.set()
 
     def keep(self) -> None:
         """Make a call to each node with copies, so that it keeps them. Raises nothing."""
@@ -57,8 +56,8 @@ class CopyPeers(Peers):
             with contextlib.suppress(LastgoodError):  # who reads there sees it too
                 self.list(node, folder)
 
-    def _keep(self) -> None:
-        while not self._ended.wait(KEEP_SECONDS):
+    def _keep_until(self, ended: threading.Event) -> None:
+        while not ended.wait(KEEP_SECONDS):
             self.keep()
 
     def make(self, node: PeerNode, folder: str, files: Mapping[str, int], flipped: Extent | None = None) -> None:

@@ -89,6 +89,7 @@ def play(folder: str, own: Tier, rows: Sequence[PeerRead], place: ScratchPlace, 
     with (
         contextlib.closing(Peers(known.job, secured, machine())) as real,
         contextlib.closing(CopyPeers(known.job, secured, machine(), real)) as copies,
+        copies.kept(),
     ):
         kinds: list[tuple[Kind, list[PeerNode]]] = [("copies", known.copies), ("parity", known.parity)]
         for kind, nodes in kinds:
