@@ -9,6 +9,7 @@ import pytest
 from lastgood.errors import Refused
 from lastgood.policy.hang import (
     ARRIVED,
+    END,
     FIRST_STEP,
     SAVE,
     START,
@@ -73,6 +74,9 @@ def test_no_rank_is_late_while_others_train() -> None:
     """Ranks that only serve those that train never open a run, and wait for them in a barrier all the time."""
     serves, late = Signs(1, since=100.0, where=ARRIVED), Signs(2, since=None, where=START)
     assert silent([replace(TRAINS, since=4999.0), serves, late], 5000.0, Limits(), {}) is None
+    for where in ("eval", SAVE, FIRST_STEP):
+        assert silent([replace(TRAINS, since=4999.0, where=where), serves, late], 5000.0, Limits(), {}) is None
+    assert silent([replace(TRAINS, since=None, where=END), serves, late], 5000.0, Limits(), {}) is None, "it has ended"
     found = silent([TRAINS, serves, late], 5000.0, Limits(), {})
     assert found is not None and found.rank == TRAINS.rank, "a rank that hangs comes before one that may be late"
 

@@ -107,7 +107,8 @@ def test_the_survivors_of_several_nodes_save_what_a_node_has_lost(
     node die before they have."""
     monkeypatch.setenv("TEST_FIRST_TIER", "memory://")
     run = str(tmp_path / "run")
-    troubles = ["kill:0:0:8", "no_deletions:1:2:12", "kill:1:2:14", "kill:1:3:14"]
+    troubles = ["kill:0:0:8", "no_deletion:1:2:10", "kill:1:2:14", "kill:1:3:14"]
     logs = supervised_nodes(tmp_path, "hsdp", run, 14, *troubles, nodes=2, ranks=2)
     attempts = went_on_from(run, [7, 13], logs)
+    assert Path(f"{run}.asked").exists(), "the deletion was under way"
     assert [one.nodes for one in attempts] == [2, 2, 2]

@@ -14,7 +14,7 @@ import pytest
 from commands import Call
 from lastgood.io import heartbeat
 from lastgood.io.heartbeat import Position, Progress
-from lastgood.policy.hang import Limits, Silent, Stuck
+from lastgood.policy.hang import START, Limits, Signs, Silent, Stuck
 from lastgood.policy.recovery import GAVE_UP
 from lastgood.policy.slow import LEAST_SAMPLES, SAMPLES_IN_WINDOW, Pace
 from lastgood.run import access
@@ -204,7 +204,19 @@ def test_the_time_of_a_suspension_is_no_wait(tmp_path: Path) -> None:
     ranks = starting(tmp_path)
     watch = ProgressWatch(Limits(long_seconds=100.0, ends_late=True), 2, AtTheStart(0))
     assert hangs(watch, ranks, 1000.0, 1050.0) == []
-    assert hangs(watch, ranks, 1600.0, 1690.0) == [] and hangs(watch, ranks, 1690.0, 1720.0) != []
+    assert hangs(watch, ranks, 1600.0, 1601.0) == [] and watch.shown(ranks[1], 1600.0).since == 1600.0
+    assert hangs(watch, ranks, 1601.0, 1690.0) == [] and hangs(watch, ranks, 1690.0, 1720.0) != []
+
+
+def test_a_late_rank_of_a_node_on_which_nobody_waits_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither node named it: on the one nobody was late, and on the other one nobody waited."""
+    (rank, _), watch = starting(tmp_path), ProgressWatch(Limits(long_seconds=100.0), 2, AtTheStart())
+    late = [Signs(1, since=None, where=START)]
+    found = [watch.silent([rank], 1000.0 + number, False, late) for number in range(300)]
+    assert [one for one in found if one is not None and not watch.is_reported(one)] == []
+    assert "rank 1 has not opened its run (others have waited for " in caplog.text
 
 
 def test_phases_do_not_make_a_job_slow(tmp_path: Path) -> None:
@@ -289,10 +301,14 @@ def test_a_late_rank_of_another_node_is_named(tmp_path: Path) -> None:
     script.write_text(textwrap.dedent(text))
     command = [str(Path(sys.executable).with_name("lastgood")), "run", "--nnodes", "2", "--master-addr", "127.0.0.1"]
     command += ["--master-port", str(free_port("127.0.0.1")), "--max-restarts", "0"]
-    command += ["--hang-timeout", "1", "--hang-long-timeout", "3"]
+    command += ["--hang-timeout", "1", "--hang-long-timeout", "8"]
     nodes = [[*command, "--node-rank", str(node), str(script)] for node in range(2)]
     started = [subprocess.Popen(one, stderr=subprocess.PIPE, text=True) for one in nodes]
-    reports = [one.communicate()[1] for one in started]
+    try:
+        reports = [one.communicate(timeout=200)[1] for one in started]
+    finally:
+        for one in started:
+            one.kill()
     assert [one.returncode for one in started] == [GAVE_UP, GAVE_UP], reports
     assert "attempt 1: rank 1 has not opened its run, at " in reports[0] and "in download" in reports[0]
 

@@ -16,17 +16,17 @@ from lastgood.supervisor.placement import free_port
 COMMAND = [str(Path(sys.executable).with_name("lastgood")), "run", "--preload", "lastgood.loop.checkpointer"]
 
 TRAINING = """
-import os, random, signal, sys, threading
+import os, pathlib, random, signal, sys, threading
 import numpy, torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 import lastgood
+from lastgood.format import layout
 from lastgood.run import node_disks, survivor_save
 
 kind, run, last, troubles = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4:]
 dist.init_process_group("gloo")
 rank, size, attempt = dist.get_rank(), dist.get_world_size(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-saved = 0
 random.seed(rank), numpy.random.seed(rank), torch.manual_seed(0)
 layers = torch.nn.Linear(4, 9), torch.nn.BatchNorm1d(9), torch.nn.Dropout(0.5), torch.nn.Linear(9, 5)
 model = torch.nn.Sequential(*layers)
@@ -48,12 +48,14 @@ def die(*_):
 
 if f"kill_saving:{attempt}" in troubles:
     survivor_save.HeldWriter.write = die
-served = node_disks.NodeFiles.served
+served, asked = node_disks.NodeFiles.served, threading.Event()
 
 
 def busy(files, request, stop):
-    if request["call"] == "delete" and f"no_deletions:{attempt}:{rank}:{saved}" in troubles:
-        threading.Event().wait()
+    generation = layout.parse_folder(request["name"].split("/")[1]) if request["call"] == "delete" else None
+    if generation is not None and f"no_deletion:{attempt}:{rank}:{generation.step}" in troubles:
+        pathlib.Path(run + ".asked").touch()
+        asked.set(), threading.Event().wait()
     return served(files, request, stop)
 
 
@@ -69,6 +71,7 @@ with lastgood.Checkpointer(run, state, **options) as ckpt:
         optimizer.zero_grad()
         loss = model(torch.randn(2, 4) + numpy.random.rand()).pow(2).mean()
         if f"kill:{attempt}:{rank}:{n}" in troubles:
+            asked.wait(60 if any(one.startswith(f"no_deletion:{attempt}:{rank}:") for one in troubles) else 0)
             die()
         loss.backward()
         optimizer.step()
@@ -79,7 +82,6 @@ with lastgood.Checkpointer(run, state, **options) as ckpt:
         save = ckpt.step(n)
         if save is not None:
             save.committed()
-            saved = n
         usual.step(n).committed()
     usual.close()
 """

@@ -135,20 +135,30 @@ def silent(
     """
     if not limits.least_seconds:
         return None
-    late = not all_known or any(one.where == START and one.since is None for one in ranks)
-    trains = any(one.where == STEP and not _is_over(one, now, limits, completed) for one in ranks)
+    late = not all_known or any(map(is_late, ranks))
+    opened = any(_has_opened(one) and not _is_over(one, now, limits, completed) for one in ranks)
     found = []
     for one in ranks:
         if one.since is None or not _is_over(one, now, limits, completed):
             continue
-        # Ranks that serve those that train never open a run.
-        if one.where == ARRIVED and not one.stopped and (trains or not late):  # guard: all-arrived-is-no-late-rank
+        # A run is opened by all that train together; ranks that serve these never open one.
+        if one.where == ARRIVED and not one.stopped and (opened or not late):  # guard: all-arrived-is-no-late-rank
             continue
         if not any(_may_wait_for(one, other, now, limits, completed) for other in ranks):
             limit = _limit_seconds(one, limits, completed)
             found.append(Silent(one.rank, now - one.since, limit, START if one.stopped else one.where))
     # What may only be reported comes last.
     return max(found, key=lambda one: (one.where != ARRIVED, one.seconds - one.limit_seconds, -one.rank), default=None)
+
+
+def is_late(one: Signs) -> bool:
+    """Whether a rank has not opened its run, and was not seen to wait."""
+    return one.where == START and one.since is None
+
+
+def _has_opened(one: Signs) -> bool:
+    """Whether a rank has opened its run, as far as its signs show it."""
+    return not one.stopped and one.where != ARRIVED and (one.where != START or one.since is not None)
 
 
 def _is_over(one: Signs, now: float, limits: Limits, completed: Mapping[str, float]) -> bool:
@@ -250,7 +260,7 @@ def described(one: Stuck, silent: Silent | None, ends: bool = True) -> str:
         RESTORE: "while it restores",
         SAVE: f"while it waits for a save, after step {one.signs.step}",
     }.get(one.signs.where, f'in the phase "{one.signs.where}" after step {one.signs.step}')
-    unopened = one.signs.where == ARRIVED or (one.signs.where == START and one.signs.since is None)
+    unopened = one.signs.where == ARRIVED or is_late(one.signs)
     unopened = unopened and silent is not None and one.state not in STATES
     call = f", at {one.stack[0].strip().removeprefix('File ')}" if one.stack else ""
     state = f": it {STATES[one.state]}" if one.state in STATES else ""

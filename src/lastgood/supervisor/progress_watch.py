@@ -98,7 +98,8 @@ class ProgressWatch:
         self._looked_at: float | None = None
         self._resumed_at = 0.0
         """when this process went on after it had been stopped, and with it perhaps the whole job"""
-        self._reported_late = False
+        self._reported_late, self._newest = False, list[Signs]()
+        """what all ranks have shown, those of other nodes if it was known"""
 
     def silent(
         self, ranks: Sequence[RankProcess], now: float, ended: bool, others: Sequence[Signs] | None = ()
@@ -116,7 +117,7 @@ class ProgressWatch:
         for one in ranks:
             self._note_phase(one.rank, one.shown, now)
             found.append(self._stopped_too(one, self.shown(one, now, ended), now))
-        found = [self._counted(one, now) for one in found]
+        self._newest = found = [self._counted(one, now) for one in found]
         return hang.silent(found, now, self._limits, self._completed, all_known=others is not None)
 
     def is_reported(self, silent: Silent) -> bool:
@@ -124,11 +125,12 @@ class ProgressWatch:
         limit was given for that."""
         if silent.where != ARRIVED or self._limits.ends_late:
             return False
-        self._reported_late = True
-        late = [] if self._arrivals is None else self._arrivals.late()
-        if late:  # otherwise it is of another node, which reports it if others wait there too
+        here = [] if self._arrivals is None else self._arrivals.late()
+        late = here or [Stuck(one) for one in self._newest if hang.is_late(one)]
+        if late:
             one = hang.behind(late)
             reporting.warning(f"rank {one.signs.rank} {hang.described(one, silent, ends=False)}")
+            self._reported_late = True
         return True
 
     def behind(self, ranks: Sequence[RankProcess], texts: dict[int, str], now: float) -> Stuck:
@@ -140,7 +142,7 @@ class ProgressWatch:
         """The same signs, with the time for which they count."""
         if sign.since is None:
             return sign
-        over = self._reported_late and sign.where == ARRIVED
+        over = self._reported_late and sign.where == ARRIVED and not sign.stopped
         return replace(sign, since=now if over else max(sign.since, self._resumed_at))
 
     def shown(self, one: RankProcess, now: float, ended: bool = False) -> Signs:
