@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lastgood.policy.membership import Past, Round, Seen, enough, store_to_join
+from lastgood.policy.membership import Past, Round, Seen, enough, last_round, store_to_join
 
 STORES = 3
-FIRST, SECOND = Round(store=0, order=1, nodes=4), Round(store=1, order=1, nodes=3)
+FIRST, SECOND = Round(store=0, id="a", order=1, nodes=4), Round(store=1, id="b", order=1, nodes=3)
 BELONGED, FRESH = Past(last=FIRST), Past()
 
 
@@ -39,7 +40,7 @@ def test_a_new_job_begins_in_the_first_store_only_and_once() -> None:
 
 def test_nodes_that_missed_the_newest_round_of_a_store_do_not_replace_it() -> None:
     """Two of four went on, and then the other two beside them, at the same store: each pair was half of the four."""
-    newest = Round(store=0, order=2, nodes=2)
+    newest = Round(store=0, id="a", order=2, nodes=2)
     assert not enough([BELONGED] * 2, 0, newest, 0)
     assert enough([BELONGED] * 2 + [Past(last=newest)], 0, newest, 0)
 
@@ -52,57 +53,100 @@ def test_a_round_that_may_have_begun_counts_like_one_that_has() -> None:
     assert enough([agreed, Past(last=SECOND), *others], 2, None, 0)
 
 
+AT_SECOND = Past(last=SECOND)
+DOUBTS = Past(last=FIRST, tried=(SECOND,))
+
+
 @pytest.mark.parametrize(
-    ("seen", "at", "known", "leaves", "chosen"),
+    ("seen", "past", "at", "leaves", "chosen"),
     [
-        (["a", "b", None], 0, "", False, 0),
-        (["a", "b*", "c"], 0, "", False, 1),
-        ([None, "b", "c"], 0, "", False, None),
-        (["a", "b", "c"], 0, "a", True, 0),
-        ([None, "b", "c"], 0, "a", True, 1),
-        ([None, "b", "c"], 0, "a", False, None),
-        ([None, None, "c"], 0, "a", True, 2),
-        (["new", "b", None], 0, "a", True, 1),
-        (["new", "b", None], 0, "a", False, None),
-        (["a*", "b", "c"], 1, "b", True, 1),
-        (["a", "b*", "c*"], 0, "a", True, 2),
-        (["a*", None, None], 1, "b", True, None),
+        (["a", "b", None], FRESH, 0, False, 0),
+        (["a", "b 0.1", "c"], FRESH, 0, False, 1),
+        ([None, "b", "c"], FRESH, 0, False, None),
+        (["a", "b", "c"], BELONGED, 0, True, 0),
+        ([None, "b", "c"], BELONGED, 0, True, 1),
+        ([None, "b", "c"], BELONGED, 0, False, None),
+        ([None, None, "c"], BELONGED, 0, True, 2),
+        (["new", "b", None], BELONGED, 0, True, 1),
+        (["new", "b", None], BELONGED, 0, False, None),
+        (["new 0.1", "b", None], BELONGED, 1, False, 1),
+        (["a", "b 0.1", "c 0.1"], BELONGED, 0, True, 2),
+        (["a 0.2", "b 1.1", "c 0.1"], FRESH, 0, True, 1),
+        # it waits at a later store than the others
+        (["a 0.1", "b", None], BELONGED, 1, False, 0),
+        ([None, "b 0.1", "c"], BELONGED, 2, False, 1),
+        (["a", "b", "c"], BELONGED, 2, False, 0),
+        ([None, "new", "c"], BELONGED, 2, False, 1),
+        # a round to which it has agreed bounds it
+        (["a 0.1", "b", "c"], AT_SECOND, 1, True, 1),
+        (["a 0.1", None, None], AT_SECOND, 1, True, None),
+        (["a 0.1", "new", "c"], AT_SECOND, 1, True, 2),
+        (["a 0.2", "b", "c"], DOUBTS, 1, True, 1),
+        (["a 0.2", "new", "c"], DOUBTS, 1, False, None),
+        # the others have been at a store, and have gone on since
+        ([None, "b", "c 0.1"], AT_SECOND, 1, True, 1),
+        ([None, "b 0.1", "c 0.1"], Past(last=Round(store=0, id="a", order=2, nodes=3)), 0, True, 1),
     ],
 )
-def test_a_node_joins_the_store_of_the_others_and_never_goes_back(
-    seen: list[str | None], at: int, known: str, leaves: bool, chosen: int | None
+def test_a_node_joins_the_store_of_the_others_as_far_as_its_rounds_permit(
+    seen: list[str | None], past: Past, at: int, leaves: bool, chosen: int | None
 ) -> None:
-    """An asterisk: the nodes of the job are there."""
-    stores = [None if one is None else Seen(id=one.rstrip("*"), active="*" in one) for one in seen]
-    assert store_to_join(stores, at, known, leaves) == chosen
+    """A node that waited at a later store did not look at the earlier ones: with all nodes needed, the job ended.
+
+    "b 0.1": the store with the id b answers, and more than half of the nodes of round 1 of store 0 are there.
+    """
+    stores = [None if one is None else shown(*one.split()) for one in seen]
+    assert store_to_join(stores, past, at, leaves) == chosen
+
+
+def shown(id: str, active: str = "") -> Seen:
+    store, _, order = active.partition(".")
+    return Seen(id=id, active=(int(store), int(order)) if active else None)
 
 
 @dataclass
 class Nodes:
-    """Nodes that try rounds in stores, and lose each other at any moment."""
+    """Nodes that try rounds in stores, and lose each other at any moment. Stores are replaced by new ones."""
 
     pasts: list[Past]
-    at: list[int]
+    names: list[int]
+    """of the nodes: one that begins anew has another name"""
+    ids: list[int] = field(default_factory=lambda: [0] * STORES)
     newest: dict[int, Round] = field(default_factory=dict)
     """store -> the last round that has begun there"""
-    order: int = 0
-    begun: list[set[int]] = field(default_factory=list)
-    """the nodes of the rounds that have begun, in their order"""
-    stores: list[int] = field(default_factory=list)
-    """of these"""
+    orders: list[int] = field(default_factory=lambda: [0] * STORES)
+    left: dict[Round, int] = field(default_factory=dict)
+    """round -> how many of its nodes have ended as they were asked to"""
+    begun: list[tuple[Round, set[int], int]] = field(default_factory=list)
+    """the rounds that have begun, in their order; their nodes; and how many of the one before had ended as asked"""
 
     def attempt(self, chance: random.Random) -> None:
         store = chance.randrange(STORES)
-        able = [one for one, at in enumerate(self.at) if at <= store]
+        if chance.random() < 0.1:
+            self.ids[store] += 1
+            self.orders[store] = 0
+            self.newest.pop(store, None)
+        seen = [Seen(id=str(self.ids[store])) if one == store else None for one in range(STORES)]
+        able = [one for one, past in enumerate(self.pasts) if store_to_join(seen, past, store, True) == store]
         nodes = chance.sample(able, chance.randint(0, len(able)))
-        if not nodes:
+        if nodes:
+            self.orders[store] += 1
+            order = self.orders[store]
+            self.join(nodes, Round(store=store, id=str(self.ids[store]), order=order, nodes=len(nodes)), chance)
+        if chance.random() < 0.4:
+            one = chance.randrange(len(self.pasts))
+            last = self.pasts[one].last
+            if last is not None and not self.pasts[one].tried and chance.random() < 0.5:
+                self.left[last] = self.left.get(last, 0) + 1
+            self.pasts[one], self.names[one] = Past(), max(self.names) + 1
+
+    def join(self, nodes: list[int], tried: Round, chance: random.Random) -> None:
+        pasts, newest = [self.pasts[one] for one in nodes], self.newest.get(tried.store)
+        last = last_round(pasts, newest)
+        left = self.left.get(last, 0) if last is not None and (last.store, last.id) == (tried.store, tried.id) else 0
+        anew = last is None and self.begun  # in the place of a lost store: no node knows the job
+        if anew or not enough(pasts, tried.store, newest, left):
             return
-        self.order += 1
-        for one in nodes:
-            self.at[one] = store
-        if not enough([self.pasts[one] for one in nodes], store, self.newest.get(store), 0):
-            return
-        tried = Round(store=store, order=self.order, nodes=len(nodes))
         whole = chance.random() < 0.7
         for one in nodes if whole else chance.sample(nodes, chance.randint(0, len(nodes) - 1)):
             self.pasts[one] = Past(last=self.pasts[one].last, tried=(*self.pasts[one].tried, tried))
@@ -111,11 +155,9 @@ class Nodes:
             for one in begin:
                 self.pasts[one] = Past(last=tried)
             if begin:
-                self.newest[store] = tried
-                self.begun.append({*nodes})
-                self.stores.append(store)
-        if chance.random() < 0.2:
-            self.pasts[chance.randrange(len(self.pasts))] = Past()
+                self.newest[tried.store] = tried
+                before = self.begun[-1][0] if self.begun else tried
+                self.begun.append((tried, {self.names[one] for one in nodes}, self.left.get(before, 0)))
 
 
 @settings(max_examples=2000, deadline=None)
@@ -123,9 +165,9 @@ class Nodes:
 def test_two_groups_of_nodes_never_begin_beside_each_other(seed: int, nodes: int) -> None:
     """Each round that begins has so many nodes of the one before that the rest of it cannot begin another one."""
     chance = random.Random(seed)
-    made = Nodes([Past()] * nodes, [0] * nodes)
+    made = Nodes([Past()] * nodes, [*range(nodes)])
     for _ in range(40):
         made.attempt(chance)
-    for before, after, old, new in zip(made.begun, made.begun[1:], made.stores, made.stores[1:], strict=False):
-        common = 2 * len(before & after)
-        assert common > len(before) if old != new else common >= len(before), (made.begun, made.stores)
+    for (old, before, _), (new, after, left) in pairwise(made.begun):
+        common, of = 2 * len(before & after), len(before) - left
+        assert common >= of if (old.store, old.id) == (new.store, new.id) else common > of, made.begun

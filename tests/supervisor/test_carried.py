@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from lastgood.errors import TierDown
-from lastgood.policy.membership import Bounds, Round
+from lastgood.policy.membership import Bounds, Past
 from lastgood.policy.quarantine import points_to_machine
 from lastgood.supervisor import reported
 from lastgood.supervisor.attempt import Lived
@@ -38,7 +38,7 @@ class Member:
     def endpoint(self) -> str:
         return f"host{self.store.number}:29400"
 
-    def join(self, last: Round | None, again: bool) -> Joined:
+    def join(self, past: Past, again: bool) -> Joined:
         nodes = self.store.nodes
         return Joined(node=nodes.index(self), nodes=len(nodes), address="127.0.0.1", store=self.store.number, order=1)
 

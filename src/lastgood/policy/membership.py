@@ -57,10 +57,11 @@ class Next:
 
 
 class Round(Record, frozen=True, kw_only=True):
-    """A round of a job whose store can move. `store`: number of its store in the list. `order`: grows from round to
-    round of one store. `nodes`: how many it has."""
+    """A round of a job whose store can move. `store`: number of its store in the list. `id`: of this store. `order`:
+    grows from round to round of one store. `nodes`: how many it has."""
 
     store: int
+    id: str
     order: int
     nodes: int
 
@@ -70,9 +71,10 @@ class Past(Record, frozen=True, kw_only=True):
 
     `last`: the last round that it knows to have begun; None: none. `tried`: later ones to which it has agreed, and does
     not know whether all others have. `decided`: of how many attempts it knows the verdicts. `lived`: whether it has
-    begun the attempt after these.
+    begun the attempt after these. `node`: an id of this node, as long as its supervisor lives.
     """
 
+    node: str = ""
     last: Round | None = None
     tried: tuple[Round, ...] = ()
     decided: int = 0
@@ -80,10 +82,11 @@ class Past(Record, frozen=True, kw_only=True):
 
 
 class Seen(Record, frozen=True, kw_only=True):
-    """A store that answers. `id`: chosen when it was made. `active`: whether the nodes of the job are there."""
+    """A store that answers. `id`: chosen when it was made. `active`: store and order of the newest round of which more
+    than half of the nodes have come there; None: there is none."""
 
     id: str
-    active: bool
+    active: tuple[int, int] | None = None
 
 
 def leader(nodes: int, lost: Collection[int]) -> int:
@@ -167,18 +170,26 @@ def _order(one: Round) -> tuple[int, int]:
     return one.store, one.order
 
 
-def store_to_join(seen: Sequence[Seen | None], at: int, known: str, leaves: bool) -> int | None:
+def store_to_join(seen: Sequence[Seen | None], past: Past, at: int, leaves: bool) -> int | None:
     """The number of the store that a node joins; None: none yet.
 
-    `seen`: the stores of the list; None: it does not answer. `at`: that to which the node belongs, or 0. `known`: the
-    id that this one had; empty: the node has not belonged to one. `leaves`: whether it may go on to a later one.
+    `seen`: the stores of the list; None: it does not answer. `past`: what the node brings. `at`: the store that it has
+    joined last; 0 if none. `leaves`: whether it may go on to a later one where no others are.
 
-    A node never goes back in the list. It goes where the others are, else it stays, else it takes the next one.
+    The newest round to which the node has agreed bounds it: it joins that store, or a later one, and no other store at
+    the same endpoint. So rounds have the order of their stores. Within this bound it goes where the others are, else
+    to the first store that answers, so that nodes that have lost sight of each other come together again.
     """
-    active = [one for one, found in enumerate(seen) if one > at and found is not None and found.active]
+    agreed = [*past.tried, *([] if past.last is None else [past.last])]  # guard: agreed-round-bounds-node
+    bound = max(agreed, key=_order, default=None)
+    stores = dict[int, Seen]()
+    for number, one in enumerate(seen):
+        same = bound is None or one is None or one.id == bound.id  # guard: replaced-store-not-rejoined
+        if one is not None and (bound is None or number > bound.store or (number == bound.store and same)):
+            stores[number] = one
+    oldest = (0, 0) if past.last is None else _order(past.last)
+    known = {number: one.active for number, one in stores.items() if one.active is not None}
+    active = {number: one for number, one in known.items() if one >= oldest}  # guard: older-round-is-not-followed
     if active:
-        return active[-1]
-    here = seen[at]
-    if here is not None and known in ("", here.id):  # guard: replaced-store-not-rejoined
-        return at
-    return next((one for one in range(at + 1, len(seen)) if seen[one] is not None), None) if leaves else None
+        return max(active, key=lambda number: (active[number], number))
+    return next((number for number in stores if number <= at or leaves), None)

@@ -10,13 +10,14 @@ Invariant: of two groups of nodes that have lost sight of each other, one at mos
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 
 import msgspec
 
 from ..policy.membership import Past, Round, enough, last_round
 from ..records import Record
-from .membership import Joined, Membership
+from .membership import ACTIVE, Joined, Membership, active_text
 from .placement import NodeInfo
 
 BEGUN = "begun"
@@ -36,16 +37,16 @@ class Moves:
     """What this node carries. `membership`: of this node; where its store cannot move, nothing is carried."""
 
     def __init__(self, membership: Membership) -> None:
-        self._membership, self._past = membership, Past()
+        self._membership, self._past = membership, Past(node=secrets.token_hex(8))
         self._infos = list[NodeInfo]()
         """the nodes of the last attempt that was lived here"""
         self._verdict: str | None = None
         """the last one that this node knows"""
 
     @property
-    def last(self) -> Round | None:
-        """The last round that has begun."""
-        return self._past.last
+    def past(self) -> Past:
+        """What this node brings to a round."""
+        return self._past
 
     def begun(self, number: int, infos: Sequence[NodeInfo] = ()) -> None:
         """This node begins an attempt. `infos`: of its nodes, if ranks are started here (default: they are not)."""
@@ -74,7 +75,7 @@ class Moves:
         newest = None
         if text is not None:
             order, nodes = map(int, text.split())
-            newest = Round(store=joined.store, order=order, nodes=nodes)
+            newest = Round(store=joined.store, id=joined.id, order=order, nodes=nodes)
         last, left = last_round(pasts, newest), 0
         if last is not None:
             found = self._membership.read([_left(last, node) for node in range(last.nodes)], job=True)
@@ -89,6 +90,7 @@ class Moves:
         """All nodes of the round have agreed to it. Raises TierDown."""
         self._membership.raise_to(BEGUN, f"{joined.order:012d} {joined.nodes}")
         self._past = msgspec.structs.replace(self._past, last=_round(joined), tried=())
+        self._membership.raise_to(ACTIVE, active_text(_round(joined)))
 
     def carried(self, infos: Sequence[NodeInfo]) -> Carried | None:
         """What the nodes of a round have carried to it; None: nothing. Raises TierDown."""
@@ -124,7 +126,7 @@ def lost_text(before: Sequence[NodeInfo], now: Sequence[NodeInfo], endpoint: str
 
 
 def _round(joined: Joined) -> Round:
-    return Round(store=joined.store, order=joined.order, nodes=joined.nodes)
+    return Round(store=joined.store, id=joined.id, order=joined.order, nodes=joined.nodes)
 
 
 def _key(past: Past) -> str:
@@ -132,4 +134,4 @@ def _key(past: Past) -> str:
 
 
 def _left(last: Round, node: int) -> str:
-    return f"left/{last.store}.{last.order}/{node}"
+    return f"left/{last.store}.{last.id}.{last.order}/{node}"

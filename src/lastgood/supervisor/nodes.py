@@ -37,7 +37,7 @@ from ..policy import membership as policy
 from ..policy.hang import Signs
 from ..records import Record
 from . import long_values
-from .membership import ACTIVE, Joined, Membership, StoreLost
+from .membership import Joined, Membership, StoreLost
 from .moves import Carried, Moves, lost_text
 from .placement import NodeInfo, Notice, Placement, free_port, order
 from .signals import PASSED_ON, Signals
@@ -111,7 +111,7 @@ class SeveralNodes:
     def _join(self, job: str) -> str | None:
         infos, until, again = None, time.monotonic() + self._membership.join_seconds, False
         while infos is None:
-            joined = self._membership.join(self._moves.last, again)
+            joined = self._membership.join(self._moves.past, again)
             past = self._moves.joined(joined)
             mine = msgspec.structs.replace(
                 self._info, address=joined.address, job=job, holds_store=joined.holds_store, past=past
@@ -131,7 +131,7 @@ class SeveralNodes:
         self.infos, self.node = [infos[one] for one in ordered], ordered.index(joined.node)
         carried = self._moves.carried(infos)
         self._token = self._membership.claim("token", secrets.token_hex(8))
-        self._membership.put({"round": self._token, ACTIVE: ""}, job=True)
+        self._membership.put({"round": self._token}, job=True)
         found = self._membership.read([f"verdict/{one.job}" for one in self.infos], job=True)
         belonged = [one for one, info in enumerate(self.infos) if info.past.last is not None]
         known = next((one for one, verdict in enumerate(found) if verdict is not None), min(belonged, default=0))

@@ -145,7 +145,13 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "a node joins a new store in the place of the lost one",
             "replaced-store-not-rejoined",
-            Swap("known in", "True or known in"),
+            Swap("one.id == bound.id", "True"),
+        ),
+        ("a node leaves a round that may have begun", "agreed-round-bounds-node", Swap("*past.tried, ", "")),
+        (
+            "a node follows others to where they were once",
+            "older-round-is-not-followed",
+            Swap("one >= oldest", "True"),
         ),
         ("an attempt before the store moved has no verdict", "attempt-before-move-is-decided", Never()),
         ("a suspended node trains beside the others", "suspended-node-joins-anew", Never()),
