@@ -123,6 +123,20 @@ def test_a_verdict_that_one_node_knows_is_followed_by_all(nodes: list[Node]) -> 
     assert all(isinstance(one.begin(1), Placement) for one in nodes[1:])
 
 
+def test_nodes_that_are_no_majority_carry_their_attempt_with_them(nodes: list[Node]) -> None:
+    """A node that was cut off with the store recorded the attempt, and so did the others at the next store."""
+    nodes[1].over(Notice(kind="lost", lost=[2]))
+    assert nodes[1].reports("of 1") is None and nodes[0].notice(10.0**9, []) is not None
+    assert nodes[0].reports("of 0") == {0: "of 0", 1: "of 1"}
+    nodes[0].lost.add(1)
+    with pytest.raises(StoreLost):
+        nodes[0].reports("of 0")
+    assert joined(1, *nodes) == [None] * 3
+    assert [one.begin(0) for one in nodes] == [Notice(kind="moved")] * 3
+    assert nodes[1].reports("again") is nodes[2].reports("again") is None
+    assert nodes[0].reports("again") is not None
+
+
 def test_a_minority_of_the_last_round_begins_nothing(nodes: list[Node]) -> None:
     nodes[0].member.store.lost = True
     with pytest.raises(TierDown, match="too few nodes of the last round came to the store at host1:29400"):

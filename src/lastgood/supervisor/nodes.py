@@ -289,7 +289,8 @@ class SeveralNodes:
     def reports(self, mine: str) -> dict[int, str] | None:
         """Report an attempt. Returns the reports of all nodes, by number, if this node decides; else None.
 
-        A node that shows no sign of life is not waited for. Raises TierDown, and Cancelled if this node is to end.
+        A node that shows no sign of life is not waited for. Raises TierDown, and Cancelled if this node is to end; and
+        StoreLost where the store can move and most nodes are lost, because those may decide at another store.
         """
         long_values.put(self._membership, f"{self._number}/report/{self.node}", mine)
         self._asked = self._signals.end is not None
@@ -303,6 +304,8 @@ class SeveralNodes:
                 return None
             if over is not None and self.node in self._note_lost(over).lost:
                 return None
+            if self._membership.moves and 2 * len(nodes) < len(self.infos):  # guard: minority-decides-nothing
+                raise StoreLost("fewer than half of the nodes are left at this store")
             missing = {node for node, report in zip(nodes, found, strict=True) if report is None}
             if not missing:
                 texts = zip(nodes, keys, found, strict=True)
