@@ -10,8 +10,9 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from lastgood.policy.membership import Past, Round, Seen, enough, last_round, store_to_join
+from lastgood.policy.membership import Past, Round, Seen, enough, last_round, may_move, store_to_join
 
 STORES = 3
 FIRST, SECOND = Round(store=0, id="a", order=1, nodes=4), Round(store=1, id="b", order=1, nodes=3)
@@ -30,27 +31,40 @@ BELONGED, FRESH = Past(last=FIRST), Past()
 )
 def test_a_round_needs_a_majority_of_the_last_one(there: int, store: int, left: int, begins: bool) -> None:
     """Half of them is enough where the last round was, and nodes that ended as asked do not count."""
-    assert enough([BELONGED] * there + [FRESH] * 5, store, None, left) is begins
+    assert enough([BELONGED] * there + [FRESH] * 5, store, None, range(left)) is begins
+
+
+def test_nodes_that_ended_as_asked_are_not_missed_at_the_next_store() -> None:
+    """What they had put into the store was lost with it: two of four nodes, without the two others, ended with 5."""
+    ended = Past(last=FIRST, left=(0, 2))
+    assert enough([BELONGED, ended], 1, None, []) and not enough([ended, FRESH], 1, None, [])
+    assert enough([ended], 1, None, [3]) and not enough([BELONGED, FRESH], 1, None, [3])
+
+
+def test_one_of_two_nodes_moves_only_after_the_other_was_asked_to_end() -> None:
+    two = Round(store=0, id="a", order=1, nodes=2)
+    assert may_move(Past(last=two, left=(0,))) and not may_move(Past(last=two))
+    assert may_move(BELONGED) and not may_move(FRESH)
 
 
 def test_a_new_job_begins_in_the_first_store_only_and_once() -> None:
-    assert enough([FRESH], 0, None, 0)
-    assert not enough([FRESH], 1, None, 0) and not enough([FRESH], 0, FIRST, 0)
+    assert enough([FRESH], 0, None, [])
+    assert not enough([FRESH], 1, None, []) and not enough([FRESH], 0, FIRST, [])
 
 
 def test_nodes_that_missed_the_newest_round_of_a_store_do_not_replace_it() -> None:
     """Two of four went on, and then the other two beside them, at the same store: each pair was half of the four."""
     newest = Round(store=0, id="a", order=2, nodes=2)
-    assert not enough([BELONGED] * 2, 0, newest, 0)
-    assert enough([BELONGED] * 2 + [Past(last=newest)], 0, newest, 0)
+    assert not enough([BELONGED] * 2, 0, newest, [])
+    assert enough([BELONGED] * 2 + [Past(last=newest)], 0, newest, [])
 
 
 def test_a_round_that_may_have_begun_counts_like_one_that_has() -> None:
     """Two of its three nodes may train. The third one knows only that it has agreed to it."""
     agreed = Past(last=FIRST, tried=(SECOND,))
     others = [Past(last=FIRST)] * 2
-    assert not enough([agreed, *others], 2, None, 0)
-    assert enough([agreed, Past(last=SECOND), *others], 2, None, 0)
+    assert not enough([agreed, *others], 2, None, [])
+    assert enough([agreed, Past(last=SECOND), *others], 2, None, [])
 
 
 AT_SECOND = Past(last=SECOND)
@@ -115,8 +129,8 @@ class Nodes:
     newest: dict[int, Round] = field(default_factory=dict)
     """store -> the last round that has begun there"""
     orders: list[int] = field(default_factory=lambda: [0] * STORES)
-    left: dict[Round, int] = field(default_factory=dict)
-    """round -> how many of its nodes have ended as they were asked to"""
+    left: dict[Round, list[int]] = field(default_factory=dict)
+    """round -> those of its nodes that have ended as they were asked to"""
     begun: list[tuple[Round, set[int], int]] = field(default_factory=list)
     """the rounds that have begun, in their order; their nodes; and how many of the one before had ended as asked"""
 
@@ -137,19 +151,23 @@ class Nodes:
             one = chance.randrange(len(self.pasts))
             last = self.pasts[one].last
             if last is not None and not self.pasts[one].tried and chance.random() < 0.5:
-                self.left[last] = self.left.get(last, 0) + 1
+                self.left[last] = [*self.left.get(last, []), self.names[one]]
+                for other, past in enumerate(self.pasts):  # the verdict says so, which some of the others know
+                    if past.last == last and chance.random() < 0.5:
+                        self.pasts[other] = replace(past, left=(*past.left, self.names[one]))
             self.pasts[one], self.names[one] = Past(), max(self.names) + 1
 
     def join(self, nodes: list[int], tried: Round, chance: random.Random) -> None:
         pasts, newest = [self.pasts[one] for one in nodes], self.newest.get(tried.store)
         last = last_round(pasts, newest)
-        left = self.left.get(last, 0) if last is not None and (last.store, last.id) == (tried.store, tried.id) else 0
+        shows = last is not None and (last.store, last.id) == (tried.store, tried.id)
+        left = self.left.get(last, []) if last is not None and shows else []
         anew = last is None and self.begun  # in the place of a lost store: no node knows the job
         if anew or not enough(pasts, tried.store, newest, left):
             return
         whole = chance.random() < 0.7
         for one in nodes if whole else chance.sample(nodes, chance.randint(0, len(nodes) - 1)):
-            self.pasts[one] = Past(last=self.pasts[one].last, tried=(*self.pasts[one].tried, tried))
+            self.pasts[one] = replace(self.pasts[one], tried=(*self.pasts[one].tried, tried))
         if whole:  # all have agreed: any of them may learn it, and begin
             begin = chance.sample(nodes, chance.randint(0, len(nodes)))
             for one in begin:
@@ -157,7 +175,7 @@ class Nodes:
             if begin:
                 self.newest[tried.store] = tried
                 before = self.begun[-1][0] if self.begun else tried
-                self.begun.append((tried, {self.names[one] for one in nodes}, self.left.get(before, 0)))
+                self.begun.append((tried, {self.names[one] for one in nodes}, len(self.left.get(before, []))))
 
 
 @settings(max_examples=2000, deadline=None)

@@ -123,6 +123,14 @@ def test_a_verdict_that_one_node_knows_is_followed_by_all(nodes: list[Node]) -> 
     assert all(isinstance(one.begin(1), Placement) for one in nodes[1:])
 
 
+def test_nodes_that_end_as_asked_with_their_store_are_not_missed(nodes: list[Node]) -> None:
+    """The store showed who had ended, and was lost with its node: the others found no majority, and ended with 5."""
+    assert nodes[2].verdict("go on") == "go on"
+    nodes[2].left([0, 1])
+    nodes[0].member.store.lost = True
+    assert joined(1, nodes[2]) == ["go on"]
+
+
 def test_nodes_that_are_no_majority_carry_their_attempt_with_them(nodes: list[Node]) -> None:
     """A node that was cut off with the store recorded the attempt, and so did the others at the next store."""
     nodes[1].over(Notice(kind="lost", lost=[2]))

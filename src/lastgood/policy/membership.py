@@ -71,11 +71,13 @@ class Past(Record, frozen=True, kw_only=True):
 
     `last`: the last round that it knows to have begun; None: none. `tried`: later ones to which it has agreed, and does
     not know whether all others have. `decided`: of how many attempts it knows the verdicts. `lived`: whether it has
-    begun the attempt after these. `node`: an id of this node, as long as its supervisor lives.
+    begun the attempt after these. `left`: numbers of the nodes of `last` that have ended, as they were asked to.
+    `node`: an id of this node, as long as its supervisor lives.
     """
 
     node: str = ""
     last: Round | None = None
+    left: tuple[int, ...] = ()
     tried: tuple[Round, ...] = ()
     decided: int = 0
     lived: bool = False
@@ -145,11 +147,11 @@ def last_round(pasts: Sequence[Past], newest: Round | None) -> Round | None:
     return max(known, key=_order, default=None)
 
 
-def enough(pasts: Sequence[Past], store: int, newest: Round | None, left: int) -> bool:
+def enough(pasts: Sequence[Past], store: int, newest: Round | None, left: Collection[int]) -> bool:
     """Whether the nodes of a round may begin: no others can then begin beside them, at any store.
 
-    `pasts`: what they bring. `store`: that of the round. `newest`: the last round that has begun there. `left`: how
-    many nodes of the last round have ended, as they were asked to, as far as this store shows it.
+    `pasts`: what they bring. `store`: that of the round. `newest`: the last round that has begun there. `left`: numbers
+    of the nodes of the last round that have ended, as they were asked to, as far as this store shows it.
 
     They are more than half of the nodes of the last round that has begun, and of each later one that may have; in the
     store of that round, half of them. A job begins in the first store.
@@ -157,13 +159,23 @@ def enough(pasts: Sequence[Past], store: int, newest: Round | None, left: int) -
     last = last_round(pasts, newest)
     if last is None:
         return store == 0  # guard: new-job-begins-at-first-store
+    ended = {
+        *left,
+        *(one for past in pasts if past.last == last for one in past.left),
+    }  # guard: left-nodes-are-not-lost
     tried = [one for past in pasts for one in past.tried if _order(one) > _order(last)]
     for one in (last, *tried):  # guard: round-that-may-have-begun-counts
         there = sum(past.last == one or one in past.tried for past in pasts)
-        of = one.nodes - (left if one is last else 0)
+        of = one.nodes - (len(ended) if one is last else 0)
         if not (2 * there >= of if one.store == store else 2 * there > of):  # guard: moved-round-needs-majority
             return False
     return True
+
+
+def may_move(past: Past) -> bool:
+    """Whether a node goes on to a store to which no others have gone yet. One of two nodes is no majority; and before
+    the first round no store but the first one can begin a job."""
+    return past.last is not None and past.last.nodes - len(past.left) != 2
 
 
 def _order(one: Round) -> tuple[int, int]:

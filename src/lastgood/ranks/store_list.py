@@ -10,7 +10,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from ..policy.membership import Past, Seen, store_to_join
+from ..policy.membership import Past, Seen, may_move, store_to_join
 from ..supervisor.held_store import parted
 from ..supervisor.membership import ACTIVE, Settings, active_round, active_text
 from .store_server import ID
@@ -92,14 +92,11 @@ def found(settings: Settings, stores: Stores) -> tuple[int, str, Any]:
     Raises NoStore, and what torch raises.
     """
     known, began = settings.known, time.monotonic()
-    last = known.past.last
     read_seconds = int(settings.configuration.get("read_timeout", READ_SECONDS))
-    most_seconds = read_seconds if last is None else LOST_SECONDS
+    most_seconds = read_seconds if known.past.last is None else LOST_SECONDS
     while True:
         seen, over = stores.seen(), time.monotonic() - began > most_seconds
-        # One of two nodes is no majority; and before the first round no store but the first one can begin a job.
-        leaves = over and last is not None and last.nodes > 2
-        number = store_to_join(seen, known.past, known.at, leaves)
+        number = store_to_join(seen, known.past, known.at, over and may_move(known.past))
         chosen = None if number is None else seen[number]
         if number is not None and chosen is not None:
             store = _connected(settings.stores[number], read_seconds)

@@ -61,6 +61,10 @@ class Moves:
         """This node follows a verdict, and has lived no attempt since."""
         self._past, self._verdict = msgspec.structs.replace(self._past, lived=False), verdict
 
+    def left(self, nodes: Sequence[int]) -> None:
+        """The verdict says that these nodes of the round end, as they were asked to. The store may end with them."""
+        self._past = msgspec.structs.replace(self._past, left=tuple(nodes))
+
     def joined(self, joined: Joined) -> Past:
         """What this node brings to a round. The round learns the rest where it does not have it. Raises TierDown."""
         past = self._past
@@ -76,10 +80,10 @@ class Moves:
         if text is not None:
             order, nodes = map(int, text.split())
             newest = Round(store=joined.store, id=joined.id, order=order, nodes=nodes)
-        last, left = last_round(pasts, newest), 0
+        last, left = last_round(pasts, newest), list[int]()
         if last is not None:
             found = self._membership.read([_left(last, node) for node in range(last.nodes)], job=True)
-            left = len(found) - found.count(None)
+            left = [node for node, text in enumerate(found) if text is not None]
         if not enough(pasts, joined.store, newest, left):
             return False
         tried = (*self._past.tried, _round(joined))
@@ -89,7 +93,7 @@ class Moves:
     def agreed(self, joined: Joined) -> None:
         """All nodes of the round have agreed to it. Raises TierDown."""
         self._membership.raise_to(BEGUN, f"{joined.order:012d} {joined.nodes}")
-        self._past = msgspec.structs.replace(self._past, last=_round(joined), tried=())
+        self._past = msgspec.structs.replace(self._past, last=_round(joined), tried=(), left=())
         self._membership.raise_to(ACTIVE, active_text(_round(joined)))
 
     def carried(self, infos: Sequence[NodeInfo]) -> Carried | None:

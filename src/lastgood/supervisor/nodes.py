@@ -369,6 +369,10 @@ class SeveralNodes:
         """Whether the other nodes have taken this one for lost, so that it joins anew."""
         return self.node in self.lost
 
+    def left(self, nodes: Sequence[int]) -> None:
+        """Other nodes end, as they were asked to, and the job goes on without these. `nodes`: their numbers."""
+        self._moves.left(nodes)
+
     def leave(self, last: bool) -> None:
         """This node ends. `last`: so does the job: nodes that wait are to end too, and this one waits until all others
         have the verdict, because the store may end with this node."""

@@ -153,6 +153,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "older-round-is-not-followed",
             Swap("one >= oldest", "True"),
         ),
+        ("nodes that were asked to end are missed", "left-nodes-are-not-lost", Instead("ended = {*left}")),
         ("a node that was cut off records the attempt a second time", "minority-decides-nothing", Never()),
         ("an attempt before the store moved has no verdict", "attempt-before-move-is-decided", Never()),
         ("a suspended node trains beside the others", "suspended-node-joins-anew", Never()),
