@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from lastgood.policy.membership import Past, Round, Seen, enough, last_round, may_move, store_to_join
+from lastgood.policy.membership import Past, Round, Seen, enough, last_round, may_begin_job, may_move, store_to_join
 
 STORES = 3
 FIRST, SECOND = Round(store=0, id="a", order=1, nodes=4), Round(store=1, id="b", order=1, nodes=3)
@@ -50,6 +50,13 @@ def test_one_of_two_nodes_moves_only_after_the_other_was_asked_to_end() -> None:
 def test_a_new_job_begins_in_the_first_store_only_and_once() -> None:
     assert enough([FRESH], 0, None, [])
     assert not enough([FRESH], 1, None, []) and not enough([FRESH], 0, FIRST, [])
+
+
+@pytest.mark.parametrize(
+    ("holds", "begins"), [([0], False), ([0, 0, None], False), ([0, 2], True), ([0, None, None, None], True)]
+)
+def test_a_new_job_begins_with_all_nodes_or_most_of_the_stores(holds: list[int | None], begins: bool) -> None:
+    assert may_begin_job([Past(holds=one) for one in holds], 3, 4) is begins
 
 
 def test_nodes_that_missed_the_newest_round_of_a_store_do_not_replace_it() -> None:

@@ -31,7 +31,7 @@ class Store:
 class Member:
     """The membership of one node: the calls of `Membership`, on the store in which the test puts it."""
 
-    moves, join_seconds = True, 0.0
+    moves, stores, join_seconds = True, 3, 0.0
     store: Store
 
     @property
@@ -145,7 +145,14 @@ def test_nodes_that_are_no_majority_carry_their_attempt_with_them(nodes: list[No
     assert nodes[0].reports("again") is not None
 
 
+def test_a_node_that_has_just_started_begins_no_job_by_itself() -> None:
+    """A machine came back, its own store was the first one, and it did not reach the others yet: it trained beside the
+    job."""
+    with pytest.raises(TierDown, match="too few nodes of the job came"):
+        joined(0, Node("host0"))
+
+
 def test_a_minority_of_the_last_round_begins_nothing(nodes: list[Node]) -> None:
     nodes[0].member.store.lost = True
-    with pytest.raises(TierDown, match="too few nodes of the last round came to the store at host1:29400"):
+    with pytest.raises(TierDown, match="too few nodes of the job came to the store at host1:29400"):
         joined(1, nodes[2], Node("new"))

@@ -72,7 +72,7 @@ class Past(Record, frozen=True, kw_only=True):
     `last`: the last round that it knows to have begun; None: none. `tried`: later ones to which it has agreed, and does
     not know whether all others have. `decided`: of how many attempts it knows the verdicts. `lived`: whether it has
     begun the attempt after these. `left`: numbers of the nodes of `last` that have ended, as they were asked to.
-    `node`: an id of this node, as long as its supervisor lives.
+    `node`: an id of this node, as long as its supervisor lives. `holds`: number of the store that it holds; None: none.
     """
 
     node: str = ""
@@ -81,6 +81,7 @@ class Past(Record, frozen=True, kw_only=True):
     tried: tuple[Round, ...] = ()
     decided: int = 0
     lived: bool = False
+    holds: int | None = None
 
 
 class Seen(Record, frozen=True, kw_only=True):
@@ -170,6 +171,16 @@ def enough(pasts: Sequence[Past], store: int, newest: Round | None, left: Collec
         if not (2 * there >= of if one.store == store else 2 * there > of):  # guard: moved-round-needs-majority
             return False
     return True
+
+
+def may_begin_job(pasts: Sequence[Past], stores: int, most: int) -> bool:
+    """Whether nodes that know of no round may begin the first one: all nodes are there, or those that hold more than
+    half of the stores. Else the job may be at another store, which a machine that has just started does not reach yet.
+
+    `pasts`: what they bring. `stores`: how many are listed. `most`: how many nodes the job may have.
+    """
+    held = {one.holds for one in pasts} - {None}
+    return len(pasts) >= most or 2 * len(held) > stores  # guard: new-job-needs-most-stores
 
 
 def may_move(past: Past) -> bool:

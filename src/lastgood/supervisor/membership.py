@@ -121,8 +121,8 @@ class Close(Record, frozen=True, kw_only=True, tag="close"):
 
 class Joined(Record, frozen=True, kw_only=True, tag="joined"):
     """`node`: number of this node in the round. `nodes`: how many there are. `address`: of this node, for others.
-    `holds_store`: whether the job ends with this node, because it holds the store of the nodes. `store`, `id`, `order`:
-    as in Round, where the store can move."""
+    `holds_store`: whether the job ends with this node, because it holds the store of the nodes. Where the store can
+    move, `store`, `id` and `order` are as in Round, and `holds` as in Past."""
 
     node: int
     nodes: int
@@ -131,6 +131,7 @@ class Joined(Record, frozen=True, kw_only=True, tag="joined"):
     store: int = 0
     id: str = ""
     order: int = 0
+    holds: int | None = None
 
 
 class Connected(Record, frozen=True, kw_only=True, tag="connected"):
@@ -220,6 +221,11 @@ class Membership:
         return bool(self._settings.stores)
 
     @property
+    def stores(self) -> int:
+        """How many stores are listed; 0: it cannot move."""
+        return len(self._settings.stores)
+
+    @property
     def endpoint(self) -> str:
         """Where the store is."""
         return self._settings.endpoint
@@ -270,9 +276,10 @@ class Membership:
         self._joined, self._losses = True, 0
         if not self.moves:
             return answer
-        at, known = self._settings.known.at, self._settings.known
-        last_one = self._held is not None and self._held.number == at == len(self._settings.stores) - 1
-        return msgspec.structs.replace(answer, store=at, id=known.id, holds_store=last_one)
+        known = self._settings.known
+        holds = None if self._held is None else self._held.number
+        last_one = holds == known.at == self.stores - 1
+        return msgspec.structs.replace(answer, store=known.at, id=known.id, holds=holds, holds_store=last_one)
 
     def put(self, values: Mapping[str, str], job: bool = False) -> None:
         """Set keys of the round, or of the whole job. Raises TierDown."""

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ..policy.membership import Past, Round, enough, last_round
+from ..policy.membership import Past, Round, enough, last_round, may_begin_job
 from ..records import Record
 from .membership import ACTIVE, Joined, Membership, active_text
 from .placement import NodeInfo
@@ -67,14 +67,17 @@ class Moves:
 
     def joined(self, joined: Joined) -> Past:
         """What this node brings to a round. The round learns the rest where it does not have it. Raises TierDown."""
-        past = self._past
+        self._past = past = msgspec.structs.replace(self._past, holds=joined.holds)
         if past.last is not None and (past.lived or past.last.store != joined.store):
             carried = Carried(infos=self._infos if past.lived else [], verdict=self._verdict)
             self._membership.claim(_key(past), msgspec.json.encode(carried).decode(), job=True)
         return past
 
-    def enough(self, joined: Joined, infos: Sequence[NodeInfo]) -> bool:
-        """Whether the nodes of a round may begin. If so, this node agrees to it. Raises TierDown."""
+    def enough(self, joined: Joined, infos: Sequence[NodeInfo], most: int) -> bool:
+        """Whether the nodes of a round may begin. If so, this node agrees to it. Raises TierDown.
+
+        `most`: how many nodes the job may have.
+        """
         pasts, text = [one.past for one in infos], self._membership.read([BEGUN], job=True)[0]
         newest = None
         if text is not None:
@@ -84,6 +87,8 @@ class Moves:
         if last is not None:
             found = self._membership.read([_left(last, node) for node in range(last.nodes)], job=True)
             left = [node for node, text in enumerate(found) if text is not None]
+        if last is None and not may_begin_job(pasts, self._membership.stores, most):
+            return False
         if not enough(pasts, joined.store, newest, left):
             return False
         tried = (*self._past.tried, _round(joined))

@@ -145,15 +145,15 @@ class SeveralNodes:
 
     def _agreed(self, joined: Joined, infos: Sequence[NodeInfo], until: float, again: bool) -> bool:
         """Whether all nodes of a round begin it, where the store can move. Raises TierDown."""
-        if not self._moves.enough(joined, infos):
+        if not self._moves.enough(joined, infos, self._bounds.most):
             if time.monotonic() > until:
                 raise TierDown(
-                    f"too few nodes of the last round came to the store at {self._membership.endpoint}",
+                    f"too few nodes of the job came to the store at {self._membership.endpoint}",
                     safe="What was saved is safe. The ranks of this node were ended; others may go on elsewhere.",
                     todo="Start the job again on its nodes, if no others go on.",
                 )
             if not again:
-                reporting.warning("waits for more nodes of the last round, because those may go on without this one")
+                reporting.warning("waits for more nodes of the job, because those may go on without this one")
             self._pause()
             return False
         self._membership.put({f"agreed/{joined.node}": ""})

@@ -136,6 +136,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("nodes that come and go use up the restarts", "regrouping-is-no-failure", Remove()),
         ("a suspended node blames the others", "suspended-node-blames-nobody", Never()),
         ("a part of the nodes begins a job at another store", "new-job-begins-at-first-store", Instead("return True")),
+        ("a node begins a job beside the others", "new-job-needs-most-stores", Instead("return True")),
         ("a round that may have begun is forgotten", "round-that-may-have-begun-counts", Swap(", *tried)", ",)")),
         (
             "half of the nodes go on at another store",
