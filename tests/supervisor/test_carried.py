@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import pytest
 
 from lastgood.errors import TierDown
@@ -19,11 +20,17 @@ from lastgood.supervisor.signals import Signals
 
 
 class Store:
-    """The keys of a store. `nodes`: the members of its round."""
+    """The keys of a store, and of its newest round."""
 
-    def __init__(self, number: int, *nodes: Member) -> None:
-        self.number, self.nodes, self.lost = number, nodes, False
-        self.keys, self.job_keys = dict[str, str](), dict[str, str]()
+    nodes: Sequence[Member]
+    keys: dict[str, str]
+
+    def __init__(self, number: int) -> None:
+        self.number, self.order, self.lost, self.job_keys = number, 0, False, dict[str, str]()
+
+    def begin(self, *nodes: Member) -> None:
+        """A round begins, of these nodes."""
+        self.nodes, self.keys, self.order = nodes, {}, self.order + 1
         for one in nodes:
             one.store = self
 
@@ -39,8 +46,9 @@ class Member:
         return f"host{self.store.number}:29400"
 
     def join(self, past: Past, again: bool) -> Joined:
-        nodes = self.store.nodes
-        return Joined(node=nodes.index(self), nodes=len(nodes), address="127.0.0.1", store=self.store.number, order=1)
+        at = self.store
+        node, nodes = at.nodes.index(self), len(at.nodes)
+        return Joined(node=node, nodes=nodes, address="127.0.0.1", store=at.number, id=f"id{at.number}", order=at.order)
 
     def put(self, values: Mapping[str, str], job: bool = False) -> None:
         self._keys(job).update(values)
@@ -71,9 +79,10 @@ class Node(SeveralNodes):
         super().__init__(self.member, Bounds(1, 3), info, 5.0, Signals([]))  # type: ignore[arg-type]
 
 
-def joined(number: int, *nodes: Node) -> list[str | None]:
-    """Let nodes form a round at a new store. Returns what each one is to follow."""
-    Store(number, *(one.member for one in nodes))
+def joined(at: int | Store, *nodes: Node) -> list[str | None]:
+    """Let nodes form a round at a store, which is new if its number is given. Returns what each one is to follow."""
+    store = Store(at) if isinstance(at, int) else at
+    store.begin(*(one.member for one in nodes))
     with ThreadPoolExecutor(len(nodes)) as each:
         return [*each.map(lambda one: one.join(one._info.host), nodes)]
 
@@ -103,13 +112,35 @@ def test_the_attempt_of_a_lost_store_is_decided_at_the_next_one(nodes: list[Node
     assert {one.job for one in others} == {nodes[1].job}
 
 
+def test_an_attempt_outlives_the_nodes_that_have_lived_it(nodes: list[Node]) -> None:
+    """The next store was lost too, with the last node that had lived the attempt: it had no verdict, and no record."""
+    nodes[0].member.store.lost = True
+    new = [Node(f"new{one}") for one in range(3)]
+    assert joined(1, *new, *nodes[1:]) == [None] * 5
+    new[0].member.store.lost = True
+    assert joined(2, *new) == [None] * 3
+    assert [one.begin(0) for one in new] == [Notice(kind="moved")] * 3
+    names = "node 0 (host0), node 1 (host1), node 2 (host2)"
+    assert new[0].lost_text() == (0, f"{names}: lost with the store of the nodes, which is at host2:29400 now")
+
+
+def test_a_lost_node_is_missed_also_where_another_one_has_its_name(nodes: list[Node]) -> None:
+    """Two nodes were in containers whose machine names were alike, and the attempt had lost a store without a node."""
+    nodes[0].member.store.lost = True
+    nodes[1]._info = msgspec.structs.replace(nodes[1]._info, host="host0")
+    joined(1, *nodes[1:])
+    nodes[1].begin(0)
+    lost = nodes[1].lost_text()
+    assert lost is not None and lost[0] == 0
+
+
 def test_a_store_that_is_lost_without_a_node_is_no_failure_of_node_0(nodes: list[Node]) -> None:
     """The process of the store was ended, and its node was counted as lost: three times, and it was left out."""
     nodes[0].member.store.lost = True
     assert joined(1, *nodes) == [None] * 3
     assert [one.begin(0) for one in nodes] == [Notice(kind="moved")] * 3
     lost = nodes[0].lost_text()
-    assert lost == (None, "the store of the nodes was lost, and no node; it is at host1:29400 now")
+    assert lost == (None, "the store of the nodes was lost, and none of the nodes; they go on at host1:29400")
     lived = Lived(0.0, lost=lost)
     cause = reported.cause(lived)
     assert cause is not None and (cause.kind, cause.key, cause.what) == ("store", "store", lost[1])
@@ -139,8 +170,10 @@ def test_nodes_that_are_no_majority_carry_their_attempt_with_them(nodes: list[No
     nodes[0].lost.add(1)
     with pytest.raises(StoreLost):
         nodes[0].reports("of 0")
-    assert joined(1, *nodes) == [None] * 3
+    assert joined(nodes[0].member.store, *nodes) == [None] * 3
     assert [one.begin(0) for one in nodes] == [Notice(kind="moved")] * 3
+    text = "the nodes did not reach each other, and none of them is lost; they met again at host0:29400"
+    assert nodes[0].lost_text() == (None, text)
     assert nodes[1].reports("again") is nodes[2].reports("again") is None
     assert nodes[0].reports("again") is not None
 

@@ -252,7 +252,7 @@ class Membership:
     def _connect(self, past: Past) -> None:
         """Find the store, if this node is connected to none."""
         if self._lost:
-            reporting.warning(f"{self._lost}; this node looks for another one of --rdzv-endpoint")
+            reporting.warning(f"{self._lost}; this node looks for the store of the job in --rdzv-endpoint")
             self._end_process()
             self._losses += 1
             known = msgspec.structs.replace(self._settings.known, past=past)
@@ -345,7 +345,7 @@ class Membership:
             raise Refused(f"{answer.what} at {self._settings.endpoint}", safe="Nothing was started.", todo=todo)
         if answer.kind == "refused":
             raise Refused(answer.what, safe="Nothing was started.", todo="Correct --rdzv-conf or --rdzv-endpoint.")
-        raise self._unreachable(answer.what, answer.kind in ("store", "moved"))
+        raise self._unreachable(answer.what, answer.kind)
 
     def _await(self, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -361,10 +361,12 @@ class Membership:
                 raise self._unreachable(f"no answer in {seconds:.0f} s")
             self._signals.drain()
 
-    def _unreachable(self, what: str, another: bool = True) -> TierDown:
-        """`another`: whether another store may answer."""
+    def _unreachable(self, what: str, kind: str = "store") -> TierDown:
+        """`kind`: as in Failed; another store may answer if it is "store" or "moved"."""
         text = f"the rendezvous of the nodes at {self._settings.endpoint} does not answer: {what}"
-        if another and self._losses < MOST_MOVES * len(self._settings.stores):
+        if kind == "moved":
+            text = f"the other nodes do not wait at {self._settings.endpoint}"
+        if kind in ("store", "moved") and self._losses < MOST_MOVES * len(self._settings.stores):
             self._lost = text
             return StoreLost(text)
         return TierDown(

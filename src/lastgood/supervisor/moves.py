@@ -26,11 +26,12 @@ BEGUN = "begun"
 
 class Carried(Record, frozen=True, kw_only=True):
     """`infos`: of the nodes that have lived the attempt without a verdict; empty: there is none. `number`: of this
-    attempt. `verdict`: the last one; None: there was none."""
+    attempt. `verdict`: the last one; None: there was none. `moved`: whether the store has moved since."""
 
     infos: list[NodeInfo]
     verdict: str | None
     number: int = 0
+    moved: bool = True
 
 
 class Moves:
@@ -102,7 +103,9 @@ class Moves:
         self._membership.raise_to(ACTIVE, active_text(_round(joined)))
 
     def carried(self, infos: Sequence[NodeInfo]) -> Carried | None:
-        """What the nodes of a round have carried to it; None: nothing. Raises TierDown."""
+        """What the nodes of a round have carried to it; None: nothing. From now on this node carries it too: the nodes
+        that have lived the attempt may be lost before it has a verdict. Raises TierDown.
+        """
         pasts = [one.past for one in infos if one.past.last is not None]
         if not pasts:
             return None
@@ -110,7 +113,12 @@ class Moves:
         text = self._membership.read([_key(newest)], job=True)[0]
         if text is None:
             return None
-        return msgspec.structs.replace(msgspec.json.decode(text, type=Carried), number=newest.decided)
+        found, before, now = msgspec.json.decode(text, type=Carried), newest.last, self._past.last
+        moved = before is None or now is None or (before.store, before.id) != (now.store, now.id)
+        if found.infos:  # guard: carried-attempt-is-carried-on
+            self._infos, self._verdict = found.infos, found.verdict
+            self._past = msgspec.structs.replace(self._past, decided=newest.decided, lived=True)
+        return msgspec.structs.replace(found, number=newest.decided, moved=moved)
 
     def leaves(self, node: int) -> None:
         """This node ends, as it was asked to, and the others go on. `node`: its number. Raises TierDown."""
@@ -118,20 +126,24 @@ class Moves:
             self._membership.put({_left(self._past.last, node): ""}, job=True)
 
 
-def lost_text(before: Sequence[NodeInfo], now: Sequence[NodeInfo], endpoint: str) -> tuple[int | None, str]:
-    """The first rank of the nodes that are not there any more after the store has moved, and a text about them; no
-    rank: all are there.
+def lost_text(carried: Carried, now: Sequence[NodeInfo], endpoint: str) -> tuple[int | None, str]:
+    """The first rank of the nodes of a carried attempt that are not there any more, and a text about them; no rank: all
+    are there.
 
-    `before`: the nodes of the attempt. `now`: those of the round. `endpoint`: where the store is now.
+    `now`: the nodes of the round. `endpoint`: where the store is now.
     """
-    there = [one.host for one in now if one.past.last is not None]
-    missing = [node for node, one in enumerate(before) if one.host not in there]
-    if not missing:
-        return None, f"the store of the nodes was lost, and no node; it is at {endpoint} now"
+    before, there = carried.infos, [one.past.node for one in now]
+    missing = [node for node, one in enumerate(before) if one.past.node not in there]  # guard: equal-names-hide-no-node
     names = ", ".join(f"node {one} ({before[one].host})" for one in missing)
-    return sum(
-        one.ranks for one in before[: missing[0]]
-    ), f"{names}: lost with the store of the nodes, which is at {endpoint} now"
+    if missing and carried.moved:
+        text = f"{names}: lost with the store of the nodes, which is at {endpoint} now"
+    elif missing:
+        text = f"{names}: lost while the nodes did not reach each other; the others met again at {endpoint}"
+    elif carried.moved:
+        text = f"the store of the nodes was lost, and none of the nodes; they go on at {endpoint}"
+    else:
+        text = f"the nodes did not reach each other, and none of them is lost; they met again at {endpoint}"
+    return sum(one.ranks for one in before[: missing[0]]) if missing else None, text
 
 
 def _round(joined: Joined) -> Round:

@@ -354,7 +354,7 @@ class SeveralNodes:
         """The first rank of the nodes that are lost, and a text about them; no rank: the store was lost, and no node;
         None: none of them."""
         if self._carried is not None:
-            return lost_text(self._carried.infos, self.infos, self._membership.endpoint)
+            return lost_text(self._carried, self.infos, self._membership.endpoint)
         if not self.lost:
             return None
         return self._first_rank(min(self.lost)), self._silence(sorted(self.lost))

@@ -156,6 +156,12 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         ("nodes that were asked to end are missed", "left-nodes-are-not-lost", Instead("ended = {*left}")),
         ("a node that was cut off records the attempt a second time", "minority-decides-nothing", Never()),
+        ("an attempt is forgotten with the nodes that lived it", "carried-attempt-is-carried-on", Never()),
+        (
+            "a node is not missed where another one has its name",
+            "equal-names-hide-no-node",
+            Swap("one.past.node not in there", "one.host not in [other.host for other in now]"),
+        ),
         ("an attempt before the store moved has no verdict", "attempt-before-move-is-decided", Never()),
         ("a suspended node trains beside the others", "suspended-node-joins-anew", Never()),
         (
