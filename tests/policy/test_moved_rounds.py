@@ -12,7 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from lastgood.policy.membership import Past, Round, Seen, enough, last_round, may_begin_job, may_move, store_to_join
+from lastgood.policy.membership import (
+    Past,
+    Round,
+    Seen,
+    Tried,
+    enough,
+    last_round,
+    may_begin_job,
+    may_move,
+    store_to_join,
+)
 
 STORES = 3
 FIRST, SECOND = Round(store=0, id="a", order=1, nodes=4), Round(store=1, id="b", order=1, nodes=3)
@@ -68,14 +78,20 @@ def test_nodes_that_missed_the_newest_round_of_a_store_do_not_replace_it() -> No
 
 def test_a_round_that_may_have_begun_counts_like_one_that_has() -> None:
     """Two of its three nodes may train. The third one knows only that it has agreed to it."""
-    agreed = Past(last=FIRST, tried=(SECOND,))
-    others = [Past(last=FIRST)] * 2
+    agreed = Past(node="b", last=FIRST, tried=(Tried(round=SECOND, nodes=("b", "c", "d")),))
+    others = [Past(node=one, last=FIRST) for one in "ae"]
     assert not enough([agreed, *others], 2, None, [])
-    assert enough([agreed, Past(last=SECOND), *others], 2, None, [])
+    assert enough([agreed, Past(node="c", last=SECOND), *others], 2, None, [])
+
+
+def test_a_round_that_one_of_its_nodes_has_left_does_not_count() -> None:
+    """One node had agreed to it, and two had lost its store before: all rounds with these three waited, and ended."""
+    agreed = Past(node="b", last=FIRST, tried=(Tried(round=SECOND, nodes=("b", "c", "d")),))
+    assert enough([agreed, Past(node="c", last=FIRST), Past(node="d", last=FIRST)], 2, None, [])
 
 
 AT_SECOND = Past(last=SECOND)
-DOUBTS = Past(last=FIRST, tried=(SECOND,))
+DOUBTS = Past(last=FIRST, tried=(Tried(round=SECOND),))
 
 
 @pytest.mark.parametrize(
@@ -162,7 +178,8 @@ class Nodes:
                 for other, past in enumerate(self.pasts):  # the verdict says so, which some of the others know
                     if past.last == last and chance.random() < 0.5:
                         self.pasts[other] = replace(past, left=(*past.left, self.names[one]))
-            self.pasts[one], self.names[one] = Past(), max(self.names) + 1
+            self.names[one] = max(self.names) + 1
+            self.pasts[one] = Past(node=str(self.names[one]))
 
     def join(self, nodes: list[int], tried: Round, chance: random.Random) -> None:
         pasts, newest = [self.pasts[one] for one in nodes], self.newest.get(tried.store)
@@ -173,12 +190,13 @@ class Nodes:
         if anew or not enough(pasts, tried.store, newest, left):
             return
         whole = chance.random() < 0.7
+        agreed = Tried(round=tried, nodes=tuple(past.node for past in pasts))
         for one in nodes if whole else chance.sample(nodes, chance.randint(0, len(nodes) - 1)):
-            self.pasts[one] = replace(self.pasts[one], tried=(*self.pasts[one].tried, tried))
+            self.pasts[one] = replace(self.pasts[one], tried=(*self.pasts[one].tried, agreed))
         if whole:  # all have agreed: any of them may learn it, and begin
             begin = chance.sample(nodes, chance.randint(0, len(nodes)))
             for one in begin:
-                self.pasts[one] = Past(last=tried)
+                self.pasts[one] = Past(node=str(self.names[one]), last=tried)
             if begin:
                 self.newest[tried.store] = tried
                 before = self.begun[-1][0] if self.begun else tried
@@ -190,7 +208,7 @@ class Nodes:
 def test_two_groups_of_nodes_never_begin_beside_each_other(seed: int, nodes: int) -> None:
     """Each round that begins has so many nodes of the one before that the rest of it cannot begin another one."""
     chance = random.Random(seed)
-    made = Nodes([Past()] * nodes, [*range(nodes)])
+    made = Nodes([Past(node=str(one)) for one in range(nodes)], [*range(nodes)])
     for _ in range(40):
         made.attempt(chance)
     for (old, before, _), (new, after, left) in pairwise(made.begun):

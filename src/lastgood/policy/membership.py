@@ -66,6 +66,13 @@ class Round(Record, frozen=True, kw_only=True):
     nodes: int
 
 
+class Tried(Record, frozen=True, kw_only=True):
+    """A round to which a node has agreed. `nodes`: the ids of all its nodes."""
+
+    round: Round
+    nodes: tuple[str, ...] = ()
+
+
 class Past(Record, frozen=True, kw_only=True):
     """What a node brings to a round of a job whose store can move.
 
@@ -78,10 +85,14 @@ class Past(Record, frozen=True, kw_only=True):
     node: str = ""
     last: Round | None = None
     left: tuple[int, ...] = ()
-    tried: tuple[Round, ...] = ()
+    tried: tuple[Tried, ...] = ()
     decided: int = 0
     lived: bool = False
     holds: int | None = None
+
+    def agreed(self, one: Round) -> bool:
+        """Whether this node has agreed to a round."""
+        return self.last == one or any(tried.round == one for tried in self.tried)
 
 
 class Seen(Record, frozen=True, kw_only=True):
@@ -155,7 +166,8 @@ def enough(pasts: Sequence[Past], store: int, newest: Round | None, left: Collec
     of the nodes of the last round that have ended, as they were asked to, as far as this store shows it.
 
     They are more than half of the nodes of the last round that has begun, and of each later one that may have; in the
-    store of that round, half of them. A job begins in the first store.
+    store of that round, half of them. A job begins in the first store. A round has not begun, and never will, if one of
+    its nodes has come to this round without having agreed to it.
     """
     last = last_round(pasts, newest)
     if last is None:
@@ -164,9 +176,13 @@ def enough(pasts: Sequence[Past], store: int, newest: Round | None, left: Collec
         *left,
         *(one for past in pasts if past.last == last for one in past.left),
     }  # guard: left-nodes-are-not-lost
-    tried = [one for past in pasts for one in past.tried if _order(one) > _order(last)]
+    present = {past.node: past for past in pasts}
+    tried = {one.round: one.nodes for past in pasts for one in past.tried if _order(one.round) > _order(last)}
     for one in (last, *tried):  # guard: round-that-may-have-begun-counts
-        there = sum(past.last == one or one in past.tried for past in pasts)
+        others = [present[node] for node in tried.get(one, ()) if node in present]
+        if any(not past.agreed(one) for past in others):  # guard: round-that-was-left-never-began
+            continue
+        there = sum(past.agreed(one) for past in pasts)
         of = one.nodes - (len(ended) if one is last else 0)
         if not (2 * there >= of if one.store == store else 2 * there > of):  # guard: moved-round-needs-majority
             return False
@@ -203,7 +219,8 @@ def store_to_join(seen: Sequence[Seen | None], past: Past, at: int, leaves: bool
     the same endpoint. So rounds have the order of their stores. Within this bound it goes where the others are, else
     to the first store that answers, so that nodes that have lost sight of each other come together again.
     """
-    agreed = [*past.tried, *([] if past.last is None else [past.last])]  # guard: agreed-round-bounds-node
+    agreed = [one.round for one in past.tried]  # guard: agreed-round-bounds-node
+    agreed += [] if past.last is None else [past.last]
     bound = max(agreed, key=_order, default=None)
     stores = dict[int, Seen]()
     for number, one in enumerate(seen):

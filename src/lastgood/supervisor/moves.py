@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ..policy.membership import Past, Round, enough, last_round, may_begin_job
+from ..policy.membership import Past, Round, Tried, enough, last_round, may_begin_job
 from ..records import Record
 from .membership import ACTIVE, Joined, Membership, active_text
 from .placement import NodeInfo
@@ -92,8 +92,8 @@ class Moves:
             return False
         if not enough(pasts, joined.store, newest, left):
             return False
-        tried = (*self._past.tried, _round(joined))
-        self._past = msgspec.structs.replace(self._past, tried=tried)
+        tried = Tried(round=_round(joined), nodes=tuple(one.node for one in pasts))
+        self._past = msgspec.structs.replace(self._past, tried=(*self._past.tried, tried))
         return True
 
     def agreed(self, joined: Joined) -> None:

@@ -137,6 +137,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a suspended node blames the others", "suspended-node-blames-nobody", Never()),
         ("a part of the nodes begins a job at another store", "new-job-begins-at-first-store", Instead("return True")),
         ("a node begins a job beside the others", "new-job-needs-most-stores", Instead("return True")),
+        ("a round that one node has left blocks all later ones", "round-that-was-left-never-began", Never()),
         ("a round that may have begun is forgotten", "round-that-may-have-begun-counts", Swap(", *tried)", ",)")),
         (
             "half of the nodes go on at another store",
@@ -148,7 +149,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "replaced-store-not-rejoined",
             Swap("one.id == bound.id", "True"),
         ),
-        ("a node leaves a round that may have begun", "agreed-round-bounds-node", Swap("*past.tried, ", "")),
+        ("a node leaves a round that may have begun", "agreed-round-bounds-node", Instead("agreed = list[Round]()")),
         (
             "a node follows others to where they were once",
             "older-round-is-not-followed",
