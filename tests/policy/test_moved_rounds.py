@@ -154,8 +154,12 @@ class Nodes:
     orders: list[int] = field(default_factory=lambda: [0] * STORES)
     left: dict[Round, list[int]] = field(default_factory=dict)
     """round -> those of its nodes that have ended as they were asked to"""
-    begun: list[tuple[Round, set[int], int]] = field(default_factory=list)
-    """the rounds that have begun, in their order; their nodes; and how many of the one before had ended as asked"""
+    tried: dict[Round, tuple[str, ...]] = field(default_factory=dict)
+    """round -> its nodes"""
+    waiting: list[tuple[Round, set[int], Round | None]] = field(default_factory=list)
+    """rounds to which all of their nodes have agreed; those that may still learn it; and the last round before"""
+    begun: dict[Round, set[int]] = field(default_factory=dict)
+    """the rounds that have begun, and their nodes"""
 
     def attempt(self, chance: random.Random) -> None:
         store = chance.randrange(STORES)
@@ -170,6 +174,7 @@ class Nodes:
             self.orders[store] += 1
             order = self.orders[store]
             self.join(nodes, Round(store=store, id=str(self.ids[store]), order=order, nodes=len(nodes)), chance)
+        self.begin(chance)
         if chance.random() < 0.4:
             one = chance.randrange(len(self.pasts))
             last = self.pasts[one].last
@@ -182,25 +187,36 @@ class Nodes:
             self.pasts[one] = Past(node=str(self.names[one]))
 
     def join(self, nodes: list[int], tried: Round, chance: random.Random) -> None:
+        for _, learn, _ in self.waiting:
+            learn.difference_update(self.names[one] for one in nodes)
         pasts, newest = [self.pasts[one] for one in nodes], self.newest.get(tried.store)
         last = last_round(pasts, newest)
         shows = last is not None and (last.store, last.id) == (tried.store, tried.id)
         left = self.left.get(last, []) if last is not None and shows else []
-        anew = last is None and self.begun  # in the place of a lost store: no node knows the job
+        anew = last is None and (self.begun or self.waiting)  # in the place of a lost store: no node knows the job
         if anew or not enough(pasts, tried.store, newest, left):
             return
         whole = chance.random() < 0.7
         agreed = Tried(round=tried, nodes=tuple(past.node for past in pasts))
+        self.tried[tried] = agreed.nodes
         for one in nodes if whole else chance.sample(nodes, chance.randint(0, len(nodes) - 1)):
             self.pasts[one] = replace(self.pasts[one], tried=(*self.pasts[one].tried, agreed))
-        if whole:  # all have agreed: any of them may learn it, and begin
-            begin = chance.sample(nodes, chance.randint(0, len(nodes)))
-            for one in begin:
-                self.pasts[one] = Past(node=str(self.names[one]), last=tried)
-            if begin:
+        if whole:
+            self.waiting.append((tried, {self.names[one] for one in nodes}, newest))
+
+    def begin(self, chance: random.Random) -> None:
+        """One node of each round to which all have agreed may learn it, also much later, and begins."""
+        for tried, learn, newest in [*self.waiting]:
+            stands = str(self.ids[tried.store]) == tried.id and self.newest.get(tried.store) in (newest, tried)
+            learn &= {*self.names}
+            if not stands or not learn:
+                self.waiting.remove((tried, learn, newest))
+            elif chance.random() < 0.5:
+                name = chance.choice(sorted(learn))
+                learn.remove(name)
+                self.pasts[self.names.index(name)] = Past(node=str(name), last=tried)
                 self.newest[tried.store] = tried
-                before = self.begun[-1][0] if self.begun else tried
-                self.begun.append((tried, {self.names[one] for one in nodes}, len(self.left.get(before, []))))
+                self.begun[tried] = {int(one) for one in self.tried[tried]}
 
 
 @settings(max_examples=2000, deadline=None)
@@ -211,6 +227,6 @@ def test_two_groups_of_nodes_never_begin_beside_each_other(seed: int, nodes: int
     made = Nodes([Past(node=str(one)) for one in range(nodes)], [*range(nodes)])
     for _ in range(40):
         made.attempt(chance)
-    for (old, before, _), (new, after, left) in pairwise(made.begun):
-        common, of = 2 * len(before & after), len(before) - left
+    for old, new in pairwise(sorted(made.begun, key=lambda one: (one.store, int(one.id), one.order))):
+        common, of = 2 * len(made.begun[old] & made.begun[new]), old.nodes - len(made.left.get(old, []))
         assert common >= of if (old.store, old.id) == (new.store, new.id) else common > of, made.begun

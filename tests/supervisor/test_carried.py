@@ -56,8 +56,11 @@ class Member:
     def read(self, keys: Sequence[str], job: bool = False) -> list[str | None]:
         return [*map(self._keys(job).get, keys)]
 
-    def claim(self, key: str, value: str, job: bool = False) -> str:
-        return self._keys(job).setdefault(key, value)
+    def claim(self, key: str, value: str, job: bool = False, before: str = "") -> str:
+        keys = self._keys(job)
+        if keys.get(key, "") == before:
+            keys[key] = value
+        return keys[key]
 
     def raise_to(self, key: str, value: str) -> None:
         self._keys(True)[key] = max(value, self._keys(True).get(key, ""))
@@ -176,6 +179,22 @@ def test_nodes_that_are_no_majority_carry_their_attempt_with_them(nodes: list[No
     assert nodes[0].lost_text() == (None, text)
     assert nodes[1].reports("again") is nodes[2].reports("again") is None
     assert nodes[0].reports("again") is not None
+
+
+def test_one_of_two_rounds_begins_where_each_is_half_of_the_nodes() -> None:
+    """Two of four nodes were suspended while they began a round, so that the store gave the two others one, and each
+    pair was half of the nodes."""
+    made = [Node(f"host{one}") for one in range(4)]
+    joined(0, *made)
+    store = made[0].member.store
+    rounds = list[tuple[Node, Joined]]()
+    for pair in (made[:2], made[2:]):
+        store.begin(*(one.member for one in pair))
+        infos = [msgspec.structs.replace(one._info, past=one._moves.past) for one in pair]
+        for one in pair:
+            rounds.append((one, one.member.join(Past(), False)))
+            assert one._moves.enough(rounds[-1][1], infos, 4)
+    assert [one._moves.agreed(found) for one, found in reversed(rounds)] == [True, True, False, False]
 
 
 def test_a_node_that_has_just_started_begins_no_job_by_itself() -> None:

@@ -111,7 +111,8 @@ class Member:
                 store = self._of(request.job)
                 return Values(values=[store.get(key).decode() if store.check([key]) else None for key in request.keys])
             case Claim():
-                return Values(values=[self._of(request.job).compare_set(request.key, "", request.value).decode()])
+                store = self._of(request.job)
+                return Values(values=[store.compare_set(request.key, request.before, request.value).decode()])
             case Raise():
                 store_list.raised(self._of(job=True), request.key, request.value)
                 return Values(values=[])

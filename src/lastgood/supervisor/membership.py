@@ -97,11 +97,12 @@ class Read(Record, frozen=True, kw_only=True, tag="read"):
 
 
 class Claim(Record, frozen=True, kw_only=True, tag="claim"):
-    """Set a key unless it is set. The answer is the value that it has then."""
+    """Set a key if it has the value `before`; empty: unless it is set. The answer is the value that it has then."""
 
     key: str
     value: str
     job: bool = False
+    before: str = ""
 
 
 class Raise(Record, frozen=True, kw_only=True, tag="raise"):
@@ -291,12 +292,13 @@ class Membership:
         assert isinstance(answer, Values)
         return answer.values
 
-    def claim(self, key: str, value: str, job: bool = False) -> str:
-        """Set a key of the round, or of the whole job, unless it is set; returns the value that stands.
+    def claim(self, key: str, value: str, job: bool = False, before: str = "") -> str:
+        """Set a key of the round, or of the whole job, if it has the value `before` (default: unless it is set);
+        returns the value that stands.
 
         Raises TierDown.
         """
-        answer = self._asked(Claim(key=key, value=value, job=job))
+        answer = self._asked(Claim(key=key, value=value, job=job, before=before))
         assert isinstance(answer, Values) and answer.values[0] is not None
         return answer.values[0]
 

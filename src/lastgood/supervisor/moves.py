@@ -43,6 +43,8 @@ class Moves:
         """the nodes of the last attempt that was lived here"""
         self._verdict: str | None = None
         """the last one that this node knows"""
+        self._begun = ""
+        """the value of BEGUN when this node agreed to its newest round"""
 
     @property
     def past(self) -> Past:
@@ -92,15 +94,23 @@ class Moves:
             return False
         if not enough(pasts, joined.store, newest, left):
             return False
+        self._begun = text or ""
         tried = Tried(round=_round(joined), nodes=tuple(one.node for one in pasts))
         self._past = msgspec.structs.replace(self._past, tried=(*self._past.tried, tried))
         return True
 
-    def agreed(self, joined: Joined) -> None:
-        """All nodes of the round have agreed to it. Raises TierDown."""
-        self._membership.raise_to(BEGUN, f"{joined.order:012d} {joined.nodes}")
+    def agreed(self, joined: Joined) -> bool:
+        """All nodes of the round have agreed to it. Returns whether it begins: else another one has begun here since.
+
+        Raises TierDown.
+        """
+        begun = f"{joined.order:012d} {joined.nodes}"
+        stands = self._membership.claim(BEGUN, begun, job=True, before=self._begun)
+        if stands != begun:  # guard: one-round-follows-another
+            return False
         self._past = msgspec.structs.replace(self._past, last=_round(joined), tried=(), left=())
         self._membership.raise_to(ACTIVE, active_text(_round(joined)))
+        return True
 
     def carried(self, infos: Sequence[NodeInfo]) -> Carried | None:
         """What the nodes of a round have carried to it; None: nothing. From now on this node carries it too: the nodes

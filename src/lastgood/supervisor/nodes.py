@@ -159,8 +159,7 @@ class SeveralNodes:
         self._membership.put({f"agreed/{joined.node}": ""})
         if self._of_all("agreed", joined.nodes) is None:
             return False
-        self._moves.agreed(joined)
-        return True
+        return self._moves.agreed(joined)
 
     @property
     def world(self) -> int:

@@ -163,6 +163,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "equal-names-hide-no-node",
             Swap("one.past.node not in there", "one.host not in [other.host for other in now]"),
         ),
+        ("two rounds of a store begin beside each other", "one-round-follows-another", Never()),
         ("an attempt before the store moved has no verdict", "attempt-before-move-is-decided", Never()),
         ("a suspended node trains beside the others", "suspended-node-joins-anew", Never()),
         (
