@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -13,19 +15,25 @@ import pytest
 
 import lastgood
 from agents import state, until
+from cli_runs import writing
 from harness import flip, one_place, steps
 from lastgood.agent import works
 from lastgood.agent.server import Server
 from lastgood.errors import Cancelled
-from lastgood.format import commit
+from lastgood.format import commit, layout
 from lastgood.io.files import Lock
-from lastgood.run import agent_link, memory_place, reader, verify
+from lastgood.io.reed_solomon import Code
+from lastgood.ports import Tier
+from lastgood.records import Generation
+from lastgood.run import access, agent_link, memory_place, reader, verify
 from lastgood.run.agent_link import PROTOCOL
 from lastgood.run.agent_messages import Request, Work
+from lastgood.run.copying import Copying
 from lastgood.run.paths import Place
 from training import Training
 
 pytestmark = pytest.mark.slow
+Ends = tuple[socket.socket, socket.socket]
 
 
 class Job:
@@ -48,6 +56,15 @@ class Job:
 @pytest.fixture
 def job(tmp_path: Path, memory: Path) -> Job:
     return Job(tmp_path / "home")
+
+
+@pytest.fixture
+def ends_of() -> Iterator[Ends]:
+    """The ends of a connection: of the agent, and of a training process."""
+    agents, trainers = socket.socketpair()
+    agents.setblocking(False)
+    with agents, trainers:
+        yield agents, trainers
 
 
 def unused(*_: object, **__: object) -> None:
@@ -114,7 +131,7 @@ def test_an_agent_that_hangs_is_not_waited_for(job: Job, monkeypatch) -> None:
             os.kill(process, signal.SIGCONT)
 
 
-def test_work_stops_when_its_training_process_ends(job: Job, monkeypatch) -> None:
+def test_work_stops_when_its_training_process_ends(job: Job, ends_of: Ends, monkeypatch) -> None:
     """Until it has stopped, the next training process is not told that it is attached."""
     with job.opened() as ckpt:
         job.save(ckpt, 1)
@@ -134,12 +151,38 @@ def test_work_stops_when_its_training_process_ends(job: Job, monkeypatch) -> Non
     monkeypatch.setattr(works, "read_all", slow)
     woken = threading.Event()
     with works.Works(lambda: ckpt._pipeline.run.tier.own, woken.set) as agent:
-        job_ = agent.begin(Work(at=generation.id, root=generation.root, task="read", place="", of=None))
+        job_ = agent.begin(Work(at=generation.id, root=generation.root, task="read", place="", of=None), ends_of[0])
         assert begun.wait(60) and not agent.running()
         agent.abandon(job_)
         assert noticed.wait(60) and agent.running()
         ends.set()
         assert job_.result() == ([], "it was stopped") and not agent.running() and woken.wait(60)
+
+
+def test_a_stalled_agent_changes_nothing_of_who_took_over(tmp_path: Path, ends_of: Ends, monkeypatch) -> None:
+    """It was stopped while it wrote parity. The training process wrote it instead, and the agent removed that file when
+    it went on: the generation had a record of parity, and no parity."""
+    (generation,) = writing(tmp_path / "home", 1)
+    name, taken = f"{layout.folder(generation.id)}/r00000.parity0", b"of the training process"
+
+    def stalled(target: Tier, generation: Generation, rank: int, code: Code, how: Copying) -> None:
+        upload = target.create(name, 1)
+        ends_of[1].close()
+        with access.for_sharing(tmp_path / "home", "atomic_dirsync") as other:
+            other.delete(name)
+            other.put_new(name, taken)
+        for change in (lambda: target.create(f"{name}.new", 1), lambda: target.put_new(f"{name}.json", b"")):
+            with pytest.raises(Cancelled):
+                change()
+        upload.abort()
+        target.delete(name)
+
+    monkeypatch.setattr(works, "protect_part", stalled)
+    place, root = str(tmp_path / "home"), generation.root
+    work = Work(at=generation.id, root=root, task="protect", place=place, of=[0], code="2+1")
+    with works.Works(lambda: unused(), lambda: None) as agent:
+        assert agent.begin(work, ends_of[0]).result() == ([], "it was stopped")
+    assert (tmp_path / "home" / name).read_bytes() == taken and len([*tmp_path.rglob("*parity*")]) == 1
 
 
 def test_an_agent_waits_for_the_end_of_work_without_polling(memory: Path, monkeypatch) -> None:
@@ -166,14 +209,14 @@ def test_an_agent_waits_for_the_end_of_work_without_polling(memory: Path, monkey
     assert timeouts[0] is None and not os.path.exists(folder), "then it has ended as usual"
 
 
-def test_a_training_process_may_end_between_a_work_and_its_answer(job: Job) -> None:
+def test_a_training_process_may_end_between_a_work_and_its_answer(job: Job, ends_of: Ends) -> None:
     """The agent ended with a KeyError then. Found by the exploring scheduler."""
     with job.opened() as ckpt:
         job.save(ckpt, 1)
         ckpt.wait()
         (generation,) = commit.survey(ckpt._pipeline.run.tier).generations.values()
     with works.Works(lambda: ckpt._pipeline.run.tier.own, lambda: None) as agent:
-        ended = agent.begin(Work(at=generation.id, root=generation.root, task="read", place="", of=None))
+        ended = agent.begin(Work(at=generation.id, root=generation.root, task="read", place="", of=None), ends_of[0])
         ended.result()
         assert not agent.running()
         agent.abandon(ended)

@@ -18,10 +18,10 @@ from lastgood.agent.peer_files import PeerFiles
 from lastgood.format import layout
 from lastgood.io.files import PosixFiles
 from lastgood.records import Extent
-from lastgood.run import agent_link
+from lastgood.run import agent_link, drill_scratch
 from lastgood.run.agent_messages import Request, Serve
 from lastgood.run.drill_copies import CopyPeers
-from lastgood.run.peers import FileCall, PeerNode, Peers
+from lastgood.run.peers import DRILLS, FileCall, PeerNode, Peers
 from lastgood.storage.directory import Disk
 from lastgood.testing import Clock
 from lastgood.wire.port import Peer
@@ -49,7 +49,7 @@ class Node:
     @property
     def copies(self) -> list[str]:
         """The files of drills."""
-        return sorted(one.name for one in (self.root / drill_files.FOLDER).rglob("*.*"))
+        return sorted(one.name for one in (self.root / DRILLS).rglob("*.*"))
 
 
 @pytest.fixture
@@ -132,7 +132,55 @@ def test_an_agent_removes_the_copies_of_a_killed_drill(memory: Path, attached: b
         if attached:
             agent_link.asked(own, Request(protocol=agent_link.PROTOCOL, call="attach"))
         copies.make(peer, node.folder, node.files)
-        until(lambda: not (root / drill_files.FOLDER).exists())
+        until(lambda: not (root / DRILLS).exists())
+
+
+def test_a_drill_that_reads_one_node_for_long_keeps_its_copies_on_others(node: Node) -> None:
+    """Node b gave back 100 GB of this node's files, and node c had removed its copies when its turn came."""
+    with served(node) as peer, drill() as copies:
+        copies.make(peer, node.folder, node.files)
+        node.clock.advance(drill_files.IDLE_SECONDS - 1)
+        copies.keep()
+        node.clock.advance(drill_files.IDLE_SECONDS - 1)
+        node.drills.end_idle()
+        assert DATA in node.copies
+        copies.remove(peer)
+        copies.keep()
+        assert not node.copies
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_file_that_a_call_makes_after_its_drill_is_removed(node: Node, monkeypatch, again: bool) -> None:
+    """Ctrl-C came during a "create": the agent removed the copies, and then that call made its file."""
+    call = FileCall(call="remove", name="")
+
+    def late(disk: Disk, name: str, length: int) -> object:
+        with monkeypatch.context() as patch:
+            patch.setattr(drill_files.shutil, "rmtree", lambda path, ignore_errors: None)  # has listed the folder
+            copies._call(peer, call)
+        made = create(disk, name, length)
+        if again:
+            copies.make(peer, node.folder, {})
+        return made
+
+    create = Disk.create
+    with served(node) as peer, drill() as copies:
+        copies.make(peer, node.folder, {})
+        monkeypatch.setattr(Disk, "create", late)
+        copies._call(peer, FileCall(call="create", name=f"{node.folder}/{DATA}", length=1))
+        assert node.copies == [layout.COMMIT] * again
+    node.drills.clear()
+    assert contents(node.root) == node.before
+
+
+def test_copies_of_a_killed_agent_are_removed_where_none_starts(node: Node) -> None:
+    (node.root / DRILLS / "drill-00000000" / "gen").mkdir(parents=True)
+    drill_scratch.clear_copies(str(node.root))
+    assert contents(node.root) == node.before
+    with contextlib.closing(agent_link.listening(str(node.root))):
+        (node.root / DRILLS).mkdir()
+        drill_scratch.clear_copies(str(node.root))
+        assert (node.root / DRILLS).exists(), "an agent that lives has copies of a drill that goes on"
 
 
 def test_one_drill_plays_on_a_node_at_a_time(node: Node) -> None:
@@ -149,9 +197,9 @@ def test_one_drill_plays_on_a_node_at_a_time(node: Node) -> None:
 
 
 def test_an_agent_that_starts_removes_what_a_killed_one_has_left(node: Node) -> None:
-    (node.root / drill_files.FOLDER / "gen").mkdir(parents=True)
+    (node.root / DRILLS / "gen").mkdir(parents=True)
     with Nodes(node.disk, lambda: None):
-        assert not (node.root / drill_files.FOLDER).exists()
+        assert not (node.root / DRILLS).exists()
 
 
 def test_a_job_that_is_opened_ends_a_drill_on_its_node(node: Node) -> None:

@@ -14,7 +14,9 @@ import pytest
 from agents import until
 from cli_runs import DATA, at, contents, writing
 from harness import flip
-from lastgood.run import drill, drill_acts, drill_scratch, memory_place, paths
+from lastgood.format import layout
+from lastgood.records import PlaceList
+from lastgood.run import access, agent_link, drill, drill_acts, drill_scratch, memory_place, paths
 
 pytestmark = pytest.mark.slow
 
@@ -182,6 +184,38 @@ def test_a_process_of_a_killed_drill_makes_no_folder(tmp_path):
     place = tmp_path / "home.drill-00000000" / "run"
     ended = subprocess.run([sys.executable, "-m", "lastgood.run.drill_victim", place, "1"], check=False)
     assert ended.returncode == 1 and not place.parent.exists()
+
+
+def test_a_second_drill_of_a_node_is_refused(home, call):
+    """Each had the other one's copies on other nodes removed, so no act was a proof."""
+    folder = in_memory(home)
+    with drill_scratch.alone(str(folder)):
+        code, _, err = call("drill", home)
+        assert code == 3 and "another drill of this run plays on this node" in err and not left(home)
+    with drill_scratch.alone(str(folder)):
+        pass
+
+
+def test_a_run_has_one_name_for_drills_through_links(tmp_path):
+    """A killed drill of the link left its copies, and no drill of the run itself removed them."""
+    (tmp_path / "gpt").mkdir()
+    (tmp_path / "latest").symlink_to("gpt")
+    assert drill_scratch.name_of(str(tmp_path / "latest")) == drill_scratch.name_of(str(tmp_path / "gpt")) == "gpt"
+    assert drill_scratch.name_of("s3://bucket/gpt/") == "gpt"
+
+
+@pytest.mark.parametrize("first", ["memory", "disk"])
+def test_the_first_place_of_a_run_is_what_a_drill_plays_with(home, tmp_path, first):
+    """The disk of the node was the first place once: a drill found its AGENT.json, and left the memory out."""
+    memory, disk = Path(memory_place.folder_of(home)), tmp_path / "disk"
+    disk.mkdir()
+    (disk / agent_link.SPEC).write_text("{}")
+    urls = [f"{paths.MEMORY}{memory}"] * (first == "memory") + [str(disk), str(home)]
+    urls += [f"{paths.MEMORY}{memory}"] * (first == "disk")  # left from an earlier opening
+    (home / layout.PLACES).write_bytes(layout.encode(PlaceList(format=layout.FORMAT, places=urls)))
+    front, lacks = drill.front_of(str(home), access.for_reading(home))
+    expected = paths.Place(str(memory), "memory") if first == "memory" else paths.Place(str(disk), "directory")
+    assert front == expected and not lacks
 
 
 def test_a_running_drill_is_not_removed_by_another(home):

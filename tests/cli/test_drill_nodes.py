@@ -20,7 +20,6 @@ from test_drill_peers import Nodes, asked
 from agents import agent, until
 from cli_runs import DATA, at, contents, writing
 from harness import flip, save
-from lastgood.agent import drill_files
 from lastgood.engine.inline_executor import Inline
 from lastgood.format import layout
 from lastgood.io.machine import NODE
@@ -31,7 +30,7 @@ from lastgood.run.agent_messages import Send, Serve
 from lastgood.run.drill_acts import Act, Reading
 from lastgood.run.drill_peers import PeerRead, read_peers
 from lastgood.run.peer_security import Certificates
-from lastgood.run.peers import PeerNode, PeerOrder
+from lastgood.run.peers import DRILLS, PeerNode, PeerOrder
 from lastgood.run.writer import RunWriter
 from wired import authority
 
@@ -200,7 +199,7 @@ def test_what_happens_to_a_node_meanwhile_is_no_failure(home, stack, monkeypatch
 
     def meanwhile(stage: drill_nodes.NodeStage, *args: Any) -> Any:
         if (one := next(happens)) == "removed":
-            shutil.rmtree(nodes.folders["b"] / drill_files.FOLDER)
+            shutil.rmtree(nodes.folders["b"] / DRILLS)
         elif one:
             nodes.agents["b"].kill()
             nodes.agents["b"].wait()
@@ -237,7 +236,7 @@ def started(home: Path, nodes: Copies) -> subprocess.Popen[bytes]:
     """A drill in another process, which has copies on node b."""
     command, path = [sys.executable, "-c", PLAYS, home, nodes.folders["a"]], os.pathsep.join(sys.path)
     process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path})
-    until(lambda: process.poll() is not None or (nodes.folders["b"] / drill_files.FOLDER).exists())
+    until(lambda: process.poll() is not None or (nodes.folders["b"] / DRILLS).exists())
     return process
 
 
@@ -245,7 +244,7 @@ def test_an_interrupted_drill_leaves_nothing_on_nodes(tmp_path, large) -> None:
     process = started(tmp_path / "home", large)
     process.send_signal(signal.SIGINT)
     assert process.wait() == -signal.SIGINT
-    assert not (large.folders["b"] / drill_files.FOLDER).exists() and left(tmp_path / "home") == ["peer-bbbbbbbbbbbb"]
+    assert not (large.folders["b"] / DRILLS).exists() and left(tmp_path / "home") == ["peer-bbbbbbbbbbbb"]
 
 
 @pytest.mark.long
@@ -253,6 +252,6 @@ def test_the_next_drill_removes_what_a_killed_one_left_on_nodes(tmp_path, large)
     process = started(tmp_path / "home", large)
     process.kill()
     process.wait()
-    assert process.returncode == -signal.SIGKILL and (large.folders["b"] / drill_files.FOLDER).exists()
+    assert process.returncode == -signal.SIGKILL and (large.folders["b"] / DRILLS).exists()
     assert all(one.good for one in played(tmp_path / "home", large.folders["a"])[1].values())
-    assert not (large.folders["b"] / drill_files.FOLDER).exists()
+    assert not (large.folders["b"] / DRILLS).exists()

@@ -314,6 +314,25 @@ def test_a_process_forked_meanwhile_keeps_no_lock(both: Both) -> None:
         os.waitpid(child, 0)
 
 
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_a_file_that_is_replaced_while_it_is_opened_is_found(both: Both, monkeypatch, on_disk: bool) -> None:
+    """It was on the disk when memory was asked, and in memory again when the disk was: it counted as deleted."""
+    other, new = both.opened(), os.urandom(LENGTH)
+    both.write("gen/by", new)
+    if on_disk:
+        assert moved(other, both.path)
+    opened = PosixFiles.open
+
+    def meanwhile(self: PosixFiles, path: str, *args: object, **options: object) -> PosixFile:
+        before = None if on_disk else opened(self, path, *args, **options)
+        if path == (str(both.spilled) if on_disk else both.path) and os.path.exists(both.memory / "gen/by"):
+            other.rename(str(both.memory / "gen/by"), both.path)
+        return before or opened(self, path, *args, **options)
+
+    monkeypatch.setattr(PosixFiles, "open", meanwhile)
+    assert both.read() == new
+
+
 @pytest.mark.parametrize("at", [0, 1, 2])
 @pytest.mark.parametrize("back", [False, True], ids=["to the disk", "and replaced in memory"])
 def test_a_file_that_moves_during_a_listing_is_listed(both: Both, monkeypatch, at: int, back: bool) -> None:

@@ -69,6 +69,20 @@ def test_a_rank_hangs_once_others_have_waited_for_an_hour_for_its_start() -> Non
     assert silent([arrived, late], 1e9, Limits(least_seconds=0.0), {}) is None
 
 
+def test_no_rank_is_late_while_others_train() -> None:
+    """Ranks that only serve those that train never open a run, and wait for them in a barrier all the time."""
+    serves, late = Signs(1, since=100.0, where=ARRIVED), Signs(2, since=None, where=START)
+    assert silent([replace(TRAINS, since=4999.0), serves, late], 5000.0, Limits(), {}) is None
+    found = silent([TRAINS, serves, late], 5000.0, Limits(), {})
+    assert found is not None and found.rank == TRAINS.rank, "a rank that hangs comes before one that may be late"
+
+
+def test_a_late_rank_without_a_stack_is_behind_those_that_wait() -> None:
+    arrived, late = Signs(0, since=100.0, where=ARRIVED), Signs(1, since=None, where=START)
+    waiting = ('File "/venv/torch/distributed/rendezvous.py", line 199 in _create_c10d_store', *OWN)
+    assert behind([Stuck(arrived, stack=waiting), Stuck(late)]).signs is late
+
+
 @pytest.mark.parametrize("where", [ARRIVED, START])
 def test_a_hang_beside_a_rank_that_has_not_opened_its_run_is_found(where: str) -> None:
     """It was found after an hour, as if the other rank were in an evaluation."""

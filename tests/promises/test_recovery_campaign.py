@@ -41,6 +41,17 @@ def test_the_judge_finds_a_wrong_rank_a_lost_save_and_a_wrong_answer() -> None:
         assert wrong.problems
 
 
+@pytest.mark.parametrize(("named", "right"), [((2,), True), ((1,), False), ((1, 2), False), ((), False)])
+def test_the_judge_finds_a_slow_rank_that_is_not_named(named: tuple[int, ...], right: bool) -> None:
+    """A slow rank counted as a fault that an attempt survives, whether or not it was named."""
+    report = Reported(0, "failed first: exit code 90, at step 2", "restart", slow=named)
+    for phase, cause in (("step", right), ("teardown", None)):
+        plan = Plan(attempts=[Attempt(faults=[Fault(kind="slow", phase=phase, rank=2)])], total=4, room="")
+        fault = {**FAULT, "kind": "slow", "phase": phase}
+        (trial,) = judged(plan, [*BEFORE[:-1], fault, *WHOLE[len(BEFORE) :]], {0: report})
+        assert trial.outcome == "went on" and trial.cause is cause
+
+
 def test_the_judge_wants_the_lost_node_named_by_another_one() -> None:
     plan = Plan(attempts=[Attempt(faults=[Fault(kind="node", phase="step", rank=2)])], total=4, room="")
     lost = [{**one, "kind": "node", "node": "b"} if one is FAULT else one for one in WHOLE]
@@ -69,14 +80,14 @@ def test_each_kind_of_fault_is_tried_in_each_phase() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a file system")
 def test_a_job_comes_back_exactly_from_a_slice_of_the_faults(tmp_path: Path) -> None:
-    kinds = [("kill", "start"), ("exception", "save"), ("nan", "step")]
+    kinds = [("kill", "start"), ("exception", "save"), ("slow", "restore"), ("nan", "step")]
     attempts = [Attempt(faults=[Fault(kind=kind, phase=phase, rank=1)]) for kind, phase in kinds]
     with recovery.mounted(tmp_path / "faults") as room:
-        plan = Plan(attempts=attempts, total=40, room=room)
+        plan = Plan(attempts=attempts, total=90, room=room)
         found = recovery.lived(tmp_path / "faults", plan)
     skipped = [(epoch, window) for epoch, window in found.notes[-1]["skipped"]]
     with recovery.mounted(tmp_path / "calm") as room:
-        calm = recovery.lived(tmp_path / "calm", Plan(attempts=[], total=40, room=room, skipped=skipped))
+        calm = recovery.lived(tmp_path / "calm", Plan(attempts=[], total=90, room=room, skipped=skipped))
     trials = judged(plan, found.notes, found.reports)
     assert [(one.kind, one.phase) for one in trials] == kinds
     assert not any(one.problems or one.cause is False for one in trials), trials

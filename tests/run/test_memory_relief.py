@@ -18,6 +18,7 @@ import lastgood
 from agents import agent, ended, until
 from lastgood.agent.server import Server
 from lastgood.format import layout
+from lastgood.io import machine
 from lastgood.io.files import Lock, PosixFiles
 from lastgood.io.memory_files import MemoryFiles, still
 from lastgood.io.memory_moves import STAGED, moved
@@ -27,6 +28,7 @@ from lastgood.run import access, agent_link, memory_place, memory_relief
 from lastgood.run.agent_messages import AgentSpec
 from lastgood.run.memory_relief import LOCK, Relief
 from lastgood.run.paths import Place
+from lastgood.run.peers import DRILLS
 from lastgood.storage.directory import Disk
 from mounts import small_tmpfs
 
@@ -125,6 +127,16 @@ def test_memory_of_deleted_files_is_freed_before_any_is_moved(run: Run) -> None:
 
     relief = Relief(lambda: run.files, str(run.memory), lacking=lacking)
     assert relief.give_back() == 0 and run.steps(run.memory) == [2] and lacking("") == 0
+
+
+def test_copies_of_a_drill_are_removed_before_any_save_is_moved(run: Run) -> None:
+    """Copies of a drill of another node held memory that the job needed, and its saves went to the disk."""
+    run.save(1)
+    copies = run.memory / DRILLS / "drill-00000000"
+    copies.mkdir(parents=True)
+    assert run.relief.give_back() == 0 and copies.exists()
+    relief = Relief(lambda: run.files, str(run.memory), lacking=lambda root: copies.exists())
+    assert relief.give_back() == 0 and run.steps(run.memory) == [1] and not copies.exists()
 
 
 def test_a_mapping_does_not_hold_what_another_process_moved(run: Run) -> None:
@@ -330,20 +342,51 @@ def test_the_end_of_an_agent_leaves_the_files_of_the_next_job(memory: Path, tmp_
         Disk(PosixFiles(), folder), AgentSpec(format=layout.FORMAT, places=[], order=0, spill=str(spill))
     )
     lock = Lock(os.path.join(folder, agent_link.LOCK))
-    rmtree = shutil.rmtree
+    rmtree, left = shutil.rmtree, tmp_path / "spill.removed"
+    (left / "gen").mkdir(parents=True)
 
     def meanwhile(path: str, ignore_errors: bool) -> None:
         if not os.path.exists(folder):
+            assert left.exists(), "an agent that was killed has left it, and no opening waits until it is removed"
             os.makedirs(folder)
             spill.mkdir(exist_ok=True)
             (spill / "moved").write_bytes(b"of the next job")
         rmtree(path, ignore_errors=ignore_errors)
 
     monkeypatch.setattr(shutil, "rmtree", meanwhile)
-    Server(Place(folder, "memory"), lock, agent_link.listening(folder), 0.0, 0.0).run()
+    with open(memory / LOCK, "w") as moving:
+        fcntl.flock(moving, fcntl.LOCK_EX)  # another process moves files, so the agent removes nothing at its start
+        Server(Place(folder, "memory"), lock, agent_link.listening(folder), 0.0, 0.0).run()
     lock.close()
     assert (spill / "moved").read_bytes() == b"of the next job" and os.listdir(spill) == ["moved"]
     assert os.listdir(tmp_path) == ["spill"]
+
+
+def test_no_file_moves_to_the_spill_folder_of_an_earlier_opening(run: Run, tmp_path: Path) -> None:
+    """Another directory was the first one below: while the run was opened its agent moved a file, of which it had begun
+    the copy, to the earlier folder, and the job used the later one."""
+    run.save(1)
+    root, later = str(run.memory), tmp_path / "b" / ".spill" / "node"
+    spec = AgentSpec(format=layout.FORMAT, places=[], order=0, spill=str(run.disk))
+    agent_link.write_spec(Disk(PosixFiles(), root), spec)
+    assert memory_place.files_of(root).spill_folder == str(run.disk)
+    assert memory_place.files_of(root, str(later)).spill_folder == str(later)
+    assert memory_place.files_of(root).spill_folder == str(later)
+    run.lacking = 1
+    assert run.relief.give_back() == 0 and run.steps(run.memory) == [1] and not run.steps(run.disk)
+    later.mkdir(parents=True)
+    assert memory_place.files_of(root, str(run.disk)).spill_folder == str(later), "files may be there"
+
+
+def test_hosts_of_one_name_have_a_spill_folder_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two machines of one name shared a directory: each removed the file that the other one was moving."""
+    file = tmp_path / "machine-id"
+    monkeypatch.setattr(machine, "MACHINE_ID", str(file))
+    found = [memory_place.spill_folder("/home", {})]
+    for text in ("a\n", "b\n", "b\n"):
+        file.write_text(text)
+        found.append(memory_place.spill_folder("/home", {}))
+    assert len({*found}) == 3 and found[2] == found[3]
 
 
 def test_the_agent_finds_what_another_first_directory_has(tmp_path: Path, memory: Path) -> None:

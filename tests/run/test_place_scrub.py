@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -374,9 +375,9 @@ def test_slow_scrubs_of_an_agent_hold_up_no_other_work(local, monkeypatch):
         monkeypatch.setattr(works, "_scrubbed", slow)
         scrub = Work(at=generation.id, root=generation.root, task="scrub", place=local.home.url, of=None)
         read = msgspec.structs.replace(scrub, task="read", place="")
-        with works.Works(lambda: own, lambda: None) as agent:
-            scrubs = [agent.begin(scrub) for _ in range(works.AT_ONCE)]
-            assert begun.wait(60) and agent.begin(read).result(60) == ([], "")
+        with socket.socket() as asker, works.Works(lambda: own, lambda: None) as agent:
+            scrubs = [agent.begin(scrub, asker) for _ in range(works.AT_ONCE)]
+            assert begun.wait(60) and agent.begin(read, asker).result(60) == ([], "")
             ends.set()
             assert [one.result(60) for one in scrubs] == [([], "")] * works.AT_ONCE
 

@@ -10,7 +10,7 @@ import pytest
 
 from boards import Board
 from lastgood.coordination.rounds import RankGroup
-from lastgood.errors import TierDown
+from lastgood.errors import Cancelled, TierDown, TimedOut
 from lastgood.run.node_disks import FileRequest
 from lastgood.run.rank_requests import Requests, RequestServer
 
@@ -33,6 +33,21 @@ def test_a_late_answer_to_a_lost_request_answers_no_other():
     requests.ask(FileRequest(call="put_new", name="a", data=b"b"))
     answer(board, 1, "the second")
     assert requests.answers() == ["the second"]
+
+
+def test_the_answer_of_a_rank_that_has_died_is_not_awaited():
+    """Rank 0 had survived the others, and could not save for them: it waited until one of them had deleted a file."""
+
+    class Waits(Board):
+        def get(self, keys, timeout_seconds, cancelled=lambda: False, poll_seconds=None):
+            requests.stop()
+            assert cancelled()
+            raise TimedOut("the wait for keys was cancelled")
+
+    requests = Requests(RankGroup(0, 2, Waits(), "run", 1.0), "disks", [1])
+    requests.ask(FileRequest(call="delete", name="a"))
+    with pytest.raises(Cancelled):
+        requests.answers()
 
 
 class Nothing:

@@ -101,10 +101,13 @@ def test_the_survivors_of_several_nodes_save_what_a_node_has_lost(
     tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks 0 and 1 are on one node, and 2 and 3, their replicas, on the other one. First one rank dies, then all ranks
-    of a node, of which only the supervisor is left. Usual saves go to the memory of each node, every 3 steps."""
+    of a node, of which only the supervisor is left. Usual saves go to the memory of each node, every 3 steps.
+
+    Rank 0 saved nothing at times: it waited until the dead node had deleted an older generation. So the ranks of that
+    node die before they have."""
     monkeypatch.setenv("TEST_FIRST_TIER", "memory://")
     run = str(tmp_path / "run")
-    troubles = ["kill:0:0:8", "kill:1:2:14", "kill:1:3:14"]
+    troubles = ["kill:0:0:8", "no_deletions:1:2:12", "kill:1:2:14", "kill:1:3:14"]
     logs = supervised_nodes(tmp_path, "hsdp", run, 14, *troubles, nodes=2, ranks=2)
     attempts = went_on_from(run, [7, 13], logs)
     assert [one.nodes for one in attempts] == [2, 2, 2]

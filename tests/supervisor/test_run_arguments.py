@@ -138,11 +138,11 @@ def test_output_of_some_ranks_may_go_to_files(script: str) -> None:
 def test_several_endpoints_are_places_of_the_store(script: str) -> None:
     one, several = (
         parsed(["--nnodes=3", "--rdzv-backend=c10d", "--rdzv-endpoint", given, script], {}).rendezvous
-        for given in ("node0", "node0,node1:29500, [fd00::1]:29400")
+        for given in ("node0", "node0,node1:29500, [fe80::1%br-lan.7]:29400")
     )
     assert one is not None and several is not None
     assert (one.settings.endpoint, one.settings.stores) == ("node0", ())
-    assert several.settings.stores == ("node0:29400", "node1:29500", "[fd00::1]:29400")
+    assert several.settings.stores == ("node0:29400", "node1:29500", "[fe80::1%br-lan.7]:29400")
     assert several.settings.endpoint == "node0:29400"
 
 

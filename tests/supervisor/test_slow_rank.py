@@ -14,14 +14,15 @@ import pytest
 from commands import Call
 from lastgood.io import heartbeat
 from lastgood.io.heartbeat import Position, Progress
-from lastgood.policy.hang import Stuck
+from lastgood.policy.hang import Limits, Silent, Stuck
 from lastgood.policy.recovery import GAVE_UP
 from lastgood.policy.slow import LEAST_SAMPLES, SAMPLES_IN_WINDOW, Pace
 from lastgood.run import access
 from lastgood.supervisor import attempt_log
 from lastgood.supervisor.attempt_log import Slow
+from lastgood.supervisor.placement import free_port
 from lastgood.supervisor.program import STACKS_FILE
-from lastgood.supervisor.progress_watch import Arrivals
+from lastgood.supervisor.progress_watch import Arrivals, ProgressWatch
 from lastgood.supervisor.slow_watch import SlowWatch
 from lastgood.supervisor.stack_reader import Reading, StackReader
 from lastgood.supervisor.watch import RankProcess, signs
@@ -56,15 +57,18 @@ class Ranks:
 
 
 class FirstIsApart(StackReader):
-    """Finds at once that rank 0 reads data while rank 1 waits, if `apart`; else that both read. Counts the samples."""
+    """Finds at once that rank 0 reads data while rank 1 waits, if `apart`; else that both read. Counts the samples, of
+    which every second one finds nothing if `torn`."""
 
-    apart, samples = False, 0
+    apart, torn, samples = False, False, 0
 
     def read(self, ranks: Sequence[RankProcess], now: float) -> Reading:
         self.samples += 1
+        torn = self.torn and self.samples % 2
         waits = ['File "/torch/distributed/distributed_c10d.py", line 2 in all_reduce']
         data = ['File "/home/me/data.py", line 7 in load']
-        found = [Stuck(signs(one.rank, one.shown), "S", waits if self.apart and one.rank else data) for one in ranks]
+        stacks = [[] if torn else waits if self.apart and one.rank else data for one in ranks]
+        found = [Stuck(signs(one.rank, one.shown), "S", calls) for one, calls in zip(ranks, stacks, strict=True)]
 
         class Found(Reading):
             def poll(self, now: float) -> list[Stuck]:
@@ -117,9 +121,19 @@ def test_a_rank_that_becomes_slow_is_named_once_until_it_is_fast(tmp_path: Path)
     assert ranks.train(15, 1.0) == [] and len(ranks.train(40, 3.0)) == 1
 
 
+def test_a_slow_rank_is_named_although_half_of_the_samples_show_nothing(tmp_path: Path) -> None:
+    """Five of twenty samples without a stack hid it, and the slow steps were usual from then on."""
+    reader = FirstIsApart("")
+    ranks = Ranks(tmp_path, reader)
+    assert ranks.train(30, 1.0) == []
+    reader.apart = reader.torn = True
+    (one,) = ranks.train(80, 3.0)
+    assert [rank.rank for rank in one.ranks] == [0] and one.usual_step_seconds == 1.0
+
+
 def test_a_wait_counts_only_as_far_as_it_was_seen(tmp_path: Path) -> None:
     """A rank was taken for one that waits although nobody had looked at it for half a minute."""
-    arrivals = Arrivals(30.0, WaitsForOthers(""))
+    arrivals = Arrivals(30.0, AtTheStart())
     one = RankProcess(0, os.getpid(), -1, tmp_path, tmp_path / "page", heartbeat.read(str(tmp_path / "page")))
     for now in (100.0, 130.0, 130.1, 160.0, 160.1):
         arrivals.poll([one], now)
@@ -127,16 +141,70 @@ def test_a_wait_counts_only_as_far_as_it_was_seen(tmp_path: Path) -> None:
     assert arrivals.since(0, 180.0) == 180.0
 
 
-class WaitsForOthers(StackReader):
-    """Finds at once that ranks wait for a process group."""
+class AtTheStart(StackReader):
+    """Finds at once that ranks wait for a process group, but for those `elsewhere`."""
+
+    def __init__(self, *elsewhere: int) -> None:
+        super().__init__("")
+        self.elsewhere = set(elsewhere)
 
     def read(self, ranks: Sequence[RankProcess], now: float) -> Reading:
+        waits = ['File "/torch/distributed/rendezvous.py", line 199 in _create_c10d_store']
+        data = ['File "/home/me/data.py", line 7 in download']
+        calls = [data if one.rank in self.elsewhere else waits for one in ranks]
+
         class Found(Reading):
             def poll(self, now: float) -> list[Stuck]:
-                waits = ['File "/torch/distributed/rendezvous.py", line 199 in _create_c10d_store']
-                return [Stuck(signs(one.rank, one.shown), "S", waits) for one in ranks]
+                pairs = zip(ranks, calls, strict=True)
+                return [Stuck(signs(one.rank, one.shown), "S", stack) for one, stack in pairs]
 
         return Found(self, [], now)
+
+
+def starting(folder: Path) -> list[RankProcess]:
+    """Two ranks that have not opened their runs."""
+    shown = heartbeat.read(str(folder / "page"))
+    return [RankProcess(rank, os.getpid(), -1, folder, folder / "page", shown) for rank in (0, 1)]
+
+
+def hangs(watch: ProgressWatch, ranks: list[RankProcess], since: float, until: float) -> list[Silent]:
+    """Look on each second. Returns the hangs that end an attempt."""
+    found = list[Silent]()
+    for number in range(int(until - since)):
+        one = watch.silent(ranks, since + number, False)
+        if one is not None and not watch.is_reported(one):
+            found.append(one)
+    return found
+
+
+def test_a_late_rank_is_only_reported_unless_a_limit_was_given(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A job whose rank 0 had prepared for an hour, in parts with a barrier after each, was ended: the waits of the
+    others looked like one."""
+    ranks = starting(tmp_path)
+    watch = ProgressWatch(Limits(long_seconds=100.0), 2, AtTheStart(0))
+    assert hangs(watch, ranks, 1000.0, 2000.0) == []
+    assert caplog.text.count("rank 0 has not opened its run") == 1 and "to end such a job" in caplog.text
+    watch = ProgressWatch(Limits(long_seconds=100.0, ends_late=True), 2, AtTheStart(0))
+    assert hangs(watch, ranks, 1000.0, 2000.0)[0].rank == 1
+
+
+def test_a_rank_that_was_seen_once_between_two_waits_is_not_late(tmp_path: Path) -> None:
+    ranks, reader = starting(tmp_path), AtTheStart()
+    watch = ProgressWatch(Limits(long_seconds=100.0, ends_late=True), 2, reader)
+    assert hangs(watch, ranks, 1000.0, 1200.0) == [], "all wait"
+    reader.elsewhere = {0}
+    assert hangs(watch, ranks, 1200.0, 1201.0) == []
+    reader.elsewhere = set()
+    assert hangs(watch, ranks, 1201.0, 1400.0) == []
+
+
+def test_the_time_of_a_suspension_is_no_wait(tmp_path: Path) -> None:
+    ranks = starting(tmp_path)
+    watch = ProgressWatch(Limits(long_seconds=100.0, ends_late=True), 2, AtTheStart(0))
+    assert hangs(watch, ranks, 1000.0, 1050.0) == []
+    assert hangs(watch, ranks, 1600.0, 1690.0) == [] and hangs(watch, ranks, 1690.0, 1720.0) != []
 
 
 def test_phases_do_not_make_a_job_slow(tmp_path: Path) -> None:
@@ -205,6 +273,30 @@ def test_a_rank_that_never_comes_to_the_others_is_named(tmp_path: Path) -> None:
     assert "in download" in report[1] and "train.py" in report[2], "the stack of the rank"
 
 
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_late_rank_of_another_node_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    text = """
+        import os, time
+        import torch.distributed as dist
+
+        def download():
+            time.sleep(1000)
+
+        download() if os.environ["RANK"] == "1" else dist.init_process_group("gloo")
+    """
+    script.write_text(textwrap.dedent(text))
+    command = [str(Path(sys.executable).with_name("lastgood")), "run", "--nnodes", "2", "--master-addr", "127.0.0.1"]
+    command += ["--master-port", str(free_port("127.0.0.1")), "--max-restarts", "0"]
+    command += ["--hang-timeout", "1", "--hang-long-timeout", "3"]
+    nodes = [[*command, "--node-rank", str(node), str(script)] for node in range(2)]
+    started = [subprocess.Popen(one, stderr=subprocess.PIPE, text=True) for one in nodes]
+    reports = [one.communicate()[1] for one in started]
+    assert [one.returncode for one in started] == [GAVE_UP, GAVE_UP], reports
+    assert "attempt 1: rank 1 has not opened its run, at " in reports[0] and "in download" in reports[0]
+
+
 def test_ranks_that_cannot_be_read_are_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / STACKS_FILE).touch()
     command = tmp_path / "py-spy"
@@ -221,6 +313,11 @@ def test_ranks_that_cannot_be_read_are_reported_once(tmp_path: Path, caplog: pyt
             pass
         assert [one.stack for one in found] == [[]]
     assert reader.read([rank], 100.0) is None and not reader.usable
+    reader.close()
+    again = reader.read([rank], 100.0)
+    assert again is not None, "the next attempt tries anew"
+    again._dumps[0].process.wait()
+    reader.close()
     assert caplog.text.count("Permission denied, so slow ranks") == 1 and "SYS_PTRACE" in caplog.text
 
 

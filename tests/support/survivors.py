@@ -16,16 +16,17 @@ from lastgood.supervisor.placement import free_port
 COMMAND = [str(Path(sys.executable).with_name("lastgood")), "run", "--preload", "lastgood.loop.checkpointer"]
 
 TRAINING = """
-import os, random, signal, sys
+import os, random, signal, sys, threading
 import numpy, torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 import lastgood
-from lastgood.run import survivor_save
+from lastgood.run import node_disks, survivor_save
 
 kind, run, last, troubles = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4:]
 dist.init_process_group("gloo")
 rank, size, attempt = dist.get_rank(), dist.get_world_size(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+saved = 0
 random.seed(rank), numpy.random.seed(rank), torch.manual_seed(0)
 layers = torch.nn.Linear(4, 9), torch.nn.BatchNorm1d(9), torch.nn.Dropout(0.5), torch.nn.Linear(9, 5)
 model = torch.nn.Sequential(*layers)
@@ -47,6 +48,16 @@ def die(*_):
 
 if f"kill_saving:{attempt}" in troubles:
     survivor_save.HeldWriter.write = die
+served = node_disks.NodeFiles.served
+
+
+def busy(files, request, stop):
+    if request["call"] == "delete" and f"no_deletions:{attempt}:{rank}:{saved}" in troubles:
+        threading.Event().wait()
+    return served(files, request, stop)
+
+
+node_disks.NodeFiles.served = busy
 options = {"cadence": lastgood.Every(steps=5), "retention": kept, "just_in_time_seconds": 20}
 if tier := os.environ.get("TEST_FIRST_TIER"):
     options["tiers"] = [lastgood.Tier(tier, cadence=lastgood.Every(steps=3))]
@@ -68,6 +79,7 @@ with lastgood.Checkpointer(run, state, **options) as ckpt:
         save = ckpt.step(n)
         if save is not None:
             save.committed()
+            saved = n
         usual.step(n).committed()
     usual.close()
 """

@@ -1,8 +1,9 @@
 """Copies that a drill on another node has made here, of files that this node holds (run/drill_nodes.py).
 
-They lie in `.drill` of the agent's folder, and are damaged and removed there. The real files are only read.
+They lie in `.drill/drill-<8 hex>-<8 hex>` of the agent's folder, and are damaged and removed there. The real files are
+only read.
 
-    open     room is compared; the folder is made, with the COMMIT of the generation
+    open     room is compared; a folder is made in place of an earlier one, with the COMMIT of the generation
     copy     as "write", with the bytes of the real file of the same name
     remove   the folder is removed
     others   as for real files (peer_files.py), in that folder
@@ -12,12 +13,14 @@ Invariants
   2. Nothing is made before there was room for all of it, with three times as much left for the job (SHARE).
   3. One drill at a time. Its folder is removed once no call has come for IDLE_SECONDS, when the agent serves a job
      anew, and when it starts or ends: so a drill that is killed, and an agent that is killed, leave nothing for long.
+  4. What a call makes that ends after its folder was removed is removed by it, and nothing of a later folder is.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import threading
 import time
@@ -35,13 +38,12 @@ from ..io.reused_files import ReusedFiles
 from ..ports import Mendable
 from ..records import Extent
 from ..run import paths
-from ..run.peers import DRILL_FOLDER, FileCall
+from ..run.peers import DRILL_FOLDER, DRILLS, FileCall
 from ..storage.directory import Disk
 from ..units import size
 from ..wire.port import Answer, Peer, Service
 from .peer_files import PeerFiles, decoded
 
-FOLDER = ".drill"
 IDLE_SECONDS = 300.0
 """So long a drill may make no call before its copies are removed."""
 SHARE = 4
@@ -50,12 +52,17 @@ SHARE = 4
 
 @dataclass
 class _Drill:
-    """The drill that has copies here. `by`: its node. `until`: when it has ended without a further call."""
+    """The drill that has copies here. `by`: its node. `until`: when it has ended without a further call.
+
+    `root`: the folder of its copies. `closed`: whether it has ended.
+    """
 
     name: str
     by: str
     until: float
     files: PeerFiles
+    root: str
+    closed: bool = False
 
 
 class DrillFiles:
@@ -94,7 +101,7 @@ class DrillFiles:
     def buffer(self, peer: Peer, request: bytes, length: int) -> memoryview:
         """As `wire.port.Service.buffer`."""
         name, call = _of_drill(decoded(request))
-        return self._files(name).buffer(peer, msgspec.json.encode(call), length)
+        return self._called(name).files.buffer(peer, msgspec.json.encode(call), length)
 
     def handle(self, peer: Peer, request: bytes, bulk: memoryview) -> Answer:
         """As `wire.port.Service.handle`."""
@@ -110,24 +117,28 @@ class DrillFiles:
         drill = self._drill
         if call.call == "list" and (drill is None or drill.name != name):
             return Answer(b"{}")  # as a node that was replaced
-        inner = self._files(name)
-        if call.call == "copy":
-            call = msgspec.structs.replace(call, call="write")
-            data = inner.buffer(peer, msgspec.json.encode(call), call.length)
-            self._memory().read_into(Extent(blob=call.name, offset=call.offset, length=call.length), data)
-            bulk = data
-        return inner.handle(peer, msgspec.json.encode(call), bulk)
+        drill = self._called(name)
+        try:
+            if call.call == "copy":
+                call = msgspec.structs.replace(call, call="write")
+                bulk = drill.files.buffer(peer, msgspec.json.encode(call), call.length)
+                self._memory().read_into(Extent(blob=call.name, offset=call.offset, length=call.length), bulk)
+            return drill.files.handle(peer, msgspec.json.encode(call), bulk)
+        finally:
+            if drill.closed:  # guard: late-call-leaves-no-copy
+                with self._lock:
+                    _close(drill)
 
     def abandon(self, peer: Peer, request: bytes) -> None:
         """As `wire.port.Service.abandon`."""
 
-    def _files(self, name: str) -> PeerFiles:
-        """The copies of a drill, which has made a call now. Raises Refused where it has none."""
+    def _called(self, name: str) -> _Drill:
+        """The drill of this name, which has made a call now. Raises Refused where it has no copies."""
         with self._lock:
             if self._drill is None or self._drill.name != name:
                 raise Refused("the copies of this drill were removed on this node", safe="The run is untouched.")
             self._drill.until = self._clock() + IDLE_SECONDS
-            return self._drill.files
+            return self._drill
 
     def _open(self, peer: Peer, name: str, call: FileCall) -> None:
         memory = self._memory()
@@ -140,8 +151,9 @@ class DrillFiles:
                 raise Refused(f"{call.name} was deleted on this node, or never committed", safe="Nothing was written.")
             path = f"{call.name}/{layout.COMMIT}"
             data = sealed.read(memory, path, listing[layout.COMMIT])
-            disk = self._made(memory, call.length)
-            self._drill = _Drill(name, peer.node, now + IDLE_SECONDS, PeerFiles(lambda: disk, parity=True))
+            root = os.path.join(_folder(memory), DRILLS, f"{name}-{secrets.token_hex(4)}")
+            disk = self._made(memory, root, call.length)
+            self._drill = _Drill(name, peer.node, now + IDLE_SECONDS, PeerFiles(lambda: disk, parity=True), root)
             try:
                 disk.put_new(path, data)
             except LastgoodError:
@@ -149,10 +161,9 @@ class DrillFiles:
                 raise
         self._begun()
 
-    def _made(self, memory: Mendable, length: int) -> Disk:
-        """The folder for copies of so many bytes. Raises NoSpace, NotWritable."""
+    def _made(self, memory: Mendable, root: str, length: int) -> Disk:
+        """The folder `root` for copies of so many bytes. Raises NoSpace, NotWritable."""
         folder, in_memory = _folder(memory), paths.in_memory(memory.place)
-        root = os.path.join(folder, FOLDER)
         try:
             free = memory_files.free_bytes(folder) if in_memory else files.free_bytes(folder)
             if not 0 <= length <= free // SHARE:  # guard: drill-asks-nodes-for-room
@@ -173,9 +184,9 @@ class DrillFiles:
         """End the drill, and remove its copies. The lock is held."""
         drill, self._drill = self._drill, None
         if drill is not None:
-            with contextlib.suppress(LastgoodError):
-                drill.files.close()
-        shutil.rmtree(os.path.join(_folder(self._memory()), FOLDER), ignore_errors=True)
+            drill.closed = True
+            _close(drill)
+        shutil.rmtree(os.path.join(_folder(self._memory()), DRILLS), ignore_errors=True)
 
 
 class WithDrills:
@@ -197,6 +208,15 @@ class WithDrills:
 
     def _of(self, request: bytes) -> Service:
         return self._drills if DRILL_FOLDER.fullmatch(decoded(request).name.partition("/")[0]) else self._files
+
+
+def _close(drill: _Drill) -> None:
+    """Drop the files of a drill, finished or not. `DrillFiles` holds its lock, so that no other drill begins."""
+    with contextlib.suppress(LastgoodError):
+        drill.files.close()
+    shutil.rmtree(drill.root, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        os.rmdir(os.path.dirname(drill.root))
 
 
 def _of_drill(call: FileCall) -> tuple[str, FileCall]:

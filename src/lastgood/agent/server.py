@@ -212,7 +212,7 @@ class Server:
         elif request.call == "work" and request.work is not None and client.work is None:
             if request.work.task == "parity":
                 self._nodes.parity = request.work.nodes
-            client.work = self._works.begin(request.work)
+            client.work = self._works.begin(request.work, client.connection)
         elif request.call == "peers":
             self._send(client, peers=self._nodes.known())
         elif request.call == "end" and self._attached():
@@ -393,7 +393,7 @@ class Server:
             if lock is not None:
                 lock.close()
         if spec is not None and spec.spill is not None:
-            shutil.rmtree(spec.spill + memory_place.REMOVED, ignore_errors=True)
+            memory_place.remove_aside(spec.spill)
         shutil.rmtree(removed, ignore_errors=True)
         self._ended = True
 

@@ -4,13 +4,17 @@ is read again.
 
 Decides nothing, and commits nothing: the training process does, which holds the locks meanwhile.
 
-Invariant: once the connection of who has asked ends, the work stops at its next chunk, and no other process is told
-that the agent is idle before it has.
+Invariants
+  1. Once the connection of who has asked ends, the work stops at its next chunk, and no other process is told that the
+     agent is idle before it has.
+  2. An agent that was stalled for so long that who has asked does the work itself, or a later agent does, changes
+     nothing of what they have written: parity has the same names for all (`AskedTier`), copies have names of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Event
 from typing import cast
@@ -21,14 +25,15 @@ from ..errors import Cancelled, Damaged, LastgoodError, Refused, Unreadable
 from ..format import commit, parity_layout
 from ..io.reed_solomon import Code
 from ..limits import CHUNK_BYTES, EXAMINATION_CHUNKS, WORKERS
-from ..ports import Mendable, Tier
-from ..records import Finding, Generation
-from ..run import access, copying
+from ..ports import Mendable, Tier, Upload
+from ..records import Extent, Finding, Generation
+from ..run import access, agent_link, copying
 from ..run.agent_messages import Work
 from ..run.peers import Peers
 from ..run.reader import read_all
 from ..run.scrubber import Pace
 from ..run.verify import protect_part
+from ..storage.directory import DiskUpload
 from . import parity_files
 
 AT_ONCE = 2
@@ -64,12 +69,12 @@ class Works:
         self._scrubs.shutdown()
         self._parity.shutdown()
 
-    def begin(self, work: Work) -> Future[Done]:
-        """Begin a work."""
+    def begin(self, work: Work, asker: socket.socket) -> Future[Done]:
+        """Begin a work. `asker`: the connection of who has asked for it, which does not block."""
         stopped = Event()
         # guard: scrub-delays-no-work
         pool = {"scrub": self._scrubs, "protect": self._parity}.get(work.task, self._pool)
-        job = pool.submit(self._done, work, stopped)
+        job = pool.submit(self._done, work, stopped, asker)
         self._unfinished[job] = stopped
         job.add_done_callback(lambda _: self._wake())
         return job
@@ -84,21 +89,22 @@ class Works:
         self._unfinished = {job: stopped for job, stopped in self._unfinished.items() if not job.done()}
         return any(stopped.is_set() for stopped in self._unfinished.values())
 
-    def _done(self, work: Work, stopped: Event) -> Done:
+    def _done(self, work: Work, stopped: Event, asker: socket.socket) -> Done:
         try:
-            return self._worked(work, stopped), ""
+            return self._worked(work, stopped, asker), ""
         except Cancelled:
             return [], "it was stopped"
         except (LastgoodError, OSError) as error:
             return [], f"{type(error).__name__}: {error}"
 
-    def _worked(self, work: Work, stopped: Event) -> list[Finding]:
+    def _worked(self, work: Work, stopped: Event, asker: socket.socket) -> list[Finding]:
         if work.task == "scrub":
             with access.for_sharing(work.place, "atomic_dirsync") as target:
                 return _scrubbed(target, work, stopped)
         if work.task == "protect":
             with access.for_sharing(work.place, "atomic_dirsync") as target:
-                _protect(target, work, stopped)
+                # The thread that receives may go on later than this one: it would set `stopped` too late.
+                _protect(target, work, lambda: stopped.is_set() or agent_link.has_ended(asker))
             return []
         memory = self._memory()
         generation = _committed(memory, work)
@@ -144,13 +150,66 @@ def _scrubbed(target: Tier, work: Work, stopped: Event) -> list[Finding]:
         return read_all(target, generation, arena, workers, stopped.is_set, also=Pace(rate, stopped.wait).keep)
 
 
-def _protect(target: Tier, work: Work, stopped: Event) -> None:
+def _protect(target: Tier, work: Work, stop: Callable[[], bool]) -> None:
     """Write the parity of a verified generation in a place below, which it may be in alone."""
     generation, code = _committed(target, work), Code(*parity_layout.parsed(work.code))
     with ThreadPoolExecutor(WORKERS, "lastgood-work-read") as workers:
-        how = copying.Copying(Arena(EXAMINATION_CHUNKS * CHUNK_BYTES, CHUNK_BYTES), workers, stop=stopped.is_set)
+        how = copying.Copying(Arena(EXAMINATION_CHUNKS * CHUNK_BYTES, CHUNK_BYTES), workers, stop=stop)
         for rank in work.of or []:
-            protect_part(target, generation, rank, code, how)
+            protect_part(cast(Tier, AskedTier(target, stop)), generation, rank, code, how)
+
+
+class AskedTier:
+    """The part of `ports.Tier` with which parity is written: `tier`, as long as it is asked for.
+
+    `stop()` is called before each change. Once it is true, nothing is created or deleted (Cancelled): another process
+    may have written under the same names. What was begun stays then, and who writes the parity again clears it.
+    """
+
+    def __init__(self, tier: Tier, stop: Callable[[], bool]) -> None:
+        self._tier, self._stop = tier, stop
+        self.place, self.newest_only, self.reads_at_once = tier.place, tier.newest_only, tier.reads_at_once
+
+    def list(self, folder: str) -> Mapping[str, int | None]:
+        return self._tier.list(folder)
+
+    def read_into(self, extent: Extent, mv: memoryview, *, fresh: bool = False) -> None:
+        self._tier.read_into(extent, mv, fresh=fresh)
+
+    def create(self, name: str, length: int) -> Upload:
+        self._require_asked()
+        return _AskedUpload(self._tier.create(name, length), self._stop)
+
+    def put_new(self, name: str, data: bytes) -> None:
+        self._require_asked()
+        self._tier.put_new(name, data)
+
+    def delete(self, name: str) -> None:
+        self._require_asked()
+        self._tier.delete(name)
+
+    def _require_asked(self) -> None:
+        if self._stop():  # guard: stalled-agent-changes-nothing
+            raise Cancelled("who has asked for it has gone")
+
+
+class _AskedUpload:
+    """An upload of `AskedTier`."""
+
+    def __init__(self, upload: Upload, stop: Callable[[], bool]) -> None:
+        self._upload, self._stop = upload, stop
+
+    def write_at(self, mv: memoryview, offset: int) -> None:
+        self._upload.write_at(mv, offset)
+
+    def finish(self) -> None:
+        self._upload.finish()
+
+    def abort(self) -> None:
+        if isinstance(self._upload, DiskUpload) and self._stop():  # guard: stalled-agent-removes-nothing
+            self._upload.leave()
+        else:
+            self._upload.abort()  # in an object store it has no name yet
 
 
 def _on(target: Tier, memory: Mendable, generation: Generation, work: Work, stopped: Event) -> list[Finding]:

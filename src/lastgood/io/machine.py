@@ -1,4 +1,4 @@
-"""The identity of this machine. Reads the environment and one file of the kernel; changes nothing."""
+"""The identity of this machine. Reads the environment, a file of the kernel and one of the system; changes nothing."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import platform
 from collections.abc import Mapping
 
+MACHINE_ID = "/etc/machine-id"
 NODE = "LASTGOOD_NODE"
 """The environment variable that names the node, where containers on one machine are to count as several."""
 
@@ -16,6 +17,16 @@ def machine(environ: Mapping[str, str] = os.environ) -> str:
     It is the value of LASTGOOD_NODE; if that is not set or empty, the boot id of the kernel, else the host name.
     """
     return environ.get(NODE, "") or boot_id()
+
+
+def host() -> str:
+    """A name of this machine that stays the same when it is started again: that of the host, and its machine-id where
+    the system has one, because hosts of two clusters may have one name."""
+    try:
+        with open(MACHINE_ID) as file:
+            return f"{platform.node()}\0{file.read().strip()}"  # guard: hosts-of-one-name-differ
+    except OSError:
+        return platform.node()
 
 
 def boot_id() -> str:

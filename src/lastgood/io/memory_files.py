@@ -109,12 +109,13 @@ class MemoryFiles:
                     if not self._goes_to_disk(path, error):
                         raise
                     return self.spill(path, 0)
-        try:
+        with contextlib.suppress(FileNotFoundError):
             return self.opened(path, mode)
-        except FileNotFoundError:
-            if (elsewhere := self._spilled(path)) is None:
-                raise
-            return self._files.open(elsewhere, mode, direct=direct, fresh=fresh)
+        if (elsewhere := self._spilled(path)) is not None:
+            with contextlib.suppress(FileNotFoundError):
+                return self._files.open(elsewhere, mode, direct=direct, fresh=fresh)
+        # Again: another file may have taken the name in memory, in place of the one on the disk or of one in memory.
+        return self.opened(path, mode)  # guard: replaced-file-is-found
 
     def opened(self, path: str, mode: OpenMode) -> PosixFile:
         """An existing file in memory. Raises FileNotFoundError, also for one that is being written, or deleted."""

@@ -33,12 +33,18 @@ CACHED_BYTES = 64 << 20
 _DISK = PosixFiles()
 
 
-def moved(files: MemoryFiles, path: str, stop: Callable[[], bool] = lambda: False) -> int:
+def moved(
+    files: MemoryFiles,
+    path: str,
+    stop: Callable[[], bool] = lambda: False,
+    is_of_run: Callable[[], bool] = lambda: True,
+) -> int:
     """Move the file at `path` from memory to the spill folder. One process at a time may do it for a spill folder.
 
     Returns its length; 0 if there is nothing to move: it was deleted or replaced meanwhile, is being written, is
-    shorter than LEAST_BYTES, or `stop()`, which is polled between pieces of the copy, became true. Raises NoMemory if
-    there is no disk for it or that is full, and the OSErrors of reading and writing; the file is in memory then.
+    shorter than LEAST_BYTES, or `stop()`, which is polled between pieces of the copy, became true; or `is_of_run()` is
+    false, which is asked in the last step: the run has another spill folder by now. Raises NoMemory if there is no disk
+    for it or that is full, and the OSErrors of reading and writing; the file is in memory then.
     """
     elsewhere, staged = files.place_on_disk(path), staged_in(files)
     try:
@@ -59,6 +65,8 @@ def moved(files: MemoryFiles, path: str, stop: Callable[[], bool] = lambda: Fals
                 return 0
             with still(files.root):  # guard: names-still-while-one-moves
                 if not is_at(path, file.inode()):  # guard: replaced-file-not-moved
+                    return 0
+                if not is_of_run():  # guard: nothing-moves-to-earlier-spill
                     return 0
                 os.makedirs(os.path.dirname(elsewhere), mode=0o700, exist_ok=True)
                 _DISK.rename(staged, elsewhere)

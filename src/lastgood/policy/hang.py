@@ -16,7 +16,7 @@ from .arguments import is_number, require
 START, FIRST_STEP, STEP = "start", "first step", "step"
 """where a rank may hang outside of phases: before its state is restored, before its first step, in a step"""
 ARRIVED = "lastgood: arrived"
-"""before its run is open, in a call that waits for other ranks"""
+"""before its run is open, as far as is known in a call that waits for other ranks"""
 END = "lastgood: end"
 """after its run is closed: another rank has ended, and this one has not"""
 RESTORE = "lastgood: restore"
@@ -34,6 +34,8 @@ _LIBRARY = re.compile(r"/torch/|/lastgood/|/lib/python3\.\d+/(?!site-packages/|d
 _COMPUTES = "/torch/nn/modules/"
 """Modules do not wait themselves; those of DDP and FSDP are called by what does."""
 STOPPED = "T"
+LATE_READINGS = 2
+"""A rank that was seen outside of such calls so many times in a row is one that others may wait for."""
 _ARRIVAL_POLLS, _LEAST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 100, 0.5, 30.0
 """how often ranks are looked at that have not opened their runs: so many times until the limit"""
 _LEAST_USED_SECONDS, _USED_SHARE = 0.05, 0.01
@@ -54,12 +56,15 @@ class Limits:
     multiple of the longest one so far (default 20.0). `long_seconds`: until the second step after a restore, while
     others wait for a rank that has not opened its run, while a save makes the loop wait, after the run is closed if
     another rank has ended, and in a phase of which none was completed before (default 3600.0). Later phases of the same
-    name have `times` the longest one, at least `least_seconds`. Raises Refused for values that cannot be meant.
+    name have `times` the longest one, at least `least_seconds`. `ends_late`: whether a rank that has not opened its run
+    ends the attempt once others have waited for it for so long; otherwise it is only reported, because several shorter
+    waits in a row look like a long one (default False). Raises Refused for values that cannot be meant.
     """
 
     least_seconds: float = 60.0
     times: float = 20.0
     long_seconds: float = 3600.0
+    ends_late: bool = False
 
     def __post_init__(self) -> None:
         for name in ("least_seconds", "times", "long_seconds"):
@@ -131,16 +136,26 @@ def silent(
     if not limits.least_seconds:
         return None
     late = not all_known or any(one.where == START and one.since is None for one in ranks)
+    trains = any(one.where == STEP and not _is_over(one, now, limits, completed) for one in ranks)
     found = []
     for one in ranks:
-        limit = _limit_seconds(one, limits, completed)
-        if one.since is None or now - one.since <= limit:  # guard: limit-follows-own-steps
+        if one.since is None or not _is_over(one, now, limits, completed):
             continue
-        if one.where == ARRIVED and not one.stopped and not late:  # guard: all-arrived-is-no-late-rank
+        # Ranks that serve those that train never open a run.
+        if one.where == ARRIVED and not one.stopped and (trains or not late):  # guard: all-arrived-is-no-late-rank
             continue
         if not any(_may_wait_for(one, other, now, limits, completed) for other in ranks):
+            limit = _limit_seconds(one, limits, completed)
             found.append(Silent(one.rank, now - one.since, limit, START if one.stopped else one.where))
-    return max(found, key=lambda one: (one.seconds - one.limit_seconds, -one.rank), default=None)
+    # What may only be reported comes last.
+    return max(found, key=lambda one: (one.where != ARRIVED, one.seconds - one.limit_seconds, -one.rank), default=None)
+
+
+def _is_over(one: Signs, now: float, limits: Limits, completed: Mapping[str, float]) -> bool:
+    """Whether a rank has shown nothing for longer than it may."""
+    if one.since is None:
+        return False
+    return now - one.since > _limit_seconds(one, limits, completed)  # guard: limit-follows-own-steps
 
 
 def _may_wait_for(one: Signs, other: Signs, now: float, limits: Limits, completed: Mapping[str, float]) -> bool:
@@ -149,7 +164,7 @@ def _may_wait_for(one: Signs, other: Signs, now: float, limits: Limits, complete
     still = other.where in (STEP, ARRIVED)  # guard: hang-beside-unopened-rank-is-found
     if one.where != STEP or still or other.since is None or other.step > one.step:
         return False
-    return now - other.since <= _limit_seconds(other, limits, completed)  # guard: awaited-phase-may-last
+    return not _is_over(other, now, limits, completed)  # guard: awaited-phase-may-last
 
 
 def _limit_seconds(one: Signs, limits: Limits, completed: Mapping[str, float]) -> float:
@@ -187,11 +202,12 @@ def waited(before: Wait | None, one: Stuck, at: float, used_seconds: float) -> W
 
 def behind(ranks: Sequence[Stuck]) -> Stuck:
     """The rank for which the others wait: one that is stopped, else one of an older step, else one that is not inside
-    of torch's collectives, else the one that has been silent for longest.
+    of torch's collectives, nor was seen to wait before its run is open, else the one that was silent for longest.
     """
 
     def order(one: Stuck) -> tuple[bool, int, bool, float, int]:
-        return one.state not in STATES, one.signs.step, waits(one), one.signs.since or 0.0, one.signs.rank
+        waiting = one.signs.where == ARRIVED or waits(one)
+        return one.state not in STATES, one.signs.step, waiting, one.signs.since or 0.0, one.signs.rank
 
     return min(ranks, key=order)
 
@@ -206,7 +222,7 @@ def awaited(ranks: Sequence[Stuck]) -> Stuck | None:
 
 def waits(one: Stuck) -> bool:
     """Whether a rank waits for others, as far as is known: whether the library call in which it is may wait."""
-    waiting = _ARRIVES if one.signs.where == START else _WAITS
+    waiting = _ARRIVES if one.signs.where in (START, ARRIVED) else _WAITS
     for call in one.stack:
         if _SERVES.search(call):  # guard: rpc-is-no-collective
             return False
@@ -222,18 +238,20 @@ def is_library(call: str) -> bool:
     return _LIBRARY.search(call) is not None
 
 
-def described(one: Stuck, silent: Silent | None) -> str:
-    """What is reported of the rank that is behind: "hangs in ...". `silent`: None: another rank had waited for it."""
+def described(one: Stuck, silent: Silent | None, ends: bool = True) -> str:
+    """What is reported of the rank that is behind: "hangs in ...". `silent`: None: another rank had waited for it.
+    `ends`: whether the attempt ends by this (default True)."""
     where = {
         START: "before its state was restored",
+        ARRIVED: "before its run was open",
         FIRST_STEP: f"in the first step after step {one.signs.step}",
         STEP: f"in the step after step {one.signs.step}",
         END: f"after its run was closed, at step {one.signs.step}",
         RESTORE: "while it restores",
         SAVE: f"while it waits for a save, after step {one.signs.step}",
     }.get(one.signs.where, f'in the phase "{one.signs.where}" after step {one.signs.step}')
-    starts = silent is not None and one.signs.where == START and one.signs.since is None
-    unopened = starts and one.state not in STATES
+    unopened = one.signs.where == ARRIVED or (one.signs.where == START and one.signs.since is None)
+    unopened = unopened and silent is not None and one.state not in STATES
     call = f", at {one.stack[0].strip().removeprefix('File ')}" if one.stack else ""
     state = f": it {STATES[one.state]}" if one.state in STATES else ""
     text = f"{'has not opened its run' if unopened else f'hangs {where}'}{call}{state}"
@@ -241,7 +259,8 @@ def described(one: Stuck, silent: Silent | None) -> str:
         return f"{text} (others have waited for it until their timeout)"
     times = f"for {silent.seconds:.1f} s; limit {silent.limit_seconds:.1f} s"
     if silent.where == ARRIVED:
-        return f"{text} (others have waited {times}; if it prepares what they need, raise --hang-long-timeout)"
+        raised = "if it prepares what they need, raise --hang-long-timeout"
+        return f"{text} (others have waited {times}; {raised if ends else 'to end such a job, give that limit'})"
     if silent.where != STEP:
         return f"{text} (no progress {times})"
     if one.signs.where == STEP:

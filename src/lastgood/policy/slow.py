@@ -24,8 +24,9 @@ WINDOWS = 3
 """How many windows in a row must be slow: one alone may be an evaluation, a compilation, or a disk that was busy."""
 USUAL_WINDOWS = 10
 """of how many windows in a row the median is a usual pace"""
-SAMPLES = 20
-"""how many samples of where the ranks are are taken before one is named"""
+SAMPLES, MOST_TRIED = 20, 40
+"""how many samples of where the ranks are are taken before one is named, and how many are begun for that at most: some
+find nothing, because the ranks run on meanwhile"""
 SAMPLES_IN_WINDOW = 4
 """in one window at most: one long stall of a rank, which is one window, must not make it a slow one"""
 LEAST_SAMPLES = 16

@@ -120,7 +120,7 @@ class AgentLink:
     def check(self) -> None:
         """Attach to the agent. If there is none, start one, unless that has failed often."""
         if self._connection is not None:
-            if not _has_ended(self._connection):
+            if not has_ended(self._connection):
                 return
             self.close()
             if time.monotonic() - self._attached_at > LIVED_SECONDS:
@@ -341,8 +341,8 @@ def _peer(connection: socket.socket) -> tuple[int, int]:
     return process, user
 
 
-def _has_ended(connection: socket.socket) -> bool:
-    """Whether the other end has closed the connection. Waits for nothing."""
+def has_ended(connection: socket.socket) -> bool:
+    """Whether either end has closed the connection, which does not block. Waits for nothing."""
     try:
         return not connection.recv(1, socket.MSG_PEEK)
     except BlockingIOError:

@@ -72,8 +72,11 @@ def drill(run: str, scratch_folder: str | None, announce: Callable[[str], object
     folder = front.root if front is not None else ""
     own = access.for_reading(front.url) if front is not None and os.path.isdir(os.path.join(folder, "gen")) else None
     beside = front.url if front is not None and front.kind == "directory" and not no_front else None
-    with ThreadPoolExecutor(WORKERS, "lastgood-drill") as workers:
+    alone = drill_scratch.alone(folder) if own is not None else contextlib.nullcontext()
+    with alone, ThreadPoolExecutor(WORKERS, "lastgood-drill") as workers:
         reading = Reading(workers)
+        if own is not None:
+            drill_scratch.clear_copies(folder)
         cleared = drill_scratch.clear(parent, name)
         if beside is not None:
             cleared += drill_scratch.clear(os.path.dirname(folder), drill_scratch.name_of(beside))
@@ -148,7 +151,9 @@ def front_of(run: str, tier: Tier) -> tuple[Place | None, str]:
     None if the run has no such place. With it: why no copies can be made there, or "".
     """
     listed = places.listed(tier)
-    for one in listed[:-1]:
+    durable = [one for one in listed if not paths.in_memory(one)]
+    # Only the first place has an agent. AGENT.json in another one is of an earlier opening, when that was the first.
+    for one in (one for one in durable[:-1] if one == listed[0]):  # guard: drill-front-is-the-first-place
         place = paths.parsed(one)
         if place.kind == "directory" and os.path.isfile(os.path.join(place.root, agent_link.SPEC)):
             try:
@@ -156,7 +161,7 @@ def front_of(run: str, tier: Tier) -> tuple[Place | None, str]:
             except Refused as refused:
                 return place, refused.what
             return place, "" if os.access(parent, os.W_OK) else f"{parent} cannot be written"
-    folder = memory_place.folder_of(listed[-1] if listed else run)
+    folder = memory_place.folder_of(durable[-1] if durable else run)
     if os.path.isdir(folder) or any(map(paths.in_memory, listed)):
         return Place(folder, "memory"), ""
     return None, NO_FRONT

@@ -5,13 +5,16 @@ Each node makes its copies itself, from the files that it holds: only requests c
 
 from __future__ import annotations
 
+import contextlib
 import secrets
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
 import msgspec
 
-from ..errors import Refused
+from ..errors import LastgoodError, Refused
 from ..limits import CHUNK_BYTES
 from ..ports import Tier
 from ..records import Extent
@@ -22,12 +25,40 @@ RECORDS_BYTES = 1 << 20
 """The room that is reckoned for records and for the ends of pages on each node."""
 
 
+KEEP_SECONDS = 60.0
+"""How often each node with copies gets a call: it removes the copies of a drill that makes none for much longer
+(agent/drill_files.py), and to read those of one node may take that long."""
+
+
 class CopyPeers(Peers):
     """As `Peers`, with the copies of this drill in place of the files themselves. `real`: the files themselves."""
 
     def __init__(self, job: str, security: Security, name: str, real: Peers) -> None:
         super().__init__(job, security, name)
         self._folder, self._real = f"drill-{secrets.token_hex(4)}", real
+        self._with_copies = dict[str, tuple[PeerNode, str]]()
+        """name of a node -> the node, and the folder of the generation of which it makes copies"""
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """In the block a thread calls `keep` now and then."""
+        ended = threading.Event()
+        with ThreadPoolExecutor(1, "lastgood-drill-keep") as keeper:
+            try:
+                keeper.submit(self._keep_until, ended)
+                yield
+            finally:
+                ended.set()
+
+    def keep(self) -> None:
+        """Make a call to each node with copies, so that it keeps them. Raises nothing."""
+        for node, folder in [*self._with_copies.values()]:
+            with contextlib.suppress(LastgoodError):  # who reads there sees it too
+                self.list(node, folder)
+
+    def _keep_until(self, ended: threading.Event) -> None:
+        while not ended.wait(KEEP_SECONDS):
+            self.keep()
 
     def make(self, node: PeerNode, folder: str, files: Mapping[str, int], flipped: Extent | None = None) -> None:
         """Have a node copy these files of the folder of a generation, in this order, in place of earlier copies.
@@ -43,6 +74,7 @@ class CopyPeers(Peers):
                 what = "its agent is of an older version of lastgood, which makes no copies for a drill"
                 raise Refused(what, safe="Nothing was written there.") from refused
             raise
+        self._with_copies[node.name] = node, folder
         for name, length in files.items():
             file = FileCall(call="create", name=f"{folder}/{name}", sending=secrets.token_hex(8), length=length)
             self._call(node, file)
@@ -57,6 +89,7 @@ class CopyPeers(Peers):
 
     def remove(self, node: PeerNode) -> None:
         """Remove the copies on a node. Raises what `port.Wire` raises."""
+        self._with_copies.pop(node.name, None)
         self._call(node, FileCall(call="remove", name=""))
 
     def _write_flipped(self, node: PeerNode, part: FileCall, at: int) -> None:

@@ -89,6 +89,7 @@ def play(folder: str, own: Tier, rows: Sequence[PeerRead], place: ScratchPlace, 
     with (
         contextlib.closing(Peers(known.job, secured, machine())) as real,
         contextlib.closing(CopyPeers(known.job, secured, machine(), real)) as copies,
+        copies.kept(),
     ):
         kinds: list[tuple[Kind, list[PeerNode]]] = [("copies", known.copies), ("parity", known.parity)]
         for kind, nodes in kinds:
@@ -167,7 +168,7 @@ class NodeStage:
         for node in (one for one in self._nodes if one.name in self._made):
             try:
                 if not self._copies.list(node, layout.folder(scene.generation.id)):
-                    return f"node {node.name} has removed the copies, as when its job is opened"
+                    return f"node {node.name} has removed the copies, as when its job is opened or its memory is short"
             except LastgoodError as error:
                 return f"node {node.name} cannot be read any more: {error.what}"
         return ""

@@ -15,16 +15,18 @@ Invariants
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..errors import NotARun, Refused
+from ..errors import NotARun, NotWritable, Refused
 from ..io import os_errors
 from ..io.files import Lock
 from . import access, agent_link, memory_place, paths, scratch
+from .peers import DRILLS
 
 _NAME = re.compile(r"\.drill-[0-9a-f]{8}")
 _RUN, _AWAY = "run", "away"
@@ -89,8 +91,10 @@ def parent_folder(run: str, given: str | None) -> str:
 
 
 def name_of(run: str) -> str:
-    """With what the names of the folders of drills of `run` begin."""
-    return os.path.basename(paths.parsed(run).root.rstrip("/")) or "run"
+    """With what the names of the folders of drills of `run` begin: the same through a link as without it."""
+    place = paths.parsed(run)
+    root = place.root if place.kind == "objects" else os.path.realpath(place.root)  # guard: one-drill-name-for-a-run
+    return os.path.basename(root.rstrip("/")) or "run"
 
 
 def clear(parent: str, name: str) -> list[str]:
@@ -108,6 +112,38 @@ def clear(parent: str, name: str) -> list[str]:
             _remove(folder)
             cleared.append(other)
     return cleared
+
+
+def clear_copies(folder: str) -> None:
+    """Remove the copies of drills on other nodes that an agent has left in its `folder`, which was killed. Raises
+    nothing.
+
+    An agent that lives removes them itself (agent/drill_files.py).
+    """
+    with contextlib.suppress(NotWritable):  # it is the agent of another user
+        try:
+            agent_link.connected(folder).close()
+        except OSError:
+            shutil.rmtree(os.path.join(folder, DRILLS), ignore_errors=True)  # guard: copies-of-killed-agent-removed
+
+
+@contextlib.contextmanager
+def alone(folder: str) -> Iterator[None]:
+    """Inside, no other drill plays with the run that has `folder` as its front on this node. Raises Refused if one
+    does, and what opening the folder raises: each would end the copies of the other on other nodes."""
+    fd = os.open(os.path.join(folder, "gen"), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # guard: one-drill-of-a-node
+        except BlockingIOError:
+            raise Refused(
+                f"another drill of this run plays on this node, with {folder}",
+                safe="Nothing was copied, and the other one goes on.",
+                todo="Run the drill again once the other one has ended.",
+            ) from None
+        yield
+    finally:
+        os.close(fd)
 
 
 @contextlib.contextmanager

@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
 import re
+import secrets
 import shutil
 import stat
 from collections.abc import Mapping
 
-from ..errors import NotWritable, Refused
+import msgspec
+
+from ..errors import LastgoodError, NotWritable, Refused
 from ..io import checksum, memory_moves, os_errors
 from ..io.files import PosixFiles
-from ..io.machine import NODE, machine
-from ..io.memory_files import MemoryFiles
+from ..io.machine import NODE, host, machine
+from ..io.memory_files import MemoryFiles, still
+from ..storage.directory import Disk
 from . import agent_link, paths
 
 VARIABLE = "LASTGOOD_MEMORY"
@@ -80,23 +83,32 @@ def spill_folder(root: str, environ: Mapping[str, str] = os.environ) -> str:
 
     It is named after the host, not after its start, so that what is left there is found and removed after a restart.
     """
-    digest = checksum.digest("xxh3_128", (environ.get(NODE) or platform.node()).encode())
+    digest = checksum.digest("xxh3_128", (environ.get(NODE) or host()).encode())
     return os.path.join(root, SPILL, digest[:12])
 
 
 def set_aside(spill: str | None) -> None:
     """Rename the spill folder of a run whose memory is to be removed, so that no later opening writes to it.
 
-    Called before the folder in memory is renamed, while no process has the run open. Where the disk does not allow it,
-    the folder stays: the next opening lists what lies there, and removes it. Raises nothing.
+    Called before the folder in memory is renamed, while no process has the run open. Nothing that takes long is done,
+    because the run cannot be opened meanwhile: `remove_aside` is called then. Where the disk does not allow it, the
+    folder stays: the next opening lists what lies there, and removes it. Raises nothing.
     """
     if spill is None:
         return
-    shutil.rmtree(spill + REMOVED, ignore_errors=True)  # of an agent that was killed
     with contextlib.suppress(OSError):
         PosixFiles().remove(spill + memory_moves.STAGED)  # of a process that was killed while it moved a file
     with contextlib.suppress(OSError):
-        PosixFiles().rename(spill, spill + REMOVED)
+        PosixFiles().rename(spill, f"{spill}.{secrets.token_hex(4)}{REMOVED}")  # guard: each-spill-leaves-by-its-name
+
+
+def remove_aside(spill: str) -> None:
+    """Remove what `set_aside` has renamed, also of an agent that was killed. Raises nothing."""
+    parent, name = os.path.split(spill)
+    with contextlib.suppress(OSError):
+        for one in os.listdir(parent):
+            if one.startswith(f"{name}.") and one.endswith(REMOVED):
+                shutil.rmtree(os.path.join(parent, one), ignore_errors=True)
 
 
 def make(root: str) -> None:
@@ -135,12 +147,42 @@ def make(root: str) -> None:
 def files_of(root: str, spill: str | None = None, copies: bool = False) -> MemoryFiles:
     """The files of the run in memory at `root`. `spill` (default None): as for `MemoryFiles`, if no earlier opening has
     chosen a folder in which there may be files. `copies` (default False): only copies are written, chunk by chunk.
+
+    Who gives a `spill` has the run open for writing, or belongs to its job.
     """
+    if spill is None:
+        # Who only reads needs the folder before it exists: files may be moved there while he reads.
+        spec = agent_link.read_spec(root)
+        earlier = spec.spill if spec is not None else None  # guard: later-spill-is-read
+        return MemoryFiles(root, earlier, buffered=not copies)
+    return MemoryFiles(root, _chosen(root, spill), buffered=not copies)
+
+
+def _chosen(root: str, spill: str) -> str:
+    """The spill folder of a run: that of an earlier opening if there may be files in it, else `spill`.
+
+    The agent and the ranks of this node learn it at once: no file moves to another one any more.
+    """
+    try:
+        with still(root):
+            spec = agent_link.read_spec(root)
+            earlier = spec.spill if spec is not None else None
+            if earlier and os.path.isdir(earlier):  # guard: earlier-spill-is-used
+                return earlier
+            if spec is not None and earlier != spill:
+                new = msgspec.structs.replace(spec, spill=spill)
+                agent_link.write_spec(Disk(MemoryFiles(root), root), new)  # guard: spill-noted-when-chosen
+            return spill
+    except FileNotFoundError:  # the memory was removed, and with it what lay in an earlier folder
+        return spill
+    except LastgoodError:  # it has no room for a record, so that the agent keeps to the earlier folder
+        return earlier or spill
+
+
+def is_spill_of(root: str, spill: str | None) -> bool:
+    """Whether the spill folder of the run in memory at `root` is still `spill`, as far as that is noted."""
     spec = agent_link.read_spec(root)
-    chosen = spec.spill if spec is not None else None
-    # Who only reads needs the folder before it exists: files may be moved there while he reads.
-    earlier = chosen if chosen and (spill is None or os.path.isdir(chosen)) else None  # guard: later-spill-is-read
-    return MemoryFiles(root, earlier or spill, buffered=not copies)
+    return spec is None or spec.spill in (None, spill)
 
 
 def is_private(root: str) -> bool:

@@ -1,14 +1,14 @@
 """Gives memory back to the processes of the job: when it is short, files of generations move to the spill folder.
 
-looks at the limits -> while memory is short (io/memory_limits.py): frees the memory of deleted files -> moves whole
-files of committed generations (io/memory_moves.py), the oldest generation first
+looks at the limits -> while memory is short (io/memory_limits.py): frees the memory of deleted files, and removes the
+copies of drills -> moves whole files of committed generations (io/memory_moves.py), the oldest generation first
 
 The training process does it while it has a run in memory open, and so does the agent as long as it lives: the one sees
 the control groups of the job, the other one goes on without a training process.
 
 Invariants
   1. One process of this user moves files at a time: each would see the same shortage, and move as much once more.
-  2. Nothing is deleted, and no file is lost: what cannot be moved stays in memory, which is reported.
+  2. No file of the run is deleted or lost: what cannot be moved stays in memory, which is reported.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from .. import reporting
 from ..format import layout
@@ -30,6 +31,7 @@ from ..io.reused_files import LEAST_BYTES
 from ..storage.directory import Disk
 from ..units import size
 from . import memory_place, paths
+from .peers import DRILLS
 from .thread_pools import interpreter_is_ending
 
 INTERVAL_SECONDS = 0.5
@@ -76,6 +78,8 @@ class Relief:
             if not self._lacking(self._root):
                 return 0
             files.reused.drop()  # guard: deleted-files-freed-before-moves
+            # guard: drill-copies-freed-before-moves
+            shutil.rmtree(os.path.join(self._root, DRILLS), ignore_errors=True)
             files.reused.release()
             if not self._lacking(self._root) or time.monotonic() < self._next_at:
                 return 0
@@ -102,7 +106,7 @@ class Relief:
             if files is not None and files.spill_folder is not None:
                 with self._alone() as alone:
                     if alone:
-                        shutil.rmtree(files.spill_folder + memory_place.REMOVED, ignore_errors=True)
+                        memory_place.remove_aside(files.spill_folder)
                         os.unlink(staged_in(files))  # guard: half-a-copy-removed
 
     def _move(self, files: MemoryFiles) -> int:
@@ -111,7 +115,9 @@ class Relief:
         for path in self._candidates():
             if done >= lacking or self._stop():  # guard: only-what-lacks-is-moved
                 break
-            if count := moved(files, path, self._stop):
+            if count := moved(
+                files, path, self._stop, partial(memory_place.is_spill_of, self._root, files.spill_folder)
+            ):
                 done += count
                 files.reused.release()  # a mapping holds the memory of a removed file
                 self._report(files, path, count)

@@ -23,7 +23,7 @@ from ..ports import Tier
 from ..records import Finding, Generation, RunHeader, Seal, judged
 from ..storage.slots import Slots
 from ..wire import nixl
-from . import access, copying, memory_place, paths, peer_opening
+from . import access, copying, drill_scratch, memory_place, paths, peer_opening
 from .agent_link import AgentLink, read_spec
 from .agent_messages import AgentSpec, CopyTo
 from .known import KnownRun
@@ -60,6 +60,7 @@ def opened(path: str | os.PathLike[str], options: RunOptions, ranks: AnyRanks) -
             if leads:
                 own = storage.enter_context(_opened_own(path, options, ranks, in_slots))
                 own.delete(FETCHED)
+                drill_scratch.clear_copies(place.root)
             topic.agree(None, lambda _: None)  # every node is locked
             if not leads:
                 own = storage.enter_context(access.for_sharing(path, options.write_mode, options.spill(path)))

@@ -141,8 +141,7 @@ class Pipeline:
     # ---- from the training thread --------------------------------------------------------------------------
 
     def acquire_place(self, timeout_seconds: float | None) -> bool:
-        """Acquire a place for one more save in flight. Returns False if none is free within the timeout (None: wait
-        without a limit)."""
+        """Acquire a place for one more save in flight. Returns False if none is free in time (None: no limit)."""
         self.holds_place = self._free_places.acquire(timeout=timeout_seconds)
         return self.holds_place
 
@@ -317,6 +316,8 @@ class Pipeline:
             for flight in flights:
                 flight.cancel(Cancelled("the save was given up", safe="Nothing of it was committed."))
             self.places.stop()
+            if isinstance(self.run.tier, NodeDisks):
+                self.run.tier.stop()
             self._ranks.closed.set()
             self.releasing = self._copier.submit(self._release_when_done)
             raise

@@ -43,11 +43,12 @@ class Requests:
     """The coordinator's side. Used by one thread at a time.
 
     `ranks`: of the job. `subject`: KIND/SUBJECT of the keys. `servers`: the ranks that answer. `stop`: once it is true,
-    no answer is waited for.
+    no answer is waited for (default: never; see the method).
     """
 
     def __init__(self, ranks: RankGroup, subject: str, servers: Sequence[int], stop: Stop = never) -> None:
         self._group, self._servers, self._stop = ranks, servers, stop
+        self._stopped = False
         self._keys = f"{ranks.opening}/{subject}"
         self._asked = 0
         self._asked_at = 0.0
@@ -76,9 +77,9 @@ class Requests:
         keys = [f"{self._keys}/{self._nonce}/{rank}" for rank in self._servers]  # guard: answer-belongs-to-its-request
         seconds = max(group.timeout_seconds + time.monotonic() - self._asked_at, least_seconds)
         try:
-            posts = group.receive(keys, seconds, self._stop, POLL_SECONDS)
+            posts = group.receive(keys, seconds, self._is_stopped, POLL_SECONDS)
         except TimedOut as error:
-            if self._stop():
+            if self._is_stopped():
                 raise Cancelled("the work was interrupted while other ranks did their part of it") from None
             silent = [rank for rank, key in zip(self._servers, keys, strict=True) if not group.has(key)]
             raise TierDown(
@@ -90,6 +91,13 @@ class Requests:
             if "error" in post:  # guard: failed-part-fails-copy
                 raise decode_error({**post, "what": f"rank {rank}: {post['what']}"})
         return [post["answer"] for post in posts]
+
+    def stop(self) -> None:
+        """From now on wait for no answer. May be called by any thread."""
+        self._stopped = True  # guard: dead-rank-not-awaited-by-survivor
+
+    def _is_stopped(self) -> bool:
+        return self._stopped or self._stop()
 
     def end(self) -> None:
         """Tell the servers that nothing more is asked. Without a store they time out."""

@@ -23,14 +23,7 @@ from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from .. import reporting
-from ..errors import (
-    CommitUnknown,
-    MissingBlob,
-    NameTaken,
-    TierDown,
-    Truncated,
-    Unreadable,
-)
+from ..errors import CommitUnknown, MissingBlob, NameTaken, TierDown, Truncated, Unreadable
 from ..io import os_errors
 from ..io.files import DISK_READS, round_up
 from ..io.os_errors import FULL, UNREADABLE
@@ -413,6 +406,10 @@ class DiskUpload:
         if "/" in folder and not self._disk._shared:  # removed too if it is empty now
             self._disk._drop(self._disk._path(folder))  # guard: abort-removes-folder
             self._disk._durable_folders.discard(folder)  # guard: aborted-folder-forgotten
+
+    def leave(self) -> None:
+        """Close the file, and leave what has its name: that may be a file of another process by now."""
+        self._close()
 
     def _close(self) -> None:
         if self._open:

@@ -239,7 +239,7 @@ def _limits(step_seconds: float, times: float, long_seconds: float | None) -> Li
             safe="Nothing was started.",
             todo="Give --hang-long-timeout at least the value of --hang-timeout, or leave it out.",
         )
-    return Limits(step_seconds, times, long_seconds)
+    return Limits(step_seconds, times, long_seconds, ends_late=True)
 
 
 def _staged(run: str, several: Rendezvous | None) -> str:

@@ -28,7 +28,7 @@ from .. import reporting
 from ..io import heartbeat
 from ..io.oom_kills import OomKills, oom_kills
 from ..policy.blame import Ended, follows, timed_out
-from ..policy.hang import Silent, Stuck, awaited, behind
+from ..policy.hang import Silent, Stuck, awaited
 from ..policy.health import Finding, leaves
 from ..run import job_logs
 from . import devices, leftovers
@@ -293,16 +293,16 @@ class Attempt:
         silent = watch.silent(live, now, ended, () if self._place.nodes == 1 else None)
         if silent is not None and self._place.nodes > 1:
             silent = watch.silent(live, now, ended, self._nodes.others(now))
-        if silent is None:
+        if silent is None or watch.is_reported(silent):
             return False
-        self._note_hang(lived, silent)
+        self._note_hang(lived, silent, watch)
         self._publish("hang")
         return True
 
-    def _note_hang(self, lived: Lived, silent: Silent | None) -> None:
+    def _note_hang(self, lived: Lived, silent: Silent | None, watch: ProgressWatch) -> None:
         live = [*self._live.values()]
         lived.failed, texts = time.monotonic(), stacks(live)
-        lived.hang = Hang(behind(stuck(live, texts)), silent, texts)
+        lived.hang = Hang(watch.behind(live, texts, lived.failed), silent, texts)
 
     def _over_elsewhere(self, lived: Lived, watch: ProgressWatch) -> bool:
         """Follow what other nodes have published. Returns whether the attempt is over here, at once."""
@@ -321,7 +321,7 @@ class Attempt:
             return False
         self._published, lived.failed = notice.kind, lived.failed or time.monotonic()
         if notice.kind == "hang" and self._live and not self._asked:
-            self._note_hang(lived, None)
+            self._note_hang(lived, None, watch)
         # guard: survivors-of-a-node-awaited
         wait = max(_followers_seconds(notice.kind), just_in_time_seconds(self._ranks))
         self._until = min(self._until, time.monotonic() + wait)

@@ -168,8 +168,9 @@ def _add_own(to: _Options) -> None:
     to.option(
         "--hang-long-timeout",
         type=seconds,
-        help="Limit in seconds of what has no measure yet, as the first step and the wait for a rank that has not "
-        "opened its run, and of a save; at least --hang-timeout. Default 3600, or --hang-timeout if that is longer.",
+        help="Limit in seconds of what has no measure yet, as the first step, and of a save; at least --hang-timeout. "
+        "Default 3600, or --hang-timeout if that is longer. If given, it also ends the wait for a rank that has not "
+        "opened its run; otherwise that is reported.",
     )
     to.option("--records", metavar="DIR", help="Directory for logs of steps, saves and attempts.")
     to.option(

@@ -5,14 +5,16 @@ policy/hang.py decides; this remembers what was seen before.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from .. import reporting
 from ..io import heartbeat
 from ..policy import hang
-from ..policy.hang import ARRIVED, STEP, STOPPED, Limits, Signs, Silent, Wait
+from ..policy.hang import ARRIVED, STEP, STOPPED, Limits, Signs, Silent, Stuck, Wait
 from .stack_reader import READ_SECONDS, Reading, StackReader
-from .watch import PAUSE_SECONDS, RankProcess, processor_seconds, signs, state
+from .watch import PAUSE_SECONDS, RankProcess, processor_seconds, signs, state, stuck
 
 FRESH_SECONDS = READ_SECONDS + 1.0
 """A wait that was seen longer ago may be over."""
@@ -29,19 +31,36 @@ class Arrivals:
         self._used = dict[int, float]()
         """rank -> the processor time of its main thread when the reading began"""
         self._waits = dict[int, Wait]()
+        self._elsewhere, self._newest = Counter[int](), dict[int, Stuck]()
+        """rank -> how many times in a row it was seen outside of calls that wait; how it looked last"""
 
     def since(self, rank: int, now: float) -> float | None:
-        """Since when a rank waits; None: it does not, as far as is known. Only the time until it was seen last counts,
-        and none if that is long ago."""
+        """Since when a rank waits, as far as is known; None: it was seen elsewhere, twice in a row. Only the time until
+        it was seen last counts, and none if that is long ago."""
+        if self._elsewhere[rank] >= hang.LATE_READINGS:  # guard: one-reading-makes-no-late-rank
+            return None
         wait = self._waits.get(rank)
         if wait is None:
-            return None
+            return now
         fresh = now - wait.until < FRESH_SECONDS  # guard: wait-is-seen-at-its-limit
         return now - (wait.until - wait.since) if fresh else now
+
+    def late(self) -> list[Stuck]:
+        """The ranks that were seen elsewhere, as they looked last."""
+        return [self._newest[rank] for rank, times in self._elsewhere.items() if times >= hang.LATE_READINGS]
+
+    def forget(self) -> None:
+        """Nothing is known any more of who waits: the job may have been suspended."""
+        if self._reading is not None:
+            self._reading.drop()
+        self._reading = None
+        self._waits.clear()
 
     def poll(self, ranks: Sequence[RankProcess], now: float) -> None:
         """Begin to read those ranks that have not opened their runs, if that is due, or note what was read."""
         starting = [one for one in ranks if one.shown.opened is None]
+        for rank in self._elsewhere.keys() - {one.rank for one in starting}:
+            del self._elsewhere[rank]
         if self._reading is not None:
             found = self._reading.poll(now)
             if found is None:
@@ -51,6 +70,9 @@ class Arrivals:
                 wait = hang.waited(self._waits.pop(rank, None), one, self._reading.began, self._used[rank])
                 if wait is not None:
                     self._waits[rank] = wait
+                if one.stack:
+                    self._newest[rank] = one
+                    self._elsewhere[rank] = 0 if wait is not None else self._elsewhere[rank] + 1
             self._reading = None
         if self._next is None:
             self._next = now + self._pause_seconds
@@ -76,6 +98,7 @@ class ProgressWatch:
         self._looked_at: float | None = None
         self._resumed_at = 0.0
         """when this process went on after it had been stopped, and with it perhaps the whole job"""
+        self._reported_late = False
 
     def silent(
         self, ranks: Sequence[RankProcess], now: float, ended: bool, others: Sequence[Signs] | None = ()
@@ -84,19 +107,44 @@ class ProgressWatch:
         `others`: what ranks of other nodes show (default: there are none); None: it is not known yet."""
         if self._looked_at is not None and now - self._looked_at > PAUSE_SECONDS:  # guard: stopped-job-is-no-hang
             self._resumed_at = now
+            if self._arrivals is not None:
+                self._arrivals.forget()
         self._looked_at = now
         if self._arrivals is not None:
             self._arrivals.poll(ranks, now)
         found = [*(others or ())]
         for one in ranks:
             self._note_phase(one.rank, one.shown, now)
-            sign = self._stopped_too(one, self.shown(one, now, ended), now)
-            since = None if sign.since is None else max(sign.since, self._resumed_at)
-            found.append(replace(sign, since=since))
+            found.append(self._stopped_too(one, self.shown(one, now, ended), now))
+        found = [self._counted(one, now) for one in found]
         return hang.silent(found, now, self._limits, self._completed, all_known=others is not None)
 
+    def is_reported(self, silent: Silent) -> bool:
+        """Whether this is only reported, once: it looks as if ranks waited for one that has not opened its run, and no
+        limit was given for that."""
+        if silent.where != ARRIVED or self._limits.ends_late:
+            return False
+        self._reported_late = True
+        late = [] if self._arrivals is None else self._arrivals.late()
+        if late:  # otherwise it is of another node, which reports it if others wait there too
+            one = hang.behind(late)
+            reporting.warning(f"rank {one.signs.rank} {hang.described(one, silent, ends=False)}")
+        return True
+
+    def behind(self, ranks: Sequence[RankProcess], texts: dict[int, str], now: float) -> Stuck:
+        """The rank for which the others wait. `ranks`: at least one, whose job hangs. `texts`: their stacks."""
+        shown = {one.rank: self.shown(one, now) for one in ranks}
+        return hang.behind([replace(one, signs=shown[one.signs.rank]) for one in stuck(ranks, texts)])
+
+    def _counted(self, sign: Signs, now: float) -> Signs:
+        """The same signs, with the time for which they count."""
+        if sign.since is None:
+            return sign
+        over = self._reported_late and sign.where == ARRIVED
+        return replace(sign, since=now if over else max(sign.since, self._resumed_at))
+
     def shown(self, one: RankProcess, now: float, ended: bool = False) -> Signs:
-        """What a rank has shown, and whether it waits for others before its run is open. As `signs`."""
+        """What a rank has shown, and since when it may wait for others before its run is open. As `signs`."""
         since = self._arrivals.since(one.rank, now) if self._arrivals is not None and one.shown.opened is None else None
         sign = signs(one.rank, one.shown, ended)
         return sign if since is None else replace(sign, since=since, where=ARRIVED)

@@ -35,7 +35,7 @@ SILENT_SECONDS, SILENT_TIMES = 30.0, 3
 ENDPOINT_PORT = 29400
 """torchrun's default of the port of --rdzv-endpoint"""
 LAST_PORT = 65535
-_ENDPOINT = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+(%\w+)?\]|[^\s:\[\]]+)(:(?P<port>[0-9]+))?")
+_ENDPOINT = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+(%[^\s\]]+)?\]|[^\s:\[\]]+)(:(?P<port>[0-9]+))?")
 """one of several endpoints: a name, an IPv4 address, or an IPv6 address in brackets, and perhaps a port"""
 STATIC_PORT = 29500
 """torchrun's default of --master-port"""

@@ -56,7 +56,7 @@ class SlowWatch:
             self._follow()
         if self._phase in ("first", "sampling"):
             self._sample(ranks, now)
-        enough = self._tried >= slow.SAMPLES and self._reading is None
+        enough = not self._wants_more() and self._reading is None
         if self._phase == "sampling" and (enough or not self._reader.usable):
             return self._judged(step)
         return []
@@ -73,12 +73,19 @@ class SlowWatch:
             if all(one.stack for one in found):
                 self._samples.append(found)
         may = self._tried_in_window < slow.SAMPLES_IN_WINDOW  # guard: one-stall-is-no-slow-rank
-        more = self._phase == "first" or self._tried < slow.SAMPLES
-        if may and more and now >= self._next_sample_at and self._looked_at is not None:
+        if may and self._wants_more() and now >= self._next_sample_at and self._looked_at is not None:
             self._next_sample_at = now + self._pause_seconds()
             self._tried += 1
             self._tried_in_window += 1
             self._reading = self._reader.read(ranks, now)
+
+    def _wants_more(self) -> bool:
+        return self._phase == "first" or (len(self._samples) < slow.SAMPLES and self._tried < slow.MOST_TRIED)
+
+    def _drop_reading(self) -> None:
+        if self._reading is not None:
+            self._reading.drop()
+        self._reading = None
 
     def _pause_seconds(self) -> float:
         """How long to wait until the next sample."""
@@ -108,7 +115,7 @@ class SlowWatch:
         """Decide again, after a window."""
         self._usual = slow.usual_seconds(self._usual, self._windows)
         if self._phase == "usual" and slow.is_slow(self._windows, self._usual, self._pace):
-            self._phase, self._next_sample_at, self._tried, self._reading = "sampling", 0.0, 0, None
+            self._phase, self._next_sample_at, self._tried = "sampling", 0.0, 0
             self._samples.clear()
         elif self._phase == "reported" and self._usual and slow.is_over(self._windows, self._usual, self._pace):
             self._phase = "usual"
@@ -116,6 +123,7 @@ class SlowWatch:
     def _first_judged(self, step: int) -> list[Slow]:
         """Report the ranks that the first windows show as slow."""
         self._phase, self._usual = "usual", slow.usual_seconds(None, self._windows)
+        self._drop_reading()
         found = slow.first_slow_ranks(self._samples, self._pace)
         return [_reported(step, statistics.median(self._windows), None, found, len(self._samples))] if found else []
 
@@ -124,10 +132,12 @@ class SlowWatch:
         assert self._usual is not None
         recent, usual = self._windows[-slow.WINDOWS :], self._usual
         self._phase = "usual"
+        self._drop_reading()
         if recent[-1] <= self._pace.factor * usual:
             return []
         found = slow.slow_ranks(self._samples)
-        if found:
+        few = len(self._samples) < slow.LEAST_SAMPLES and self._reader.usable
+        if found or few:  # guard: few-samples-make-nothing-usual
             self._phase = "reported"
         else:  # all are slower: that is usual from now on
             self._usual = None

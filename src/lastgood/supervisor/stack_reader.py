@@ -8,6 +8,7 @@ of threads that run on meanwhile.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -47,14 +48,16 @@ class _PySpy:
 
     def __init__(self, command: str, rank: RankProcess) -> None:
         self._signs, self._state, self._pid = signs(rank.rank, rank.shown), state(rank.pid), rank.pid
-        self._found, self._problem = os.memfd_create("found"), os.memfd_create("problem")
-        self.process = subprocess.Popen(
-            [command, "dump", "--nonblocking", "--json", "--pid", str(rank.pid)],
-            stdin=subprocess.DEVNULL,
-            stdout=self._found,
-            stderr=self._problem,
-            start_new_session=True,
-        )
+        with contextlib.ExitStack() as opened:
+            self._found, self._problem = _memory("found", opened), _memory("problem", opened)
+            self.process = subprocess.Popen(
+                [command, "dump", "--nonblocking", "--json", "--pid", str(rank.pid)],
+                stdin=subprocess.DEVNULL,
+                stdout=self._found,
+                stderr=self._problem,
+                start_new_session=True,
+            )
+            opened.pop_all()
 
     def result(self) -> tuple[Stuck, str]:
         """The rank, with the stack of its main thread; with none, and the reason, if it was not found. Ends it."""
@@ -81,11 +84,16 @@ class Reading:
             return None
         return self._reader.ended(self._dumps)
 
+    def drop(self) -> None:
+        """End it, because its result is not wanted any more."""
+        self._reader.dropped(self._dumps)
+
 
 class StackReader:
     """Reads the stacks of ranks. `command`: the path of py-spy; None: it is not installed.
 
-    Where they cannot be read that is reported once, `usable` is False from then on, and the job goes on without.
+    Where they cannot be read that is reported, each reason once, `usable` is False for the rest of the attempt, and the
+    job goes on without.
     """
 
     def __init__(self, command: str | None) -> None:
@@ -94,10 +102,13 @@ class StackReader:
         """how many readings in a row have found nothing"""
         self._started = list[_PySpy]()
         """those whose results were not taken"""
+        self._python = set[Path]()
+        """the folders of ranks that are Python programs and have begun"""
+        self._reported = set[str]()
 
     def read(self, ranks: Sequence[RankProcess], now: float) -> Reading | None:
         """Begin to read. None: it cannot be done, or not all ranks are Python programs that have begun."""
-        if not self.usable or not all((one.folder / STACKS_FILE).exists() for one in ranks):
+        if not self.usable or not self._have_begun(ranks):
             return None
         if self._command is None:
             self._give_up("py-spy is not installed", "Install it: pip install 'lastgood[stacks]'")
@@ -108,9 +119,21 @@ class StackReader:
                 dumps.append(_PySpy(self._command, one))
                 self._started.append(dumps[-1])
         except OSError as error:
-            self._give_up(f"{self._command} cannot be started: {error.strerror}", "Install py-spy again")
+            self.dropped(dumps)
+            why = f"{self._command} cannot be started: {error.strerror}"
+            self._give_up(why, "Install py-spy again, if another attempt says so too")
             return None
         return Reading(self, dumps, now)
+
+    def _have_begun(self, ranks: Sequence[RankProcess]) -> bool:
+        """Whether these ranks are Python programs that have begun, as far as is seen now."""
+        try:
+            for one in ranks:
+                if one.folder not in self._python and (one.folder / STACKS_FILE).exists():
+                    self._python.add(one.folder)
+        except OSError:  # a disk that does not answer now
+            return False
+        return all(one.folder in self._python for one in ranks)
 
     def ended(self, dumps: Sequence[_PySpy]) -> list[Stuck]:
         """What they have found."""
@@ -122,17 +145,34 @@ class StackReader:
             self._give_up(f"py-spy cannot read the stacks of ranks: {found[0][1]}", allow)
         return [one for one, _ in found]
 
+    def dropped(self, dumps: Sequence[_PySpy]) -> None:
+        """End these, whose results are not wanted. They are not waited for."""
+        for one in dumps:
+            if one in self._started:
+                self._started.remove(one)
+                one.result()
+
     def close(self) -> None:
-        """End every py-spy whose result was not taken. It is not waited for."""
-        for one in self._started:
-            one.result()
-        self._started.clear()
+        """End every py-spy whose result was not taken, at the end of an attempt. The next one tries anew."""
+        self.dropped([*self._started])
+        self._python.clear()
+        self._failures, self.usable = 0, True
 
     def _give_up(self, what: str, todo: str) -> None:
         self.usable = False
-        reporting.info(
-            f"{what}, so slow ranks, and one that never opens its run, are not named. The job goes on without. {todo}."
-        )
+        if what not in self._reported:
+            self._reported.add(what)
+            reporting.info(
+                f"{what}, so slow ranks, and one that never opens its run, are not named. The job goes on without. "
+                f"{todo}."
+            )
+
+
+def _memory(name: str, opened: contextlib.ExitStack) -> int:
+    """A file in memory, which is closed with `opened`."""
+    descriptor = os.memfd_create(name)
+    opened.callback(os.close, descriptor)
+    return descriptor
 
 
 def _taken(descriptor: int) -> bytes:

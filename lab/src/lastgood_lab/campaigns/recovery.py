@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from itertools import count
@@ -27,6 +27,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from lastgood.run import access
+from lastgood.supervisor import attempt_log
 from lastgood_lab.campaigns.recovery_faults import (
     BEFORE_PROGRESS,
     ENDING,
@@ -43,9 +45,10 @@ from lastgood_lab.campaigns.reports import report
 from lastgood_lab.campaigns.trials import in_memory
 from lastgood_lab.journal import Journal
 
-RANKS, HANG_SECONDS, ROOM, TOTAL = 4, 6, "size=32m", 260
+RANKS, HANG_SECONDS, SLOW_WINDOW_SECONDS, ROOM, TOTAL = 4, 6, 0.3, "size=32m", 422
 LIMIT_SECONDS = 1200.0
 COMMAND = [sys.executable, "-m", "lastgood", "run", "--hang-timeout", str(HANG_SECONDS)]
+COMMAND += ["--slow-window", str(SLOW_WINDOW_SECONDS)]
 JOB = ["-m", "lastgood_lab.campaigns.recovery_job"]
 
 
@@ -115,6 +118,7 @@ def lived(folder: Path, plan: Plan, nodes: int = 1) -> Lived:
             break
         first = max(one["attempt"] for one in notes) + 1
     remove_groups()
+    reports = _with_slow(reports, notes, attempt_log.read(access.for_reading(Path(plan.room) / "run")))
     pids = {one["pid"] for one in notes if one["what"] == "start"}
     return Lived(notes, reports, code, [pid for pid in pids if _lives(pid, folder)])
 
@@ -131,6 +135,20 @@ def _life(folder: Path, nodes: int, first: int) -> tuple[int, dict[int, Reported
     command += [*program, str(first)]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=LIMIT_SECONDS, check=False)
     return done.returncode, reported(done.stderr, first)
+
+
+def _with_slow(
+    reports: Mapping[int, Reported], notes: Sequence[Note], attempts: Sequence[attempt_log.Attempt]
+) -> dict[int, Reported]:
+    """The reports, with the ranks that the records of the attempts name as slow: each supervisor prints those of its
+    node only."""
+    found, clock = dict[int, Reported](), time.time() - time.monotonic()
+    for number, line in reports.items():
+        at = clock + min((one["at"] for one in notes if one["attempt"] == number), default=0.0)
+        slow = [one.slow for one in attempts if one.began_at <= at <= one.began_at + one.seconds]
+        ranks = {rank.rank for times in slow for one in times for rank in one.ranks}
+        found[number] = line._replace(slow=tuple(sorted(ranks)))
+    return found
 
 
 def _lives(pid: int, folder: Path) -> bool:

@@ -37,7 +37,10 @@ GROUP_BYTES = 16 << 20
 FILLER = "filler"
 RESTORE_CALLS = 24
 """about the number of system calls on the run that a rank makes in a restore"""
-SLOW_SECONDS = 0.03
+SLOW_SECONDS = 0.2
+"""how much longer each step of a slow rank takes"""
+SLOW_STEPS = 30
+"""In an attempt with a slow rank there are so many steps more: it is named after ten windows of training."""
 SURVIVED = 90
 """exit code of ranks whose attempt no fault has ended"""
 MESSAGE = "a fault of the campaign"
@@ -98,10 +101,13 @@ class Injector:
 
     def reach(self, phase: str, moment: tuple[float, float] = (0.0, 1.0)) -> None:
         """The main thread is in a phase, in this part of it: make what is due there happen."""
-        if self._slow:
-            time.sleep(SLOW_SECONDS)
         for one in [one for one in self._left if one.phase == phase and moment[0] <= one.moment < moment[1]]:
             self._happen(one)
+
+    def in_step(self) -> None:
+        """The main thread computes a step: a slow rank takes longer for it."""
+        if self._slow:
+            time.sleep(SLOW_SECONDS)
 
     @contextlib.contextmanager
     def rendezvous(self) -> Iterator[None]:

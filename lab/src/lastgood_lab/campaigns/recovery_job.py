@@ -27,6 +27,7 @@ from lastgood.errors import LastgoodError
 from lastgood.io import files
 from lastgood_lab.campaigns.recovery_faults import (
     RESTORE_CALLS,
+    SLOW_STEPS,
     SURVIVED,
     Attempt,
     Calls,
@@ -81,6 +82,7 @@ class Training:
         """One step. `event`: the phase whose faults happen within it."""
         self.audit.observe(*self.sampler.position, ids)
         self._reach(event, (0.0, 0.33))
+        self._injector.in_step()
         loss = nn.functional.cross_entropy(self.model(inputs), targets)
         if self._injector.poisoned:
             loss = loss * float("nan")
@@ -114,7 +116,8 @@ class Schedule:
         self.restored, self.first = restored, restored + SAVE_STEPS - restored % SAVE_STEPS
         self.second = self.first + SAVE_STEPS
         even = self.second + 1 + (self.second + 1) % CHECK_STEPS
-        self.last = even if attempt.ends else total
+        slow_steps = SLOW_STEPS if any(one.kind == "slow" for one in attempt.faults) else 0
+        self.last = even + slow_steps if attempt.ends else total
 
     def event(self, step: int, window: tuple[int, int]) -> str | None:
         """The phase whose faults happen within a step. NaN comes into the loss in a step, whatever its phase."""

@@ -16,12 +16,14 @@ REPORT = re.compile(r"lastgood: attempt (\d+): (?:rank (\d+) )?(.*), after ([\d.
 
 
 class Reported(NamedTuple):
-    """One line of the report of `lastgood run`. `rank`: that is named; -1: none. `act`: what followed, and `why`."""
+    """One line of the report of `lastgood run`. `rank`: that is named; -1: none. `act`: what followed, and `why`.
+    `slow`: the ranks that `lastgood attempts` names as slow."""
 
     rank: int
     what: str
     act: str
     why: str = ""
+    slow: tuple[int, ...] = ()
 
 
 class Trial(NamedTuple):
@@ -83,6 +85,8 @@ def _of_fault(fault: Fault, note: Note, notes: Sequence[Note], line: Reported | 
         problems.append(f"not started again: {line}")
     elif fault.kind in (*PASSING, "store") and (f"exit code {SURVIVED}" in line.what or another):
         outcome = "went on"
+        if fault.kind == "slow" and fault.phase != "teardown":  # then no step is left in which the rank is slow
+            cause = line.slow == (fault.rank,)
     elif fault.phase == "teardown" and f"exit code {SURVIVED}" in line.what and line.rank != fault.rank:
         pass  # nothing is to be named: that rank had ended before, as the plan of each attempt has it
     else:

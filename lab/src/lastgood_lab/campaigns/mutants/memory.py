@@ -51,6 +51,11 @@ MUTANTS: tuple[Mutant, ...] = (
             Swap("self._listed_on_disk(path) | found", "found"),
         ),
         (
+            "a file that is replaced while it is opened counts as deleted",
+            "replaced-file-is-found",
+            Instead("raise FileNotFoundError(path)"),
+        ),
+        (
             "names change between the steps of a move",
             "names-still-while-one-moves",
             Swap("still(files.root)", "contextlib.nullcontext()"),
@@ -60,6 +65,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("what moved to the disk stays in the page cache", "moved-file-leaves-the-cache", Remove()),
         ("a file that was cut meanwhile is moved", "moved-file-is-whole", Never()),
         ("saves move while deleted files hold memory", "deleted-files-freed-before-moves", Remove()),
+        ("saves move while copies of a drill hold memory", "drill-copies-freed-before-moves", Remove()),
         ("everything is moved for a small shortage", "only-what-lacks-is-moved", Swap("done >= lacking or ", "")),
         (
             "the newest save is moved first",
@@ -80,7 +86,20 @@ MUTANTS: tuple[Mutant, ...] = (
             Swap("still(self._folder)", "contextlib.nullcontext()"),
         ),
         ("the end of an agent removes what the next job has moved", "spill-leaves-before-memory", Remove()),
-        ("a reader does not find what is moved while he reads", "later-spill-is-read", Swap("spill is None or ", "")),
+        (
+            "what a killed agent has left keeps a spill folder from being set aside",
+            "each-spill-leaves-by-its-name",
+            Swap("{secrets.token_hex(4)}{REMOVED}", "removed"),
+        ),
+        (
+            "a reader does not find what is moved while he reads",
+            "later-spill-is-read",
+            Swap("spec.spill if spec is not None else None", "None"),
+        ),
+        ("a job does not find what has moved to an earlier folder", "earlier-spill-is-used", Never()),
+        ("the agent learns of another folder when the run is open", "spill-noted-when-chosen", Remove()),
+        ("a file moves to a folder that the run has left", "nothing-moves-to-earlier-spill", Never()),
+        ("hosts of one name share a spill folder", "hosts-of-one-name-differ", Swap("{file.read().strip()}", "")),
     ),
     *table(
         "late commit",
@@ -139,6 +158,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ("an agent that does not answer goes on beside the new one", "silent-agent-killed", Remove()),
         ("a newer process in a bucket is replaced", "newer-claim-not-taken-over", Swap("newest <= own_claims", "True")),
         ("work goes on for a training process that has ended", "abandoned-work-stops", Remove()),
+        ("a stalled agent writes beside who took over", "stalled-agent-changes-nothing", Never()),
+        ("a stalled agent removes what who took over has written", "stalled-agent-removes-nothing", Never()),
         (
             "agents that need one lock come at the same moments",
             "agents-take-turns",
@@ -252,6 +273,17 @@ MUTANTS: tuple[Mutant, ...] = (
         ("copies fill the disk of the run", "drill-needs-free-space", Never()),
         ("copies take memory that is not there", "drill-needs-free-memory", Never()),
         ("a copy that is not the original counts as brought back", "drill-compares-digests", Remove()),
+        (
+            "a place that was the first once is taken for it",
+            "drill-front-is-the-first-place",
+            Swap(" if one == listed[0]", ""),
+        ),
+        ("two drills of a node end the copies of each other", "one-drill-of-a-node", Remove()),
+        (
+            "what a killed drill has left stays for who names the run by a link",
+            "one-drill-name-for-a-run",
+            Swap("os.path.realpath(place.root)", "place.root"),
+        ),
     ),
     *table(
         "drill of other nodes",
@@ -264,6 +296,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ("copies of a drill fill another node", "drill-asks-nodes-for-room", Never()),
         ("a drill ends another one on the same node", "one-drill-at-a-time", Never()),
         ("copies of a killed drill stay", "abandoned-drill-removed", Never()),
+        ("copies stay that a killed agent has left", "copies-of-killed-agent-removed", Instead("pass")),
+        ("a call that ends after its drill leaves a file", "late-call-leaves-no-copy", Never()),
         ("a drill leaves its copies on other nodes", "drill-leaves-no-copies", Remove()),
         ("what other nodes give back is not compared", "drill-compares-digests-of-nodes", Remove()),
     ),
