@@ -57,14 +57,17 @@ class Stores:
 
     def seen(self) -> list[Seen | None]:
         """What they show; None: it does not answer in time."""
-        for number, endpoint in enumerate(self._settings.stores):
-            if number not in self._probes or not self._probes[number].is_alive():
-                self._probes[number] = _Probe(endpoint, self._settings.run_id)
-                self._probes[number].start()
+        free = [one for one in range(len(self._settings.stores)) if not self._under_way(one)]
+        for number in free:
+            self._probes[number] = _Probe(self._settings.stores[number], self._settings.run_id)
+            self._probes[number].start()
         until = time.monotonic() + 2 * PROBE_SECONDS
-        for one in self._probes.values():
-            one.join(max(0.0, until - time.monotonic()))
+        for number in free:
+            self._probes[number].join(max(0.0, until - time.monotonic()))
         return [self._probes[number].found for number in range(len(self._settings.stores))]
+
+    def _under_way(self, number: int) -> bool:
+        return number in self._probes and self._probes[number].is_alive()
 
 
 class _Probe(threading.Thread):
