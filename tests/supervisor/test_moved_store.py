@@ -121,7 +121,7 @@ def test_a_node_whose_link_is_cut_trains_only_with_the_others(tmp_path: Path) ->
             attempt = nodes.newest(3)
             network.cut(0)
             apart = nodes.newest(2)
-            until(lambda: "waits for more nodes of the last round" in nodes.log("a"))
+            until(lambda: "waits for more nodes of the job" in nodes.log("a"))
             network.mend(0)
             end_together(nodes, attempt, apart)
             assert [one.wait(60) for one in started] == [0] * 3

@@ -11,7 +11,7 @@ import pytest
 
 from lastgood.io import heartbeat
 from lastgood.policy.blame import Ended
-from lastgood.policy.membership import Bounds, Round, Spares
+from lastgood.policy.membership import Bounds, Past, Spares
 from lastgood.supervisor import reported
 from lastgood.supervisor.attempt import Lived
 from lastgood.supervisor.membership import Joined, Waiters
@@ -38,7 +38,7 @@ class Member:
     def __init__(self, board: Board, node: int) -> None:
         self._board, self._node = board, node
 
-    def join(self, last: Round | None, again: bool) -> Joined:
+    def join(self, past: Past, again: bool) -> Joined:
         return Joined(node=self._node, nodes=self._board.nodes, address="127.0.0.1")
 
     def put(self, values: Mapping[str, str], job: bool = False) -> None:

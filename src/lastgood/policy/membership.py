@@ -57,12 +57,20 @@ class Next:
 
 
 class Round(Record, frozen=True, kw_only=True):
-    """A round of a job whose store can move. `store`: number of its store in the list. `order`: grows from round to
-    round of one store. `nodes`: how many it has."""
+    """A round of a job whose store can move. `store`: number of its store in the list. `id`: of this store. `order`:
+    grows from round to round of one store. `nodes`: how many it has."""
 
     store: int
+    id: str
     order: int
     nodes: int
+
+
+class Tried(Record, frozen=True, kw_only=True):
+    """A round to which a node has agreed. `nodes`: the ids of all its nodes."""
+
+    round: Round
+    nodes: tuple[str, ...] = ()
 
 
 class Past(Record, frozen=True, kw_only=True):
@@ -70,20 +78,29 @@ class Past(Record, frozen=True, kw_only=True):
 
     `last`: the last round that it knows to have begun; None: none. `tried`: later ones to which it has agreed, and does
     not know whether all others have. `decided`: of how many attempts it knows the verdicts. `lived`: whether it has
-    begun the attempt after these.
+    begun the attempt after these. `left`: numbers of the nodes of `last` that have ended, as they were asked to.
+    `node`: an id of this node, as long as its supervisor lives. `holds`: number of the store that it holds; None: none.
     """
 
+    node: str = ""
     last: Round | None = None
-    tried: tuple[Round, ...] = ()
+    left: tuple[int, ...] = ()
+    tried: tuple[Tried, ...] = ()
     decided: int = 0
     lived: bool = False
+    holds: int | None = None
+
+    def agreed(self, one: Round) -> bool:
+        """Whether this node has agreed to a round."""
+        return self.last == one or any(tried.round == one for tried in self.tried)
 
 
 class Seen(Record, frozen=True, kw_only=True):
-    """A store that answers. `id`: chosen when it was made. `active`: whether the nodes of the job are there."""
+    """A store that answers. `id`: chosen when it was made. `active`: store and order of the newest round of which more
+    than half of the nodes have come there; None: there is none."""
 
     id: str
-    active: bool
+    active: tuple[int, int] | None = None
 
 
 def leader(nodes: int, lost: Collection[int]) -> int:
@@ -142,43 +159,77 @@ def last_round(pasts: Sequence[Past], newest: Round | None) -> Round | None:
     return max(known, key=_order, default=None)
 
 
-def enough(pasts: Sequence[Past], store: int, newest: Round | None, left: int) -> bool:
+def enough(pasts: Sequence[Past], store: int, newest: Round | None, left: Collection[int]) -> bool:
     """Whether the nodes of a round may begin: no others can then begin beside them, at any store.
 
-    `pasts`: what they bring. `store`: that of the round. `newest`: the last round that has begun there. `left`: how
-    many nodes of the last round have ended, as they were asked to, as far as this store shows it.
+    `pasts`: what they bring. `store`: that of the round. `newest`: the last round that has begun there. `left`: numbers
+    of the nodes of the last round that have ended, as they were asked to, as far as this store shows it.
 
     They are more than half of the nodes of the last round that has begun, and of each later one that may have; in the
-    store of that round, half of them. A job begins in the first store.
+    store of that round, half of them. A job begins in the first store. A round has not begun, and never will, if one of
+    its nodes has come to this round without having agreed to it.
     """
     last = last_round(pasts, newest)
     if last is None:
         return store == 0  # guard: new-job-begins-at-first-store
-    tried = [one for past in pasts for one in past.tried if _order(one) > _order(last)]
+    ended = {
+        *left,
+        *(one for past in pasts if past.last == last for one in past.left),
+    }  # guard: left-nodes-are-not-lost
+    present = {past.node: past for past in pasts}
+    tried = {one.round: one.nodes for past in pasts for one in past.tried if _order(one.round) > _order(last)}
     for one in (last, *tried):  # guard: round-that-may-have-begun-counts
-        there = sum(past.last == one or one in past.tried for past in pasts)
-        of = one.nodes - (left if one is last else 0)
+        others = [present[node] for node in tried.get(one, ()) if node in present]
+        if any(not past.agreed(one) for past in others):  # guard: round-that-was-left-never-began
+            continue
+        there = sum(past.agreed(one) for past in pasts)
+        of = one.nodes - (len(ended) if one is last else 0)
         if not (2 * there >= of if one.store == store else 2 * there > of):  # guard: moved-round-needs-majority
             return False
     return True
+
+
+def may_begin_job(pasts: Sequence[Past], stores: int, most: int) -> bool:
+    """Whether nodes that know of no round may begin the first one: all nodes are there, or those that hold more than
+    half of the stores. Else the job may be at another store, which a machine that has just started does not reach yet.
+
+    `pasts`: what they bring. `stores`: how many are listed. `most`: how many nodes the job may have.
+    """
+    held = {one.holds for one in pasts} - {None}
+    return len(pasts) >= most or 2 * len(held) > stores  # guard: new-job-needs-most-stores
+
+
+def may_move(past: Past) -> bool:
+    """Whether a node goes on to a store to which no others have gone yet. One of two nodes is no majority; and before
+    the first round no store but the first one can begin a job."""
+    return past.last is not None and past.last.nodes - len(past.left) != 2
 
 
 def _order(one: Round) -> tuple[int, int]:
     return one.store, one.order
 
 
-def store_to_join(seen: Sequence[Seen | None], at: int, known: str, leaves: bool) -> int | None:
+def store_to_join(seen: Sequence[Seen | None], past: Past, at: int, leaves: bool) -> int | None:
     """The number of the store that a node joins; None: none yet.
 
-    `seen`: the stores of the list; None: it does not answer. `at`: that to which the node belongs, or 0. `known`: the
-    id that this one had; empty: the node has not belonged to one. `leaves`: whether it may go on to a later one.
+    `seen`: the stores of the list; None: it does not answer. `past`: what the node brings. `at`: the store that it has
+    joined last; 0 if none. `leaves`: whether it may go on to a later one where no others are.
 
-    A node never goes back in the list. It goes where the others are, else it stays, else it takes the next one.
+    The newest round to which the node has agreed bounds it: it joins that store, or a later one, and no other store at
+    the same endpoint. So rounds have the order of their stores. Within this bound it goes where the others are, else
+    to the first store that answers, so that nodes that have lost sight of each other come together again.
     """
-    active = [one for one, found in enumerate(seen) if one > at and found is not None and found.active]
+    agreed = [one.round for one in past.tried]  # guard: agreed-round-bounds-node
+    agreed += [] if past.last is None else [past.last]
+    bound = max(agreed, key=_order, default=None)
+    stores = dict[int, Seen]()
+    for number, one in enumerate(seen):
+        same = bound is None or one is None or one.id == bound.id  # guard: replaced-store-not-rejoined
+        if one is not None and (bound is None or number > bound.store or (number == bound.store and same)):
+            stores[number] = one
+    oldest = (0, 0) if past.last is None else _order(past.last)
+    known = {number: one.active for number, one in stores.items() if one.active is not None}
+    active = {number: one for number, one in known.items() if one >= oldest}  # guard: older-round-is-not-followed
     if active:
-        return active[-1]
-    here = seen[at]
-    if here is not None and known in ("", here.id):  # guard: replaced-store-not-rejoined
-        return at
-    return next((one for one in range(at + 1, len(seen)) if seen[one] is not None), None) if leaves else None
+        return max(active, key=lambda number: (active[number], number))
+    return next((number for number in stores if number <= at or leaves), None)

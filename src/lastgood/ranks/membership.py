@@ -12,6 +12,7 @@ import select
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -45,7 +46,7 @@ os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # torch reads it; the ra
 class Member:
     """The membership of this node. Connects when it is made. Raises what torch raises.
 
-    `moved`: is called while this node waits for a round, once the others are at another store.
+    `moved`: is called while this node waits for a round, once it is to wait at another store.
     """
 
     def __init__(self, settings: Settings, moved: Callable[[], None]) -> None:
@@ -65,7 +66,8 @@ class Member:
         self._at, self._id = 0, ""
         """number and id of the store, where it can move"""
         if settings.stores:
-            self._at, self._id, self._store = store_list.found(settings)
+            stores = store_list.Stores(settings)
+            self._at, self._id, self._store = store_list.found(settings, stores)
             backend = c10d_rendezvous_backend.C10dRendezvousBackend(self._store, settings.run_id)
         else:
             backend, self._store = c10d_rendezvous_backend.create_backend(parameters)
@@ -75,7 +77,7 @@ class Member:
         chosen = parameters.get_as_bool("is_host")
         host, _ = parse_rendezvous_endpoint(settings.endpoint, default_port=29400)
         self._holds_store = _matches_machine_hostname(host) if chosen is None else chosen
-        self._waits = store_list.watch(settings, self._at, moved) if settings.stores else threading.Event()
+        self._watch = store_list.Watch(stores, self._at, moved) if settings.stores else None
         self._round: Any = None
         """the store with the keys of the current round"""
 
@@ -87,9 +89,11 @@ class Member:
             case Join():
                 if self._handler.is_closed() and not request.waited:
                     return Failed(kind="ended", what=f"the job of --rdzv-id {self._settings.run_id} has ended")
-                self._waits.set()
+                if self._watch is not None:
+                    self._watch.begin(request.past)
                 found = self._handler.next_rendezvous()
-                self._waits.clear()
+                if self._watch is not None:
+                    self._watch.end()
                 self._round = found.store
                 return Joined(
                     node=found.rank,
@@ -107,11 +111,10 @@ class Member:
                 store = self._of(request.job)
                 return Values(values=[store.get(key).decode() if store.check([key]) else None for key in request.keys])
             case Claim():
-                return Values(values=[self._of(request.job).compare_set(request.key, "", request.value).decode()])
+                store = self._of(request.job)
+                return Values(values=[store.compare_set(request.key, request.before, request.value).decode()])
             case Raise():
-                store, seen = self._of(job=True), ""
-                while seen < request.value:
-                    seen = store.compare_set(request.key, seen, request.value).decode()
+                store_list.raised(self._of(job=True), request.key, request.value)
                 return Values(values=[])
             case Waiting():
                 return Waiters(joining=self._handler.num_nodes_waiting(), reserve=self._reserve())
@@ -174,8 +177,7 @@ def main() -> None:
 
     def moved() -> None:
         with sending:
-            what = "the other nodes are at a later one of the list"
-            framed.send(connection, msgspec.json.encode(Failed(kind="moved", what=what)))
+            framed.send(connection, msgspec.json.encode(Failed(kind="moved", what="")))
             os._exit(0)  # torch waits in the main thread
 
     settings = msgspec.json.decode(framed.receive(connection), type=Settings)
@@ -183,15 +185,22 @@ def main() -> None:
         member = Member(settings, moved)
     except Exception as error:  # noqa: BLE001 - the supervisor reports it, as the answer to its first request
         failed = _failed(error)
-    with contextlib.suppress(EOFError, OSError):
-        while _asks_in_time(connection, settings.silent_seconds):
-            request = msgspec.json.decode(framed.receive(connection), type=Request)
-            try:
-                answer = failed if member is None else member.answer(request)
-            except Exception as error:  # noqa: BLE001 - the supervisor reports it
-                answer = _failed(error)
-            with sending:
-                framed.send(connection, msgspec.json.encode(answer))
+    try:
+        with contextlib.suppress(EOFError, OSError):
+            while _asks_in_time(connection, settings.silent_seconds):
+                request = msgspec.json.decode(framed.receive(connection), type=Request)
+                try:
+                    answer = failed if member is None else member.answer(request)
+                except Exception as error:  # noqa: BLE001 - the supervisor reports it
+                    answer = _failed(error)
+                with sending:
+                    framed.send(connection, msgspec.json.encode(answer))
+    finally:
+        if settings.stores:  # the threads of store_list.py: a probe of a store that is stopped waits in torch for ever
+            raised = sys.exc_info()[1]
+            if raised is not None:
+                traceback.print_exception(raised)
+            os._exit(raised is not None)
 
 
 def _asks_in_time(connection: socket.socket, seconds: float) -> bool:

@@ -26,7 +26,7 @@ import msgspec
 
 from .. import reporting
 from ..errors import Cancelled, LastgoodError, Refused, TierDown
-from ..policy.membership import Round
+from ..policy.membership import Past, Round
 from ..records import Record
 from . import framed, program
 from .held_store import QUIET, HeldStore
@@ -39,19 +39,19 @@ MOST_MOVES = 3
 ANSWER_SECONDS = 20.0
 """How long the shared store may take for one request."""
 ACTIVE = "active"
-"""the key of a job that says that its nodes are at this store"""
+"""the key of a job that says of which round the nodes are at this store: `active_text`"""
 MODULE = "lastgood.ranks.membership"
 SILENT = {"TORCH_CPP_LOG_LEVEL": "FATAL"}
 """It prints more for each store that does not answer."""
 
 
 class Known(Record, frozen=True, kw_only=True):
-    """What a node knows of a store that can move. `at`: number of the store to which it belongs. `id`: of this one;
-    empty: it has not belonged to one. `last`: the last round that has begun."""
+    """What a node knows of a store that can move. `at`: number of the store that it has joined last. `id`: of this one;
+    empty: it has joined none. `past`: what it brings to a round."""
 
     at: int = 0
     id: str = ""
-    last: Round | None = None
+    past: Past = Past()
 
 
 class Settings(Record, frozen=True, kw_only=True):
@@ -76,9 +76,10 @@ class Where(Record, frozen=True, kw_only=True, tag="where"):
 
 class Join(Record, frozen=True, kw_only=True, tag="join"):
     """Join the next round. The answer comes when the round is complete. `waited`: whether this node has belonged to the
-    job before, so that it may find it ended."""
+    job before, so that it may find it ended. `past`: what it brings to the round, where the store can move."""
 
     waited: bool
+    past: Past = Past()
 
 
 class Put(Record, frozen=True, kw_only=True, tag="put"):
@@ -96,11 +97,12 @@ class Read(Record, frozen=True, kw_only=True, tag="read"):
 
 
 class Claim(Record, frozen=True, kw_only=True, tag="claim"):
-    """Set a key unless it is set. The answer is the value that it has then."""
+    """Set a key if it has the value `before`; empty: unless it is set. The answer is the value that it has then."""
 
     key: str
     value: str
     job: bool = False
+    before: str = ""
 
 
 class Raise(Record, frozen=True, kw_only=True, tag="raise"):
@@ -120,15 +122,17 @@ class Close(Record, frozen=True, kw_only=True, tag="close"):
 
 class Joined(Record, frozen=True, kw_only=True, tag="joined"):
     """`node`: number of this node in the round. `nodes`: how many there are. `address`: of this node, for others.
-    `holds_store`: whether the job ends with this node, because it holds the store of the nodes. `store`, `order`: as in
-    Round, where the store can move."""
+    `holds_store`: whether the job ends with this node, because it holds the store of the nodes. Where the store can
+    move, `store`, `id` and `order` are as in Round, and `holds` as in Past."""
 
     node: int
     nodes: int
     address: str
     holds_store: bool = False
     store: int = 0
+    id: str = ""
     order: int = 0
+    holds: int | None = None
 
 
 class Connected(Record, frozen=True, kw_only=True, tag="connected"):
@@ -159,8 +163,8 @@ class Waiters(Record, frozen=True, kw_only=True, tag="waiters"):
 
 class Failed(Record, frozen=True, kw_only=True, tag="failed"):
     """A request has failed. `kind`: "closed": the job is over; "ended": it was, before this
-    node came; "refused": a parameter cannot be meant; "timeout": too few nodes came; "store": no answer; "moved": the
-    other nodes are at another store; "gone": no store of the list can be joined."""
+    node came; "refused": a parameter cannot be meant; "timeout": too few nodes came; "store": no answer; "moved": this
+    node is to wait at another store; "gone": no store of the list can be joined."""
 
     kind: str
     what: str
@@ -170,12 +174,23 @@ Request = Where | Join | Put | Read | Claim | Raise | Waiting | Close
 Answer = Connected | Joined | Values | Waiters | Failed
 
 
+def active_text(one: Round) -> str:
+    """The value of ACTIVE that means a round. Values have the order of their rounds."""
+    return f"{one.store:06d} {one.order:012d}"
+
+
+def active_round(text: str) -> tuple[int, int]:
+    """Store and order of the round that a value of ACTIVE means."""
+    store, order = map(int, text.split())
+    return store, order
+
+
 class Over(LastgoodError):
     """The job is over: this node waited for a round that does not come."""
 
 
 class StoreLost(TierDown):
-    """The store does not answer, or the other nodes are at another one: `Membership.join` looks for it."""
+    """The store does not answer, or this node is to join another one: `Membership.join` looks for it."""
 
 
 class Membership:
@@ -207,6 +222,11 @@ class Membership:
         return bool(self._settings.stores)
 
     @property
+    def stores(self) -> int:
+        """How many stores are listed; 0: it cannot move."""
+        return len(self._settings.stores)
+
+    @property
     def endpoint(self) -> str:
         """Where the store is."""
         return self._settings.endpoint
@@ -216,50 +236,51 @@ class Membership:
         """How long nodes are waited for."""
         return float(self._settings.configuration.get("join_timeout", JOIN_SECONDS))
 
-    def join(self, last: Round | None = None, again: bool = False) -> Joined:
+    def join(self, past: Past, again: bool = False) -> Joined:
         """Join the next round, and wait until it is complete. Reports the wait, because it may take long.
 
-        `last`: the last round that has begun, where the store can move (default: none). A store that is lost is
-        replaced by the next one. `again` (default: False): this node goes on to wait, and has reported it.
+        `past`: what this node brings to it, where the store can move. A store that is lost is replaced by another one.
+        `again` (default: False): this node goes on to wait, and has reported it.
 
         Raises Over if the job is over, TierDown if no store answers or too few nodes come, and Cancelled if this node
         is asked to end.
         """
         while True:
             with contextlib.suppress(StoreLost):
-                self._connect(last)
-                return self._joined_round(again)
+                self._connect(past)
+                return self._joined_round(past, again)
 
-    def _connect(self, last: Round | None) -> None:
+    def _connect(self, past: Past) -> None:
         """Find the store, if this node is connected to none."""
         if self._lost:
-            reporting.warning(f"{self._lost}; this node looks for the next one of --rdzv-endpoint")
+            reporting.warning(f"{self._lost}; this node looks for the store of the job in --rdzv-endpoint")
             self._end_process()
             self._losses += 1
-            known = msgspec.structs.replace(self._settings.known, last=last)
+            known = msgspec.structs.replace(self._settings.known, past=past)
             self._settings = msgspec.structs.replace(self._settings, known=known)
             self._begin()
         if not self._connected:
             found = self._asked(Where(), math.inf)
             assert isinstance(found, Connected)
-            known = Known(at=found.store, id=found.id, last=last)
+            known = Known(at=found.store, id=found.id, past=past)
             endpoint = self._settings.stores[found.store]
             self._settings = msgspec.structs.replace(self._settings, known=known, endpoint=endpoint)
             self._connected = True
 
-    def _joined_round(self, again: bool) -> Joined:
+    def _joined_round(self, past: Past, again: bool) -> Joined:
         least, most = self._settings.least, self._settings.most
         wanted = f"{least} nodes" if least == most else f"{least} to {most} nodes"
         if not again:
             reporting.info(f"waits until {wanted} have joined the job at {self._settings.endpoint}")
-        answer = self._asked(Join(waited=self._joined), math.inf)
+        answer = self._asked(Join(waited=self._joined, past=past), math.inf)
         assert isinstance(answer, Joined)
         self._joined, self._losses = True, 0
         if not self.moves:
             return answer
-        at = self._settings.known.at
-        last_one = self._held is not None and self._held.number == at == len(self._settings.stores) - 1
-        return msgspec.structs.replace(answer, store=at, holds_store=last_one)
+        known = self._settings.known
+        holds = None if self._held is None else self._held.number
+        last_one = holds == known.at == self.stores - 1
+        return msgspec.structs.replace(answer, store=known.at, id=known.id, holds=holds, holds_store=last_one)
 
     def put(self, values: Mapping[str, str], job: bool = False) -> None:
         """Set keys of the round, or of the whole job. Raises TierDown."""
@@ -271,12 +292,13 @@ class Membership:
         assert isinstance(answer, Values)
         return answer.values
 
-    def claim(self, key: str, value: str, job: bool = False) -> str:
-        """Set a key of the round, or of the whole job, unless it is set; returns the value that stands.
+    def claim(self, key: str, value: str, job: bool = False, before: str = "") -> str:
+        """Set a key of the round, or of the whole job, if it has the value `before` (default: unless it is set);
+        returns the value that stands.
 
         Raises TierDown.
         """
-        answer = self._asked(Claim(key=key, value=value, job=job))
+        answer = self._asked(Claim(key=key, value=value, job=job, before=before))
         assert isinstance(answer, Values) and answer.values[0] is not None
         return answer.values[0]
 
@@ -325,7 +347,7 @@ class Membership:
             raise Refused(f"{answer.what} at {self._settings.endpoint}", safe="Nothing was started.", todo=todo)
         if answer.kind == "refused":
             raise Refused(answer.what, safe="Nothing was started.", todo="Correct --rdzv-conf or --rdzv-endpoint.")
-        raise self._unreachable(answer.what, answer.kind in ("store", "moved"))
+        raise self._unreachable(answer.what, answer.kind)
 
     def _await(self, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -341,10 +363,12 @@ class Membership:
                 raise self._unreachable(f"no answer in {seconds:.0f} s")
             self._signals.drain()
 
-    def _unreachable(self, what: str, another: bool = True) -> TierDown:
-        """`another`: whether another store may answer."""
+    def _unreachable(self, what: str, kind: str = "store") -> TierDown:
+        """`kind`: as in Failed; another store may answer if it is "store" or "moved"."""
         text = f"the rendezvous of the nodes at {self._settings.endpoint} does not answer: {what}"
-        if another and self._losses < MOST_MOVES * len(self._settings.stores):
+        if kind == "moved":
+            text = f"the other nodes do not wait at {self._settings.endpoint}"
+        if kind in ("store", "moved") and self._losses < MOST_MOVES * len(self._settings.stores):
             self._lost = text
             return StoreLost(text)
         return TierDown(

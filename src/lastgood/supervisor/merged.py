@@ -34,7 +34,8 @@ class Report(Record, frozen=True, kw_only=True):
 class Verdict(Record, frozen=True, kw_only=True):
     """What all nodes do after an attempt. `outcomes`: of all attempts so far. `act`, `why`, `pause_seconds`:
     as in policy/recovery.py. `next`: as in policy/membership.py. `run`: the run of the job; empty if
-    it is not known. `asked`: whether a node was asked to end the job."""
+    it is not known. `asked`: whether a node was asked to end the job. `left`: numbers of the nodes that were asked to
+    end and without which the job goes on."""
 
     outcomes: list[Outcome]
     act: Act
@@ -43,6 +44,7 @@ class Verdict(Record, frozen=True, kw_only=True):
     next: Literal["stay", "join", "end"]
     run: str
     asked: bool = False
+    left: tuple[int, ...] = ()
 
 
 def encoded(host: str, ranks: int, asked: bool, lived: Lived) -> str:

@@ -37,7 +37,7 @@ from ..policy import membership as policy
 from ..policy.hang import Signs
 from ..records import Record
 from . import long_values
-from .membership import ACTIVE, Joined, Membership, StoreLost
+from .membership import Joined, Membership, StoreLost
 from .moves import Carried, Moves, lost_text
 from .placement import NodeInfo, Notice, Placement, free_port, order
 from .signals import PASSED_ON, Signals
@@ -111,7 +111,7 @@ class SeveralNodes:
     def _join(self, job: str) -> str | None:
         infos, until, again = None, time.monotonic() + self._membership.join_seconds, False
         while infos is None:
-            joined = self._membership.join(self._moves.last, again)
+            joined = self._membership.join(self._moves.past, again)
             past = self._moves.joined(joined)
             mine = msgspec.structs.replace(
                 self._info, address=joined.address, job=job, holds_store=joined.holds_store, past=past
@@ -131,7 +131,7 @@ class SeveralNodes:
         self.infos, self.node = [infos[one] for one in ordered], ordered.index(joined.node)
         carried = self._moves.carried(infos)
         self._token = self._membership.claim("token", secrets.token_hex(8))
-        self._membership.put({"round": self._token, ACTIVE: ""}, job=True)
+        self._membership.put({"round": self._token}, job=True)
         found = self._membership.read([f"verdict/{one.job}" for one in self.infos], job=True)
         belonged = [one for one, info in enumerate(self.infos) if info.past.last is not None]
         known = next((one for one, verdict in enumerate(found) if verdict is not None), min(belonged, default=0))
@@ -145,22 +145,21 @@ class SeveralNodes:
 
     def _agreed(self, joined: Joined, infos: Sequence[NodeInfo], until: float, again: bool) -> bool:
         """Whether all nodes of a round begin it, where the store can move. Raises TierDown."""
-        if not self._moves.enough(joined, infos):
+        if not self._moves.enough(joined, infos, self._bounds.most):
             if time.monotonic() > until:
                 raise TierDown(
-                    f"too few nodes of the last round came to the store at {self._membership.endpoint}",
+                    f"too few nodes of the job came to the store at {self._membership.endpoint}",
                     safe="What was saved is safe. The ranks of this node were ended; others may go on elsewhere.",
                     todo="Start the job again on its nodes, if no others go on.",
                 )
             if not again:
-                reporting.warning("waits for more nodes of the last round, because those may go on without this one")
+                reporting.warning("waits for more nodes of the job, because those may go on without this one")
             self._pause()
             return False
         self._membership.put({f"agreed/{joined.node}": ""})
         if self._of_all("agreed", joined.nodes) is None:
             return False
-        self._moves.agreed(joined)
-        return True
+        return self._moves.agreed(joined)
 
     @property
     def world(self) -> int:
@@ -289,7 +288,8 @@ class SeveralNodes:
     def reports(self, mine: str) -> dict[int, str] | None:
         """Report an attempt. Returns the reports of all nodes, by number, if this node decides; else None.
 
-        A node that shows no sign of life is not waited for. Raises TierDown, and Cancelled if this node is to end.
+        A node that shows no sign of life is not waited for. Raises TierDown, and Cancelled if this node is to end; and
+        StoreLost where the store can move and most nodes are lost, because those may decide at another store.
         """
         long_values.put(self._membership, f"{self._number}/report/{self.node}", mine)
         self._asked = self._signals.end is not None
@@ -303,6 +303,8 @@ class SeveralNodes:
                 return None
             if over is not None and self.node in self._note_lost(over).lost:
                 return None
+            if self._membership.moves and 2 * len(nodes) < len(self.infos):  # guard: minority-decides-nothing
+                raise StoreLost("fewer than half of the nodes are left at this store")
             missing = {node for node, report in zip(nodes, found, strict=True) if report is None}
             if not missing:
                 texts = zip(nodes, keys, found, strict=True)
@@ -351,7 +353,7 @@ class SeveralNodes:
         """The first rank of the nodes that are lost, and a text about them; no rank: the store was lost, and no node;
         None: none of them."""
         if self._carried is not None:
-            return lost_text(self._carried.infos, self.infos, self._membership.endpoint)
+            return lost_text(self._carried, self.infos, self._membership.endpoint)
         if not self.lost:
             return None
         return self._first_rank(min(self.lost)), self._silence(sorted(self.lost))
@@ -365,6 +367,10 @@ class SeveralNodes:
     def excluded(self) -> bool:
         """Whether the other nodes have taken this one for lost, so that it joins anew."""
         return self.node in self.lost
+
+    def left(self, nodes: Sequence[int]) -> None:
+        """Other nodes end, as they were asked to, and the job goes on without these. `nodes`: their numbers."""
+        self._moves.left(nodes)
 
     def leave(self, last: bool) -> None:
         """This node ends. `last`: so does the job: nodes that wait are to end too, and this one waits until all others

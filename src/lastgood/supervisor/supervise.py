@@ -134,6 +134,7 @@ class Supervisor:
                     return 128 + received.end
                 continue
             self._follow(verdict)
+            nodes.left(verdict.left)
             ends = verdict.act == "end"
             left_out = bool(self._host) and self._outcomes[-1].left_out == self._host
             if ends or left_out or received.end is not None:
@@ -278,6 +279,7 @@ class Supervisor:
             next=follows_round.act,
             run=run,
             asked=bool(leaving) and follows_round.act == "end" and outcomes[-1].code != 0,
+            left=tuple(leaving),
         )
 
     def _answered(

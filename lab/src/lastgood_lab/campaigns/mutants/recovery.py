@@ -146,6 +146,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ("nodes that come and go use up the restarts", "regrouping-is-no-failure", Remove()),
         ("a suspended node blames the others", "suspended-node-blames-nobody", Never()),
         ("a part of the nodes begins a job at another store", "new-job-begins-at-first-store", Instead("return True")),
+        ("a node begins a job beside the others", "new-job-needs-most-stores", Instead("return True")),
+        ("a round that one node has left blocks all later ones", "round-that-was-left-never-began", Never()),
         ("a round that may have begun is forgotten", "round-that-may-have-begun-counts", Swap(", *tried)", ",)")),
         (
             "half of the nodes go on at another store",
@@ -155,8 +157,23 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "a node joins a new store in the place of the lost one",
             "replaced-store-not-rejoined",
-            Swap("known in", "True or known in"),
+            Swap("one.id == bound.id", "True"),
         ),
+        ("a node leaves a round that may have begun", "agreed-round-bounds-node", Instead("agreed = list[Round]()")),
+        (
+            "a node follows others to where they were once",
+            "older-round-is-not-followed",
+            Swap("one >= oldest", "True"),
+        ),
+        ("nodes that were asked to end are missed", "left-nodes-are-not-lost", Instead("ended = {*left}")),
+        ("a node that was cut off records the attempt a second time", "minority-decides-nothing", Never()),
+        ("an attempt is forgotten with the nodes that lived it", "carried-attempt-is-carried-on", Never()),
+        (
+            "a node is not missed where another one has its name",
+            "equal-names-hide-no-node",
+            Swap("one.past.node not in there", "one.host not in [other.host for other in now]"),
+        ),
+        ("two rounds of a store begin beside each other", "one-round-follows-another", Never()),
         ("an attempt before the store moved has no verdict", "attempt-before-move-is-decided", Never()),
         ("a suspended node trains beside the others", "suspended-node-joins-anew", Never()),
         (
