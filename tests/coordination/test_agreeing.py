@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
@@ -98,6 +99,27 @@ def test_a_timeout_through_a_file_store_is_reported_as_a_timeout(tmp_path):
     rank that replaced a dead one was not found."""
     store = GroupStore(Clients(dist.FileStore(str(tmp_path / "store"), 3).clone), 20.0)
     assert rendezvous_results(store, [0, 2], 3, 3.0) == ["rank 1 has not opened the run within 3 s"] * 2
+
+
+def test_a_survivor_does_not_wait_for_the_store_of_a_dead_rank():
+    """A survivor of rank 0 saved nothing for it: a message that nobody would read was under way to its store."""
+    begun, abandoned, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def connect():
+        begun.set()
+        ended.wait(300)
+        raise RuntimeError("the store cannot be reached")
+
+    ranks = RankGroup(1, 2, GroupStore(Clients(connect), 300.0, abandoned), "run", 300.0, abandoned=abandoned)
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(ranks.post, "a", 1), pool.submit(ranks.receive, ["b"], 300.0)]
+        try:
+            assert begun.wait(60)
+            ranks.abandoned.set()
+            errors = [type(call.exception(60)) for call in calls]
+        finally:
+            ended.set()
+    assert errors == [TierDown, TimedOut]
 
 
 # ---- topics ----------------------------------------------------------------------------------------------------

@@ -40,11 +40,12 @@ def test_the_answer_of_a_rank_that_has_died_is_not_awaited():
 
     class Waits(Board):
         def get(self, keys, timeout_seconds, cancelled=lambda: False, poll_seconds=None):
-            requests.stop()
+            ranks.abandoned.set()
             assert cancelled()
             raise TimedOut("the wait for keys was cancelled")
 
-    requests = Requests(RankGroup(0, 2, Waits(), "run", 1.0), "disks", [1])
+    ranks = RankGroup(0, 2, Waits(), "run", 1.0)
+    requests = Requests(ranks, "disks", [1])
     requests.ask(FileRequest(call="delete", name="a"))
     with pytest.raises(Cancelled):
         requests.answers()

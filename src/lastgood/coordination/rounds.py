@@ -116,7 +116,8 @@ class RankGroup(MessageStore):
 
     `name` starts all keys of this opening of the run. `timeout_seconds` is how long a rank is waited for. `quick` is a
     store whose calls end soon, with TierDown if necessary; default: `store`. `nodes`: the name of each rank's node;
-    empty (the default) if they are not known.
+    empty (the default) if they are not known. `abandoned`: the event of that name, which `store` knows too; None (the
+    default): a new one, which it does not.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class RankGroup(MessageStore):
         timeout_seconds: float = RANK_TIMEOUT_SECONDS,
         quick: Store | None = None,
         nodes: Sequence[str] = (),
+        abandoned: threading.Event | None = None,
     ) -> None:
         super().__init__(store)
         self.nodes = nodes
@@ -138,6 +140,8 @@ class RankGroup(MessageStore):
         """restores since the run was opened, as the coordinator counts them"""
         self.closed = threading.Event()
         """set when the run is closed: every wait ends with Cancelled"""
+        self.abandoned = abandoned or threading.Event()
+        """set when another rank has died, and this one leaves: neither ranks nor their store are waited for any more"""
         self.opening = name
         """starts all keys of this opening of the run"""
         self._topic_counts: dict[str, int] = {}

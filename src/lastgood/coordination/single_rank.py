@@ -43,6 +43,8 @@ class SingleRank:
     def __init__(self) -> None:
         self.closed = threading.Event()
         """as `RankGroup.closed`"""
+        self.abandoned = threading.Event()
+        """as `RankGroup.abandoned`"""
 
     def topic(self, kind: str, across_restores: bool = False) -> SingleTopic:
         """As `RankGroup.topic`."""

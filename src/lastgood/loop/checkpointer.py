@@ -400,12 +400,12 @@ class Checkpointer:
 
     # ---- steps ---------------------------------------------------------------------------------------------
 
-    def _release(self, timeout: float | None) -> None:
+    def _release(self, timeout: float | None, survives: bool = False) -> None:
         """Release the run, once saves in flight have ended, or are cancelled after `timeout`. Raises TimedOut then."""
         self._closed = self._pipeline.outcomes.was_closed = True
         self._beat.released()
         try:
-            self._pipeline.close(timeout)
+            self._pipeline.close(timeout, survives)
         except BaseException:
             self._planner.fence.close()  # not the memory: a thread may still copy into it
             raise
@@ -416,7 +416,7 @@ class Checkpointer:
         """Leave the `with` as a rank that has survived another one. What was in flight is reported if it is lost."""
         self._pipeline.places.stop()  # a copy waits for all ranks, of which one is dead
         with contextlib.suppress(TimedOut):
-            self._release(just_in_time.CLOSE_SECONDS)
+            self._release(just_in_time.CLOSE_SECONDS, survives=True)
         if not survivor.save():
             self._surface()
             self._ending.report()

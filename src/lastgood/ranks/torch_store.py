@@ -33,6 +33,8 @@ from ..errors import Refused, TierDown, TimedOut
 from ..io.machine import machine
 from ..limits import POLLS_PER_TIMEOUT, QUICK_STORE_SECONDS, RANK_TIMEOUT_SECONDS
 
+ABANDONED_POLL_SECONDS = 0.2
+"""How soon a call notices that nothing is waited for any more."""
 T = TypeVar("T")
 
 
@@ -60,13 +62,14 @@ class GroupStore:
     """`ports.Store` over the clients of a torch store. A call that gets no answer in time raises TierDown.
 
     torch's client waits for an answer without a limit where the host of the store is cut off, and no other thread can
-    end that wait. So each call runs in a thread of its own. When no answer comes in time, the thread and its client are
-    abandoned. It is a daemon thread, so that the process can exit while it still waits. No other thread in this
-    package is one.
+    end that wait. So each call runs in a thread of its own. When no answer comes in time, or once `abandoned` is set
+    (as in `RankGroup`), the thread and its client are given up. It is a daemon thread, so that the process can exit
+    while it still waits. No other thread in this package is one.
     """
 
-    def __init__(self, clients: Clients, timeout_seconds: float) -> None:
+    def __init__(self, clients: Clients, timeout_seconds: float, abandoned: threading.Event | None = None) -> None:
         self._clients, self._timeout_seconds = clients, timeout_seconds
+        self._abandoned = abandoned or threading.Event()
 
     def set(self, values: Mapping[str, bytes]) -> None:
         def put(client: Any) -> None:
@@ -147,17 +150,26 @@ class GroupStore:
         """Wait for the answer. `cancelled` is polled every `poll_seconds`; with None after a short pause, and then
         after pauses of twice the length each.
 
-        Raises TimedOut once `cancelled()` is true, NoAnswer when the time is over.
+        Raises TimedOut once `cancelled()` is true, NoAnswer when the time is over. With abandoned ranks: TimedOut
+        for keys, else NoAnswer.
         """
-        pause_seconds = poll_seconds or self._timeout_seconds / POLLS_PER_TIMEOUT
-        until = time.monotonic() + wait_seconds + self._timeout_seconds
-        while time.monotonic() + pause_seconds < until:
+        pause_seconds, now = poll_seconds or self._timeout_seconds / POLLS_PER_TIMEOUT, time.monotonic()
+        until, next_poll = now + wait_seconds + self._timeout_seconds, now + pause_seconds
+        while now < until:
             with contextlib.suppress(NoAnswer):
-                return answer.result(pause_seconds)
-            if cancelled():
-                raise TimedOut("the wait for keys was cancelled")
-            pause_seconds = poll_seconds or 2 * pause_seconds
-        return answer.result(max(0.0, until - time.monotonic()))
+                return answer.result(min(ABANDONED_POLL_SECONDS, max(next_poll - now, 0.0), until - now))
+            if self._abandoned.is_set():  # guard: store-of-dead-rank-not-awaited
+                if wait_seconds:
+                    raise TimedOut("keys are not waited for any more: another rank has died")
+                raise NoAnswer("another rank has died")
+            now = time.monotonic()
+            if now >= next_poll:
+                if cancelled():
+                    raise TimedOut("the wait for keys was cancelled")
+                pause_seconds = poll_seconds or 2 * pause_seconds
+                now = time.monotonic()
+                next_poll = now + pause_seconds
+        return answer.result(0)
 
 
 def among_ranks() -> bool:
@@ -195,10 +207,11 @@ def join_group(path: str | os.PathLike[str], timeout_seconds: float = RANK_TIMEO
     rank, size = dist.get_rank(), dist.get_world_size()
     place = f"lastgood/{hashlib.sha256(os.path.abspath(path).encode()).hexdigest()[:12]}"
     clients = Clients(store.clone)
-    usual = GroupStore(clients, timeout_seconds)
-    quick = GroupStore(clients, min(timeout_seconds, QUICK_STORE_SECONDS))
+    abandoned = threading.Event()
+    usual = GroupStore(clients, timeout_seconds, abandoned)
+    quick = GroupStore(clients, min(timeout_seconds, QUICK_STORE_SECONDS), abandoned)
     joined = join(MessageStore(usual), place, rank, size, timeout_seconds, machine())
-    return RankGroup(rank, size, usual, f"{place}/{joined.name}", timeout_seconds, quick, joined.nodes)
+    return RankGroup(rank, size, usual, f"{place}/{joined.name}", timeout_seconds, quick, joined.nodes, abandoned)
 
 
 def _keep_gloo() -> None:

@@ -200,11 +200,15 @@ class NodeCopies:
             )
             self._hurried = False
 
-    def close(self) -> None:
-        """End the thread. Copies that are under way are not waited for: their agents go on."""
+    def stop(self) -> None:
+        """Interrupt the copies that are under way, and make no more."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
+
+    def close(self) -> None:
+        """End the thread. Copies that are under way are not waited for: their agents go on."""
+        self.stop()
         self._thread.join()
         self._maker.end()
         with self._changed:

@@ -291,13 +291,6 @@ class NodeDisks:
                 raise MissingBlob(f"missing on every node: {self.place}/{extent.blob}", blob=extent.blob)
             mv[start : start + length] = msgspec.convert(data, bytes)
 
-    # ---- end -----------------------------------------------------------------------------------------------
-
-    def stop(self) -> None:
-        """Wait for no other node any more: what waits, and every later call to them, ends with Cancelled."""
-        if self._requests is not None:
-            self._requests.stop()
-
     # ---- steps ---------------------------------------------------------------------------------------------
 
     def _ask(self, request: FileRequest) -> builtins.list[Any]:

@@ -34,6 +34,7 @@ from ..limits import WORKERS
 from ..records import Generation, GenerationId
 from . import node_opening, paths
 from .chunk_queue import ChunkQueue
+from .flight import Flight
 from .follower import Follower
 from .known import Environment
 from .node_disks import NodeDisks
@@ -45,25 +46,6 @@ from .save_handle import Save
 from .thread_pools import Pool, Workers, started
 from .upkeep import Upkeep
 from .writer import CATALOG_LEAST, RunWriter
-
-
-class _Flight:
-    """One save between `start` and its end."""
-
-    def __init__(self, handle: Save, request: SaveRequest, planned: PlannedSave, topic: AnyTopic) -> None:
-        self.handle, self.request, self.planned, self.topic = handle, request, planned, topic
-        self.at, self.pinned = request.at, request.pinned
-
-    @property
-    def chunks(self) -> ChunkQueue:
-        chunks = self.request.chunks
-        assert isinstance(chunks, ChunkQueue)
-        return chunks
-
-    def cancel(self, reason: BaseException) -> None:
-        """End the save with `reason` at its next chunk."""
-        self.chunks.cancel(reason)
-        self.planned.arena.wake()  # guard: memory-waiters-woken
 
 
 class Pipeline:
@@ -87,7 +69,7 @@ class Pipeline:
         self.holds_place = False
         """whether the training thread holds a place that no flight has taken over yet"""
         self._state = threading.Lock()
-        self._flights: list[_Flight] = []
+        self._flights: list[Flight] = []
         self._work: list[Future[None]] = []
         self._abandoned: list[tuple[int, Future[None]]] = []
         """steps whose save failed before its start, each with the job that removes their files"""
@@ -120,7 +102,7 @@ class Pipeline:
             opening.agree(None, lambda _: None)  # every rank has now opened the run
             pools.pop_all()  # from now on `close` ends the threads
             self._storage = storage.pop_all()
-        self.upkeep = Upkeep(self.run, self.outcomes, options.scrub, self._busy)
+        self.upkeep = Upkeep(self.run, self.outcomes, options.scrub, self._busy, ranks.closed.is_set)
         start = node_opening.start_agent, self.run.tier, options, below.tiers, self.outcomes
         self._work.append(self._upkeep_thread.submit(*start))
         self._unreported = weakref.finalize(self, self.outcomes.report_unreported)
@@ -212,7 +194,7 @@ class Pipeline:
             milestone=milestone,
             metrics=metrics,
         )
-        flight = _Flight(handle, request, planned, topic)
+        flight = Flight(handle, request, planned, topic)
         writing: Future[None] | None = None
         try:
             with self._state:
@@ -299,8 +281,10 @@ class Pipeline:
             with self._state:
                 self._closing -= 1
 
-    def close(self, timeout: float | None = None) -> None:
+    def close(self, timeout: float | None = None, survives: bool = False) -> None:
         """Wait until all work is done, then end the threads and release the lock of the run.
+
+        `survives`: whether another rank has died, so that afterwards nothing waits for other ranks (default False).
 
         Raises TimedOut after `timeout` seconds (None: no limit). The saves in flight are then cancelled at their next
         chunk, and the lock is released when the last job has ended. A system call that hangs holds its thread, and
@@ -316,12 +300,10 @@ class Pipeline:
             for flight in flights:
                 flight.cancel(Cancelled("the save was given up", safe="Nothing of it was committed."))
             self.places.stop()
-            if isinstance(self.run.tier, NodeDisks):
-                self.run.tier.stop()
-            self._ranks.closed.set()
+            self._end_waits(survives)
             self.releasing = self._copier.submit(self._release_when_done)
             raise
-        self._ranks.closed.set()
+        self._end_waits(survives)
         self._lanes.shutdown()
         self._copier.shutdown()
         self._upkeep_thread.shutdown()
@@ -341,7 +323,7 @@ class Pipeline:
             work = [*self._work, *([self._scrubbing] if self._scrubbing else [])]
             return next((job for job in work if not job.done()), None)
 
-    def _end(self, flight: _Flight) -> None:
+    def _end(self, flight: Flight) -> None:
         """Remove a flight and give back its place, once: a save that is interrupted during `start` may end twice."""
         with self._state:
             if flight not in self._flights:
@@ -349,6 +331,12 @@ class Pipeline:
             self._flights.remove(flight)
             self.run.known.pinned.discard(flight.at)
         self._free_places.release()  # guard: finished-save-frees-place
+
+    def _end_waits(self, survives: bool) -> None:
+        """End what waits for other ranks, as far as a close may; all of it where one of them has died."""
+        if survives:
+            self._ranks.abandoned.set()  # guard: dead-rank-not-awaited-by-survivor
+        self._ranks.closed.set()
 
     def _release_when_done(self) -> None:
         """Release the run as soon as all cancelled work has ended."""
@@ -367,7 +355,7 @@ class Pipeline:
         except LastgoodError as error:
             self.outcomes.put(error)
 
-    def _copy(self, flight: _Flight) -> None:
+    def _copy(self, flight: Flight) -> None:
         """Copy the live state into chunks. When it returns, the live state may change again."""
         failed: BaseException | None = None
         begun = time.monotonic()
@@ -385,7 +373,7 @@ class Pipeline:
             flight.handle.note_staged()  # guard: failed-copy-unblocks-loop
             flight.chunks.close(failed)  # guard: failed-copy-fails-save
 
-    def _save(self, flight: _Flight) -> None:
+    def _save(self, flight: Flight) -> None:
         """On a lane: write and commit one save. The handle receives the outcome, and `outcomes` a failure."""
         handle, chunks, writers = flight.handle, flight.chunks, self._writers.get()
         generation: Generation | None = None
@@ -419,7 +407,7 @@ class Pipeline:
         with self._state:
             self._work.append(upkeep)
 
-    def _overtake(self, newer: _Flight) -> None:
+    def _overtake(self, newer: Flight) -> None:
         """Cancel the older saves that are not pinned; this frees their memory and their space on the disk."""
         with self._state:
             # guard: older-saves-overtaken
@@ -427,7 +415,7 @@ class Pipeline:
         for one in older:
             one.cancel(Overtaken(f"step {newer.at.step} was committed before step {one.at.step}"))
 
-    def _report_failure(self, flight: _Flight, error: BaseException) -> None:
+    def _report_failure(self, flight: Flight, error: BaseException) -> None:
         handle = flight.handle
         kind: EventKind = "dropped" if handle.dropped() else "refused" if isinstance(error, NoSpace) else "failed"
         self.run.known.emit(kind, flight.at, handle.seconds, detail=f"{type(error).__name__}: {error}")
@@ -437,7 +425,8 @@ class Pipeline:
         """On the upkeep thread: upkeep, and a scrub if one is due. Both end when another save is in flight."""
 
         def give_way() -> bool:
-            return bool(self._flights)  # guard: upkeep-yields-to-saves
+            # guard: upkeep-yields-to-saves
+            return bool(self._flights) or self._ranks.closed.is_set()
 
         node_opening.check_agent(self.run.tier)
         if give_way() or not self.upkeep.after_save(give_way):

@@ -222,7 +222,7 @@ class Places:
 
     def stop(self) -> None:
         """Interrupt all copies: `close` then does not try to make them."""
-        for one in self.below:
+        for one in (*self.below, *([self.copies] if self.copies else ())):
             one.stop()
         self.leave()
 

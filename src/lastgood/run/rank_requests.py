@@ -43,12 +43,11 @@ class Requests:
     """The coordinator's side. Used by one thread at a time.
 
     `ranks`: of the job. `subject`: KIND/SUBJECT of the keys. `servers`: the ranks that answer. `stop`: once it is true,
-    no answer is waited for (default: never; see the method).
+    no answer is waited for (default: never); nor once the ranks are abandoned.
     """
 
     def __init__(self, ranks: RankGroup, subject: str, servers: Sequence[int], stop: Stop = never) -> None:
         self._group, self._servers, self._stop = ranks, servers, stop
-        self._stopped = False
         self._keys = f"{ranks.opening}/{subject}"
         self._asked = 0
         self._asked_at = 0.0
@@ -92,12 +91,8 @@ class Requests:
                 raise decode_error({**post, "what": f"rank {rank}: {post['what']}"})
         return [post["answer"] for post in posts]
 
-    def stop(self) -> None:
-        """From now on wait for no answer. May be called by any thread."""
-        self._stopped = True  # guard: dead-rank-not-awaited-by-survivor
-
     def _is_stopped(self) -> bool:
-        return self._stopped or self._stop()
+        return self._group.abandoned.is_set() or self._stop()  # guard: abandoned-rank-answers-nothing
 
     def end(self) -> None:
         """Tell the servers that nothing more is asked. Without a store they time out."""

@@ -23,7 +23,7 @@ from .follower import Follower
 from .node_disks import NodeDisks
 from .outcomes import Outcomes
 from .scrubber import Scrubber
-from .verify import Stop, never
+from .verify import Stop
 from .writer import RunWriter
 
 
@@ -36,13 +36,13 @@ class Upkeep:
 
     `outcomes` receives its errors. `scrub`: how often old generations are read again (None: never), unless they are in
     slots, in memory or on disks of nodes. Places below have scrubs of their own (place_scrub.py). `busy`: an event that
-    is set while saves are in flight or about to begin; a scrub ends then.
+    is set while saves are in flight or about to begin; a scrub ends then. `closed`: once it is true, all upkeep ends.
     """
 
     def __init__(
-        self, run: RunWriter | Follower, outcomes: Outcomes, scrub: Scrub | None, busy: threading.Event
+        self, run: RunWriter | Follower, outcomes: Outcomes, scrub: Scrub | None, busy: threading.Event, closed: Stop
     ) -> None:
-        self._run, self._outcomes, self._busy = run, outcomes, busy
+        self._run, self._outcomes, self._busy, self._closed = run, outcomes, busy, closed
         self._one_at_a_time = threading.Lock()
         self._arena: Arena | None = None
         self._scrubbed_at, self._scrub_seconds = time.monotonic(), scrub.seconds if scrub else 0.0
@@ -97,10 +97,12 @@ class Upkeep:
         newest_only = self._run.tier.newest_only
         try:
             if self._run.backlog() > (UNREAD_LIMIT if newest_only else BACKLOG_LIMIT):  # guard: verify-before-next-save
-                self._maintain(never, newest_only, DELETIONS_AHEAD)
+                self._maintain(self._closed, newest_only, DELETIONS_AHEAD)
             elif isinstance(self._run, RunWriter) and self._run.retirement.surplus():  # guard: delete-before-next-save
                 with self._one_at_a_time:
-                    self._run.clean(most=DELETIONS_AHEAD)  # guard: few-deletions-before-save
+                    self._run.clean(self._closed, most=DELETIONS_AHEAD)  # guard: few-deletions-before-save
+        except Cancelled:
+            pass  # the run is being closed, and the save is given up too
         except LastgoodError as error:
             self._outcomes.put(error)
 

@@ -127,7 +127,11 @@ MUTANTS: tuple[Mutant, ...] = (
             Swap("{self._nonce}/{rank}", "{number}/{rank}"),
         ),
         ("a rank that is closed waits for a lost store", "lost-store-ends-closing", Swap("_ending", "_left")),
-        ("a survivor waits for an answer of a dead rank", "dead-rank-not-awaited-by-survivor", Swap("True", "False")),
+        (
+            "an answer of a rank that is given up is awaited",
+            "abandoned-rank-answers-nothing",
+            Swap("abandoned", "closed"),
+        ),
         ("what lies on a lost node is marked as damaged", "lost-part-gets-no-mark", Never()),
         (
             "generations that lost a part are never deleted",

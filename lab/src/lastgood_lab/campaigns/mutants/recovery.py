@@ -212,7 +212,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *table(
         "survivors",
-        ("survivor", "survival", "attempt", "just_in_time"),
+        ("survivor", "survival", "attempt", "just_in_time", "agreeing"),
+        ("a survivor waits for a dead rank", "dead-rank-not-awaited-by-survivor", Remove()),
+        ("a survivor waits for the store of a dead rank", "store-of-dead-rank-not-awaited", Never()),
         (
             "a note that was cut off is taken for whole",
             "torn-note-not-read",
