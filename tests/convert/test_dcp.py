@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import os
+import pathlib
 import pickle
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -309,3 +311,14 @@ def test_metadata_written_by_an_older_python_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda one, _: (getattr, (type(one), one.name)))
     dcp.save({"w": torch.ones(3)}, storage_writer=dcp.FileSystemWriter(tmp_path / "theirs"), no_dist=True)
     assert app.main(["import", str(tmp_path / "theirs"), str(tmp_path / "run"), "--step", "4"]) == 0
+
+
+def test_metadata_written_by_a_newer_python_is_read(tmp_path, monkeypatch):
+    """Python 3.13 has its paths in another module: each folder that it had written was refused, there and elsewhere."""
+    theirs = tmp_path / "theirs"
+    with monkeypatch.context() as newer:
+        newer.setitem(sys.modules, "pathlib._local", pathlib)
+        newer.setattr(pathlib.PosixPath, "__module__", "pathlib._local")
+        dcp.save({"w": torch.ones(3)}, storage_writer=dcp.FileSystemWriter(theirs), no_dist=True)
+    assert b"pathlib._local" in (theirs / ".metadata").read_bytes()
+    assert app.main(["import", str(theirs), str(tmp_path / "run"), "--step", "4"]) == 0

@@ -248,7 +248,8 @@ def test_a_job_that_grows_into_the_memory_of_its_saves_lives(
 ) -> None:
     """Four saves of 40 MB stayed in memory although the job needed it later, and the system killed the job."""
     numbers, home = 10_000_000, tmp_path / "home"
-    (group / "memory.limit_in_bytes").write_text("800000000")
+    # Python 3.13 with torch needs more than 3.11: without growth the memory must not be short under either.
+    (group / "memory.limit_in_bytes").write_text("800000000" if grows_mib else "1200000000")
     command = [sys.executable, "-c", GROWS, str(group), str(home), str(numbers), str(grows_mib)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -67,6 +67,7 @@ _KNOWN: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): dict,
     ("pathlib", "PosixPath"): PurePosixPath,
     ("pathlib", "PurePosixPath"): PurePosixPath,
+    ("pathlib._local", "PosixPath"): PurePosixPath,  # as Python 3.13 names it
 }
 
 

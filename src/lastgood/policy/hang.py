@@ -253,7 +253,7 @@ def described(one: Stuck, silent: Silent | None, ends: bool = True) -> str:
     `ends`: whether the attempt ends by this (default True)."""
     where = {
         START: "before its state was restored",
-        ARRIVED: "before its run was open",
+        ARRIVED: "before its state was restored",
         FIRST_STEP: f"in the first step after step {one.signs.step}",
         STEP: f"in the step after step {one.signs.step}",
         END: f"after its run was closed, at step {one.signs.step}",
