@@ -57,6 +57,12 @@ def test_one_of_two_nodes_moves_only_after_the_other_was_asked_to_end() -> None:
     assert may_move(BELONGED) and not may_move(FRESH)
 
 
+def test_two_of_three_nodes_move_after_the_third_was_asked_to_end() -> None:
+    """They took each other for two nodes of which one is lost, and both ended with 5."""
+    three = Round(store=0, id="a", order=1, nodes=3)
+    assert may_move(Past(last=three, left=(0,)))
+
+
 def test_a_new_job_begins_in_the_first_store_only_and_once() -> None:
     assert enough([FRESH], 0, None, [])
     assert not enough([FRESH], 1, None, []) and not enough([FRESH], 0, FIRST, [])

@@ -21,7 +21,9 @@ def machine(environ: Mapping[str, str] = os.environ) -> str:
 
 def host() -> str:
     """A name of this machine that stays the same when it is started again: that of the host, and its machine-id where
-    the system has one, because hosts of two clusters may have one name."""
+    the system has one that stays, because hosts of two clusters may have one name."""
+    if os.path.ismount(MACHINE_ID):  # a system without a disk of its own gets another one at each start
+        return platform.node()
     try:
         with open(MACHINE_ID) as file:
             return f"{platform.node()}\0{file.read().strip()}"  # guard: hosts-of-one-name-differ

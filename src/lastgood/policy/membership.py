@@ -200,9 +200,9 @@ def may_begin_job(pasts: Sequence[Past], stores: int, most: int) -> bool:
 
 
 def may_move(past: Past) -> bool:
-    """Whether a node goes on to a store to which no others have gone yet. One of two nodes is no majority; and before
-    the first round no store but the first one can begin a job."""
-    return past.last is not None and past.last.nodes - len(past.left) != 2
+    """Whether a node goes on to a store to which no others have gone yet. One of two nodes is no majority, unless the
+    other one was asked to end; and before the first round no store but the first one can begin a job."""
+    return past.last is not None and (past.last.nodes != 2 or bool(past.left))
 
 
 def _order(one: Round) -> tuple[int, int]:

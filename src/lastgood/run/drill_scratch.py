@@ -120,10 +120,10 @@ def clear_copies(folder: str) -> None:
 
     An agent that lives removes them itself (agent/drill_files.py).
     """
-    with contextlib.suppress(NotWritable):  # it is the agent of another user
+    with contextlib.suppress(NotWritable, OSError):  # it is the agent of another user, or one that is stalled
         try:
             agent_link.connected(folder).close()
-        except OSError:
+        except (FileNotFoundError, ConnectionRefusedError):
             shutil.rmtree(os.path.join(folder, DRILLS), ignore_errors=True)  # guard: copies-of-killed-agent-removed
 
 

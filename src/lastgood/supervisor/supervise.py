@@ -279,7 +279,7 @@ class Supervisor:
             next=follows_round.act,
             run=run,
             asked=bool(leaving) and follows_round.act == "end" and outcomes[-1].code != 0,
-            left=tuple(leaving),
+            left=tuple(node for node, one in reports.items() if one.asked or (left_out and one.host == left_out)),
         )
 
     def _answered(
