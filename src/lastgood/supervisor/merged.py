@@ -34,8 +34,8 @@ class Report(Record, frozen=True, kw_only=True):
 class Verdict(Record, frozen=True, kw_only=True):
     """What all nodes do after an attempt. `outcomes`: of all attempts so far. `act`, `why`, `pause_seconds`:
     as in policy/recovery.py. `next`: as in policy/membership.py. `run`: the run of the job; empty if
-    it is not known. `asked`: whether a node was asked to end the job. `left`: numbers of the nodes without which the job
-    goes on, because they were asked to end, or are left out."""
+    it is not known. `asked`: whether a node was asked to end the job. `left`: numbers of the nodes without which the
+    job goes on, because they were asked to end, or are left out."""
 
     outcomes: list[Outcome]
     act: Act
