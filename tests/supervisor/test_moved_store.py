@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from agents import until
+from lastgood.policy.recovery import PREEMPTED
 from lastgood.run import access
 from lastgood.supervisor import attempt_log
 from lastgood_lab import namespaces
@@ -87,6 +89,20 @@ def test_without_the_node_of_the_store_the_others_go_on_at_the_next(nodes: Nodes
     reports = nodes.log("b") + nodes.log("c")
     assert f"(a): lost with the store of the nodes, which is at {nodes.endpoints[1]} now" in reports
     assert "frame #" not in reports
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("nodes", ["2:3"], indirect=True)
+def test_the_others_go_on_after_the_node_of_the_store_was_asked_to_end(nodes: Nodes) -> None:
+    """A spot notice, say. The two that were left took each other for two nodes of which one is lost, and ended."""
+    nodes.last_call_seconds = 10  # the store ends while they wait for more nodes
+    started = [nodes.start(name) for name in "abc"]
+    nodes.newest(3)
+    started[0].send_signal(signal.SIGTERM)
+    assert started[0].wait(60) == PREEMPTED
+    assert {one["node"] for one in nodes.seen(nodes.newest(2), 2)} == {"b", "c"}
+    nodes.touch("done")
+    assert [one.wait(60) for one in started[1:]] == [0, 0], nodes.log("b")
 
 
 def end_together(nodes: Nodes, before: int, apart: int) -> None:
