@@ -40,8 +40,9 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_save_due_by_time_happens_at_one_step_on_all_ranks(tmp_path):
-    first, *others = world(3, timed, tmp_path, False)
-    assert len(first) >= 2 and {kind for kind, _ in first} == {"durable"}
+    # Where the processors are busy with other work a rank may learn too late of a step: then it fails on all of them.
+    first, *others = map(sorted, world(3, timed, tmp_path, False))
+    assert [kind for kind, _ in first].count("durable") >= 2
     assert all(other == first for other in others)
 
 
