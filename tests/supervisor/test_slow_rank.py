@@ -259,23 +259,30 @@ def test_a_rank_that_is_slow_from_its_first_step_on_is_named(tmp_path: Path, cal
     assert "rank 1 is slow" in " ".join(call("attempts", run)[1].split())
 
 
-@pytest.mark.slow
-def test_a_rank_that_never_comes_to_the_others_is_named(tmp_path: Path) -> None:
-    """Only torch's own timeouts ended such a job: after half an hour under gloo, and three times."""
-    script = tmp_path / "train.py"
-    text = """
+def late_script(folder: Path, text: str) -> Path:
+    """A script that runs `text`, in which one of its ranks calls download(): that does not end."""
+    prepare = """
         import os, time
         import torch.distributed as dist
 
         def download():
             time.sleep(1000)
+    """
+    script = folder / "train.py"
+    script.write_text(textwrap.dedent(prepare) + textwrap.dedent(text))
+    return script
 
+
+@pytest.mark.slow
+def test_a_rank_that_never_comes_to_the_others_is_named(tmp_path: Path) -> None:
+    """Only torch's own timeouts ended such a job: after half an hour under gloo, and three times."""
+    text = """
         dist.init_process_group("gloo")
         if os.environ["RANK"] == "0":
             download()
         dist.barrier()
     """
-    script.write_text(textwrap.dedent(text))
+    script = late_script(tmp_path, text)
     command = [str(Path(sys.executable).with_name("lastgood")), "run", "--nproc-per-node", "2"]
     limits = ["--hang-timeout", "1", "--hang-long-timeout", "2", "--max-restarts", "0"]
     done = subprocess.run([*command, *limits, str(script)], capture_output=True, text=True)
@@ -288,17 +295,7 @@ def test_a_rank_that_never_comes_to_the_others_is_named(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_late_rank_of_another_node_is_named(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    text = """
-        import os, time
-        import torch.distributed as dist
-
-        def download():
-            time.sleep(1000)
-
-        download() if os.environ["RANK"] == "1" else dist.init_process_group("gloo")
-    """
-    script.write_text(textwrap.dedent(text))
+    script = late_script(tmp_path, 'download() if os.environ["RANK"] == "1" else dist.init_process_group("gloo")')
     command = [str(Path(sys.executable).with_name("lastgood")), "run", "--nnodes", "2", "--master-addr", "127.0.0.1"]
     command += ["--master-port", str(free_port("127.0.0.1")), "--max-restarts", "0"]
     command += ["--hang-timeout", "1", "--hang-long-timeout", "8"]

@@ -5,10 +5,10 @@ is read again.
 Decides nothing, and commits nothing: the training process does, which holds the locks meanwhile.
 
 Invariants
-  1. Once the connection of who has asked ends, the work stops at its next chunk, and no other process is told that the
-     agent is idle before it has.
-  2. An agent that was stalled for so long that who has asked does the work itself, or a later agent does, changes
-     nothing of what they have written: parity has the same names for all (`AskedTier`), copies have names of their own.
+  1. When the training process closes its connection, its work stops at the next chunk. Until it has stopped, the agent
+     tells no process that it is idle.
+  2. A stalled agent, in whose place the training process or a later agent does the work, changes no file that they have
+     written. Parity files have the same names for all writers (`AskedTier`); each copy has a name of its own.
 """
 
 from __future__ import annotations

@@ -60,7 +60,8 @@ def opened(path: str | os.PathLike[str], options: RunOptions, ranks: AnyRanks) -
             if leads:
                 own = storage.enter_context(_opened_own(path, options, ranks, in_slots))
                 own.delete(FETCHED)
-                drill_scratch.clear_copies(place.root)
+                if agent is not None:  # only an agent makes copies for drills
+                    drill_scratch.clear_copies(place.root)
             topic.agree(None, lambda _: None)  # every node is locked
             if not leads:
                 own = storage.enter_context(access.for_sharing(path, options.write_mode, options.spill(path)))
