@@ -39,7 +39,7 @@ from ..records import Finding, prepare
 from ..run import access, memory_place, memory_relief, paths
 from ..run.agent_link import LINGER_SECONDS, LOCK, MESSAGE_LIMIT_BYTES, PROTOCOL, SPEC, listening, read_spec, user_of
 from ..run.agent_messages import Answer, KnownPeers, Request
-from ..run.late_commit import commit_in
+from ..run.late_commit import commit_in, commit_unless_held
 from ..run.lower_place import PAUSES_SECONDS, pause_seconds
 from ..run.packed import PackedTier
 from ..storage.directory import Disk
@@ -303,24 +303,16 @@ class Server:
     def _copy(self) -> Drained:
         """On the worker: one attempt. Raises Cancelled if a training process attaches meanwhile."""
         spec, tier, self._copied = read_spec(self._folder), self._tier(), []
-        self._commit_late(tier)
+        held = commit_unless_held(tier, self._folder) if self._in_memory else ""
         here = committed(tier)
         if spec is None:
             found = Drained([f"{SPEC} cannot be read, which names the places below"] if here else [], [], [])
         else:
             found = drained(tier, spec, here, self._stop.is_set)
+        if held:  # guard: late-commit-tried-again
+            found.missing.append(held)
         self._copied = [] if found.missing else here
         return found
-
-    def _commit_late(self, tier: Mendable) -> None:
-        """Commit what all ranks of this node have sealed in memory. Where that fails, `_end` tries again."""
-        if not self._in_memory:
-            return
-        with (
-            contextlib.suppress(OSError, LastgoodError),
-            contextlib.closing(Lock(os.path.join(self._folder, access.LOCK), access.AGENTS_MARK)),
-        ):
-            commit_in(tier)
 
     def _tier(self) -> Mendable:
         """The folder as a tier, which other processes change too."""

@@ -7,14 +7,16 @@ of the run. Changes nothing else.
 from __future__ import annotations
 
 import contextlib
+import os
 
 from .. import reporting
 from ..errors import CommitUnknown, LastgoodError, NoSpace, NotWritable
 from ..format import commit, intents, layout
+from ..io.files import Lock
 from ..policy import restore
 from ..ports import Tier
 from ..records import Commit, Incarnation
-from . import paths
+from . import access, paths
 from .known import Environment, KnownRun
 
 
@@ -38,6 +40,22 @@ def commit_in(memory: Tier) -> None:
     """As `commit_sealed`, for an agent, which has not opened the run. The lock of the run is held."""
     known = KnownRun(memory, Environment())
     commit_sealed(known, known.run_id)
+
+
+def commit_unless_held(memory: Tier, folder: str) -> str:
+    """As `commit_in`, under the lock of the run in this folder. Where the save cannot be committed, it stays as it is.
+
+    Returns why it is to be tried again, or "": of a killed process a connection may end before the lock does.
+    """
+    try:
+        lock = Lock(os.path.join(folder, access.LOCK), access.AGENTS_MARK)
+    except BlockingIOError:
+        return f"{memory.place}: a process has the run open"
+    except OSError:  # nothing was ever saved here, or somebody has removed it
+        return ""
+    with contextlib.closing(lock), contextlib.suppress(OSError, LastgoodError):
+        commit_in(memory)
+    return ""
 
 
 def commit_sealed(known: KnownRun, run: str) -> None:
