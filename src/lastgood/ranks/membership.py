@@ -46,10 +46,10 @@ os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # torch reads it; the ra
 class Member:
     """The membership of this node. Connects when it is made. Raises what torch raises.
 
-    `moved`: is called while this node waits for a round, once it is to wait at another store.
+    `moved`: as for `store_list.Watch`.
     """
 
-    def __init__(self, settings: Settings, moved: Callable[[], None]) -> None:
+    def __init__(self, settings: Settings, moved: Callable[[Callable[[], bool]], None]) -> None:
         from torch.distributed.elastic.rendezvous import RendezvousParameters, c10d_rendezvous_backend
         from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
         from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
@@ -175,10 +175,11 @@ def main() -> None:
     failed: Failed | None = None
     sending = threading.Lock()
 
-    def moved() -> None:
+    def moved(waits: Callable[[], bool]) -> None:
         with sending:
-            framed.send(connection, msgspec.json.encode(Failed(kind="moved", what="")))
-            os._exit(0)  # torch waits in the main thread
+            if waits():  # the answer to Join, which comes first otherwise, is sent under the same lock
+                framed.send(connection, msgspec.json.encode(Failed(kind="moved", what="")))
+                os._exit(0)  # torch waits in the main thread
 
     settings = msgspec.json.decode(framed.receive(connection), type=Settings)
     try:

@@ -125,12 +125,12 @@ def _arrived(job: Any, past: Past, number: int) -> None:
 
 
 class Watch:
-    """Calls `moved` from a thread, once, when this node waits for a round at another store than it should.
+    """Calls `moved` from a thread when this node waits for a round at another store than it should.
 
-    `at`: number of the store that it has joined.
+    `at`: number of the store that it has joined. `moved` gets a function that tells whether the node still waits.
     """
 
-    def __init__(self, stores: Stores, at: int, moved: Callable[[], object]) -> None:
+    def __init__(self, stores: Stores, at: int, moved: Callable[[Callable[[], bool]], object]) -> None:
         self._stores, self._at, self._moved = stores, at, moved
         self._past, self._waits = Past(), threading.Event()
         threading.Thread(target=self._poll, name="lastgood-stores").start()
@@ -149,9 +149,8 @@ class Watch:
             time.sleep(WATCH_SECONDS)
             self._waits.wait()
             number = store_to_join(self._stores.seen(), self._past, self._at, leaves=False)
-            if number not in (None, self._at) and self._waits.is_set():
-                self._moved()
-                return
+            if number not in (None, self._at):
+                self._moved(self._waits.is_set)
 
 
 def _connected(endpoint: str, seconds: float) -> Any:

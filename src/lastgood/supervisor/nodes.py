@@ -77,13 +77,13 @@ class SeveralNodes:
         """number of this node in the round"""
         self.lost = set[int]()
         """nodes that do not answer"""
-        self._number, self._token = 0, ""
+        self._number, self._count, self._token = 0, 0, ""
         self.job = ""
         """an id of the job, the same on all nodes of the round"""
-        self._count = 0
         self._seen = dict[int, tuple[str, float]]()
         """node -> its newest sign of life, and when it came"""
-        self._next = self._next_alive = self._next_waiting = 0.0
+        self._next = self._next_alive = self._next_waiting = self._next_others = 0.0
+        self._others = list[Signs]()
         self.spares: policy.Spares | None = None
         """the nodes in reserve, as this node has last seen them; None: none are expected, or it has not looked"""
         self._spares_text = ""
@@ -194,7 +194,7 @@ class SeveralNodes:
         """The place of this node in an attempt; a Notice if the attempt is over before it began. Raises TierDown."""
         self._number, self._grows, self._asked, now = number, False, False, time.monotonic()
         self._seen = {one: ("", now) for one in range(len(self.infos))}
-        self._next, self._next_alive = now, 0.0
+        self._next, self._next_alive, self._next_others = now, 0.0, 0.0
         self._next_waiting = now + WAITING_SECONDS
         if self._carried is not None and self._carried.number == number:  # guard: attempt-before-move-is-decided
             return Notice(kind="moved")
@@ -273,11 +273,13 @@ class SeveralNodes:
         return found.known
 
     def others(self, now: float) -> list[Signs]:
-        """What the ranks of all other nodes have shown, by this node's clock. Raises TierDown."""
-        others = [one for one in range(len(self.infos)) if one != self.node]
-        values = self._membership.read([f"alive/{one}" for one in others])
-        found = [msgspec.json.decode(one, type=Alive) for one in values if one is not None]
-        return [_aged(sign, now) for one in found for sign in one.signs]
+        """What the ranks of all other nodes showed, by this node's clock. Asks the store seldom. Raises TierDown."""
+        if now >= self._next_others:
+            self._next_others = now + POLL_SECONDS
+            values = self._membership.read([f"alive/{one}" for one in range(len(self.infos)) if one != self.node])
+            found = [msgspec.json.decode(one, type=Alive) for one in values if one is not None]
+            self._others = [_aged(sign, now) for one in found for sign in one.signs]
+        return self._others
 
     def over(self, notice: Notice) -> None:
         """Publish why the attempt is over here. The first reason stands. Raises TierDown."""
