@@ -11,7 +11,7 @@ import torch
 import lastgood
 from lastgood import errors
 from lastgood.cli import app
-from lastgood.run import paths
+from lastgood.run import access, paths
 
 MISTYPED = {
     "s3:/bucket/run": "Write s3://bucket/run .in small letters, as text, and with two",
@@ -139,3 +139,15 @@ def test_a_tilde_is_the_home_directory_in_export_and_import(run: Path, capsys) -
     assert app.main(["import", "~/model.safetensors", "~/again", "--json"]) == 0
     assert f'"place": "{run.parent}/again"' in capsys.readouterr().out
     assert sorted(one.name for one in run.parent.iterdir()) == ["again", "model.safetensors", "run"]
+
+
+def test_a_path_beside_above_or_inside_runs_names_them(run: Path) -> None:
+    """`lastgood ls runs/a/gen` and `lastgood ls runs` only said that the path is to be checked."""
+    inside, beside = f"It is a part of the run {run}.", f"Check the path. Runs in {run.parent}: {run}."
+    asked = {run / "gen": inside, run / "gen" / "none": inside, run.parent: beside, run.with_name("none"): beside}
+    for path, todo in asked.items():
+        with pytest.raises(errors.NotARun) as raised:
+            access.for_reading(path)
+        assert raised.value.todo == todo
+    with pytest.raises(errors.NotARun, match=r"Check the path\.$"):
+        access.for_reading(run.parent / "none" / "none")

@@ -78,12 +78,12 @@ def for_reading(path: str | os.PathLike[str]) -> Tier:
     objects = _objects(root) if place.kind == "objects" else None
     names = set(objects.list("")) or None if objects else _names_at(root, in_slots)
     if names is None:
-        raise NotARun(f"there is nothing at {root}", safe="Nothing was touched.", todo="Check the path.")
+        raise NotARun(f"there is nothing at {root}", safe="Nothing was touched.", todo=paths.runs_near(root))
     if not names & {layout.HEADER, *_GENERATIONS}:
         raise NotARun(
             f"{root} is not a run of lastgood: it has no {layout.HEADER}",
             safe="It is untouched.",
-            todo="Check the path.",
+            todo=paths.runs_near(root),
         )
     if objects is not None:
         return PackedTier(objects)

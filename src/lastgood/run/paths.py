@@ -7,12 +7,16 @@ object store is asked.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import reprlib
+from itertools import islice
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from ..errors import NotARun, Refused
+from ..format import layout
 
 SLOTS = "slots://"
 """The prefix of the absolute path of a run in slots."""
@@ -34,6 +38,10 @@ _VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})")
 _SAFE = "Nothing was touched."
 
 
+_MOST_ENTRIES, _MOST_NAMED = 10_000, 5
+"""How many entries of a folder are looked at for runs, and how many of these are named."""
+
+
 class Place(NamedTuple):
     """Where a run is: an absolute directory, or the URL of a folder in an object store, without a slash at its end."""
 
@@ -44,6 +52,29 @@ class Place(NamedTuple):
     def url(self) -> str:
         """The text that names this place wherever a run is given."""
         return {"slots": SLOTS, "memory": MEMORY}.get(self.kind, "") + self.root
+
+
+def runs_near(root: str) -> str:
+    """What to do for somebody who has named a place that holds no run: the run that it is a part of, else the runs in
+    it or, if it does not exist, beside it. Looks at directories only.
+
+    Example: `runs_near("/runs/a/gen")` is "It is a part of the run /runs/a."
+    """
+    folder = root if os.path.isdir(root) else os.path.dirname(root)
+    with contextlib.suppress(OSError):
+        for above in Path(root).parents:
+            if (above / layout.HEADER).is_file():
+                return f"It is a part of the run {above}."
+        with os.scandir(folder) as entries:
+            found = sorted(
+                one.path
+                for one in islice(entries, _MOST_ENTRIES)
+                if os.path.isfile(os.path.join(one.path, layout.HEADER))
+            )
+        if found:
+            more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+            return f"Check the path. Runs in {folder}: {', '.join(found[:_MOST_NAMED])}{more}."
+    return "Check the path."
 
 
 def parsed(path: str | os.PathLike[str]) -> Place:
