@@ -260,18 +260,22 @@ sys.path[:0] = sys.argv[1].split(os.pathsep)
 import lastgood
 from agents import until
 from training import Training
-tiers = [lastgood.Tier("slots://" + sys.argv[2] + "/front", cadence=lastgood.Every(steps=1))]
+front = [lastgood.Tier("slots://" + sys.argv[2] + "/front", cadence=lastgood.Every(steps=1))]
+tiers = [] if sys.argv[3] == "first" else front
 scrub = lastgood.Scrub(seconds=0.0, bytes_per_second=1.0)
 ckpt = lastgood.Checkpointer(sys.argv[2] + "/home", Training().state, tiers=tiers, scrub=scrub)
 ckpt.restore()
 ckpt.save(1).result()
-until(lambda: ckpt._pipeline.places.below[0]._scrub.scrubber.reading)
+pipeline = ckpt._pipeline
+until(lambda: (pipeline.places.below[0]._scrub.scrubber if tiers else pipeline.upkeep._scrubber).reading)
 """
 
 
-def test_a_process_that_closes_nothing_ends_beside_a_slow_scrub(tmp_path):
+@pytest.mark.parametrize("place", ["first", "below"])
+def test_a_process_that_closes_nothing_ends_beside_a_slow_scrub(tmp_path, place):
+    """Beside a scrub of the first place it ended when the whole generation was read."""
     path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
-    ended_by_itself = subprocess.run([sys.executable, "-c", UNCLOSED, path, str(tmp_path)], timeout=60)
+    ended_by_itself = subprocess.run([sys.executable, "-c", UNCLOSED, path, str(tmp_path), place], timeout=60)
     assert ended_by_itself.returncode == 0
 
 

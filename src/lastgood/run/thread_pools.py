@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, thread
 from typing import Any, TypeVar
 
 from ..engine.inline_executor import Inline
@@ -20,6 +20,14 @@ EXIT_POLL_SECONDS = 0.5
 def interpreter_is_ending() -> bool:
     """Whether the main thread has ended. Python then waits for all other threads, which must end by themselves."""
     return not threading.main_thread().is_alive()
+
+
+def pools_are_ending() -> bool:
+    """Whether Python waits for the threads of pools, as it does before the main thread ends for the others.
+
+    There is no public name for it. Where Python has another one, a thread of a pool does its work to the end.
+    """
+    return getattr(thread, "_shutdown", False)
 
 
 class Workers(ThreadPoolExecutor):

@@ -23,6 +23,7 @@ from .follower import Follower
 from .node_disks import NodeDisks
 from .outcomes import Outcomes
 from .scrubber import Scrubber
+from .thread_pools import EXIT_POLL_SECONDS, pools_are_ending
 from .verify import Stop
 from .writer import RunWriter
 
@@ -54,7 +55,7 @@ class Upkeep:
                 run.mender,
                 _reading_arena,  # a scrub that was interrupted holds its chunks, so its memory is its own
                 bytes_per_second=scrub.bytes_per_second,
-                pause=busy.wait,
+                pause=self._rest,
             )
             if scrub and isinstance(run, RunWriter) and not (run.tier.newest_only or isinstance(run.tier, NodeDisks))
             else None
@@ -137,7 +138,7 @@ class Upkeep:
         assert self._scrubber is not None
         try:
             with self._one_at_a_time:
-                done = self._scrubber.scrub_next(self._busy.is_set) or self._scrubber.scrub_next(self._busy.is_set)
+                done = self._scrubber.scrub_next(self._gives_way) or self._scrubber.scrub_next(self._gives_way)
         except Cancelled:
             return  # the next scrub continues the reading
         except BaseException as error:  # noqa: BLE001 - reported by the training thread
@@ -147,6 +148,16 @@ class Upkeep:
         if done is not None and done.newly_damaged:  # guard: scrub-damage-raised-in-loop
             self.note_latest()
             self._outcomes.put(done.problem(self._run.tier.place))
+
+    def _gives_way(self) -> bool:
+        """Whether a scrub is to end: a save begins, or the process ends without a call of `close`."""
+        return self._busy.is_set() or pools_are_ending()  # guard: unclosed-front-scrub-ends-too
+
+    def _rest(self, seconds: float) -> None:
+        """Wait so long between two blocks of a scrub, unless it is to end."""
+        until = time.monotonic() + seconds
+        while not self._gives_way() and (left := until - time.monotonic()) > 0:
+            self._busy.wait(min(left, EXIT_POLL_SECONDS))
 
     def _maintain(self, stop: Stop, no_commits: bool = False, most: int | None = None) -> None:
         """Verify, point, and delete at most `most` generations. Errors of verifying do not prevent the deletions.

@@ -243,5 +243,10 @@ MUTANTS: tuple[Mutant, ...] = (
             "unclosed-scrub-ends-with-the-process",
             Swap(" or interpreter_is_ending()", ""),
         ),
+        (
+            "a slow reading of the first place keeps a process from ending",
+            "unclosed-front-scrub-ends-too",
+            Swap(" or pools_are_ending()", ""),
+        ),
     ),
 )
