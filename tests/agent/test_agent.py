@@ -308,10 +308,15 @@ def test_a_home_that_another_process_writes_to_is_left_alone(run: Run) -> None:
     assert steps(run.home) == [3]
 
 
-def test_a_run_that_is_open_keeps_its_memory_though_nobody_is_attached(run: Run) -> None:
+OPENED_SINCE = "from lastgood.agent import server; server.commit_unless_held = lambda memory, folder: ''"
+"""An agent whose attempts do not see that a process has the run open, as if it had opened it since."""
+
+
+@pytest.mark.parametrize("prelude", ["", OPENED_SINCE], ids=["open", "opened since"])
+def test_a_run_that_is_open_keeps_its_memory_though_nobody_is_attached(run: Run, prelude: str) -> None:
     run.killed_at(3)
     lock = Lock(str(run.memory / access.LOCK))
-    with agent(run.memory, linger_seconds=0.0):
+    with agent(run.memory, linger_seconds=0.0, prelude=prelude):
         until(lambda: steps(run.home) == [3])
         with contextlib.closing(agent_link.connected(str(run.memory))) as connection:
             asked = agent_link.asked(connection, agent_messages.Request(protocol=agent_link.PROTOCOL, call="end"))

@@ -17,6 +17,7 @@ from lastgood.run import (
     agent_work,
     copying,
     known,
+    late_commit,
     node_copies,
     node_disks,
     pack_copies,
@@ -130,6 +131,7 @@ def _of_sockets(world: World) -> Names:
             "kill": lambda connection: world.kill(connection.peer.process),
             "started": lambda url: _started(world, paths.parsed(url).root),
         },
+        late_commit: {"Lock": lambda path, mark=b"": FileLock(world, path, mark)},
         server: {
             "time": clock,
             "random": SimpleNamespace(uniform=lambda least, most: world.scheduler.chance.uniform(least, most)),

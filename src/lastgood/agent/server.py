@@ -95,6 +95,8 @@ class Server:
         """the result of the last attempt"""
         self._copied: list[str] = []
         """the generations that were committed here when everything was copied"""
+        self._held = ""
+        """why the last attempt could not commit what all ranks have sealed; "": it could, or there was nothing"""
         self._failures = 0
         self._next_at: float | None = time.monotonic() + first_seconds
         """when to copy next, by the monotonic clock; None: everything is copied"""
@@ -303,14 +305,12 @@ class Server:
     def _copy(self) -> Drained:
         """On the worker: one attempt. Raises Cancelled if a training process attaches meanwhile."""
         spec, tier, self._copied = read_spec(self._folder), self._tier(), []
-        held = commit_unless_held(tier, self._folder) if self._in_memory else ""
+        self._held = commit_unless_held(tier, self._folder) if self._in_memory else ""
         here = committed(tier)
         if spec is None:
             found = Drained([f"{SPEC} cannot be read, which names the places below"] if here else [], [], [])
         else:
             found = drained(tier, spec, here, self._stop.is_set)
-        if held:  # guard: late-commit-tried-again
-            found.missing.append(held)
         self._copied = [] if found.missing else here
         return found
 
@@ -344,7 +344,7 @@ class Server:
         except Exception as error:  # noqa: BLE001 - everything is kept, and the next attempt may succeed
             self._found = Drained([f"{type(error).__name__}: {error}"], [], [])
         now, missing = time.monotonic(), "; ".join(self._found.missing)
-        if not missing:
+        if not missing and not self._held:  # guard: late-commit-tried-again
             self._next_at, self._failures, self._kept_until = None, 0, now + self._linger_seconds
         else:
             self._failures += 1
@@ -352,8 +352,8 @@ class Server:
             self._next_at = now + random.uniform(0.5, 1.0) * pause_seconds(self._failures)  # guard: agents-take-turns
             # The first attempt often comes before the system has released the locks of a killed process.
             if self._failures > 1 and reporting.is_reported(self._failures):
-                reporting.warning(f"{self._folder}: attempt {self._failures}: {missing}")
-            self._refuse_to_end(f"not everything could be copied: {missing}")
+                reporting.warning(f"{self._folder}: attempt {self._failures}: {missing or self._held}")
+            self._refuse_to_end(f"not everything could be copied: {missing}" if missing else self._held)
         self._answer_waiting()
 
     def _end(self) -> None:

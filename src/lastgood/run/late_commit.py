@@ -19,6 +19,8 @@ from ..records import Commit, Incarnation
 from . import access, paths
 from .known import Environment, KnownRun
 
+HELD = "a process has the run open"
+
 
 def sealed_by_all(tier: Tier, survey: commit.Survey, run: str) -> tuple[Commit, str] | None:
     """The COMMIT of the newest save that every rank has sealed, and the name of its digest; None if there is none.
@@ -50,7 +52,7 @@ def commit_unless_held(memory: Tier, folder: str) -> str:
     try:
         lock = Lock(os.path.join(folder, access.LOCK), access.AGENTS_MARK)
     except BlockingIOError:
-        return f"{memory.place}: a process has the run open"
+        return HELD
     except OSError:  # nothing was ever saved here, or somebody has removed it
         return ""
     with contextlib.closing(lock), contextlib.suppress(OSError, LastgoodError):

@@ -105,7 +105,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "late commit",
         ("late_commit", "ranks_memory"),
         ("what all ranks have sealed is removed", "sealed-save-committed-late", Instead("return")),
-        ("an agent that meets the lock of a killed rank commits nothing", "late-commit-tried-again", Never()),
+        (
+            "an agent that meets the lock of a killed rank commits nothing",
+            "late-commit-tried-again",
+            Swap(" and not self._held", ""),
+        ),
         ("full memory cannot be opened", "full-memory-opens", Instead("raise")),
         ("a save is committed that a rank has not sealed", "save-of-some-ranks-not-committed", Instead("pass")),
         ("the intent of another save is followed", "intent-belongs-to-folder", Instead("pass")),
