@@ -256,6 +256,20 @@ def test_a_limit_on_the_length_of_files_is_named(tmp_path: Path) -> None:
     assert "ulimit -f" in raised.value.todo and not [*two.memory.iterdir()]
 
 
+def test_a_late_write_reaches_no_other_file(tmp_path: Path) -> None:
+    """A call of a drill that ended after its copies were removed could write to any file of the agent, which had taken
+    the number of the closed descriptor."""
+    late = PosixFiles().open(str(tmp_path / "a"), "new")
+    late.close()
+    other = PosixFiles().open(str(tmp_path / "b"), "new")
+    for call in (lambda: late.write_at(memoryview(b"x"), 0), late.sync, late.unlock, late.size):
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            call()
+    late.close()
+    assert other.size() == 0
+    other.close()
+
+
 def test_the_buffers_of_the_first_file_count_too(tmp_path: Path) -> None:
     """They were not yet in use when the file was compared with the limit of the group, and the process was killed."""
     two = Two(tmp_path, free=10)

@@ -21,6 +21,9 @@ from . import quota
 
 _FULLFSYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # macOS: fsync leaves data in the drive's cache
 _DIRECT = getattr(os, "O_DIRECT", 0)
+_CLOSED = 2**31 - 1
+"""In place of the number of a closed descriptor, which another file may have by then. No file has this one, so that
+every call fails with EBADF (-1 is a ValueError to some, and no file at all to mmap)."""
 
 
 DISK_READS = max(1, min(READ_LIMIT, (os.cpu_count() or 2) // 2))
@@ -85,7 +88,8 @@ class PosixFile:
             raise
 
     def close(self) -> None:
-        _close(self._fd)
+        fd, self._fd = self._fd, _CLOSED  # guard: late-call-reaches-no-other-file
+        _close(fd)
 
 
 class PosixFiles:

@@ -10,6 +10,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "memory",
         ("memory_limits", "memory_files", "reused_files", "memory_runs"),
         ("memory is taken beyond the limit of the control group", "memory-limit-before-reserve", Never()),
+        (
+            "a late write lands in the file that has taken the number of a closed one",
+            "late-call-reaches-no-other-file",
+            Swap(", _CLOSED", ", self._fd"),
+        ),
         ("two processes take the same free memory", "memory-reserved-one-by-one", Remove()),
         ("a folder that another user made first is used", "memory-of-another-user-refused", Never()),
         ("a folder on a disk is used as memory", "memory-is-a-tmpfs", Never()),
