@@ -149,6 +149,18 @@ assert WIRE_BULK_LIMIT_BYTES >= CHUNK_LIMIT_BYTES, "every chunk that a manifest 
 assert WIRE_BODY_LIMIT_BYTES < 2**31 and WIRE_BULK_LIMIT_BYTES < 2**31, "lengths fit the fields of a frame"
 assert WIRE_REUSE_SECONDS < WIRE_IDLE_SECONDS, "a client gives a connection up before its server does"
 
+# ---- drills --------------------------------------------------------------------------------------------------------
+
+DRILL_SHARE = 4
+"""A drill gets one part of so many of what is free, on each node; the rest stays for the job."""
+DRILL_IDLE_SECONDS = 300.0
+"""So long a drill may make no call to a node before its copies there are removed."""
+DRILL_KEEP_SECONDS = 60.0
+"""How often a drill makes a call to each node with copies: to read those of one node may take longer than that."""
+
+assert DRILL_SHARE >= 3, "the copies are two generations at most, and as much is left for the next save of the job"
+assert 3 * DRILL_KEEP_SECONDS < DRILL_IDLE_SECONDS, "copies stay though two calls after another were lost"
+
 # ---- the training loop -------------------------------------------------------------------------------------------
 
 MEMORY_LEAST_BYTES = 1 << 20

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -14,9 +16,10 @@ import pytest
 from agents import until
 from cli_runs import DATA, at, contents, writing
 from harness import flip
+from lastgood.errors import NotWritable
 from lastgood.format import layout
 from lastgood.records import PlaceList
-from lastgood.run import access, agent_link, drill, drill_acts, drill_scratch, memory_place, paths
+from lastgood.run import access, agent_link, drill, drill_acts, drill_scratch, drill_victim, memory_place, paths
 
 pytestmark = pytest.mark.slow
 
@@ -116,17 +119,49 @@ def test_the_newest_good_generation_is_found_before_damage(home, call_json, call
 
 
 def test_a_full_disk_refuses_a_drill_before_a_byte_is_copied(home, call, monkeypatch):
-    monkeypatch.setattr(drill, "free_bytes", lambda folder: 100_000)
+    """The copies took all that was free, and the next save of the job deleted generations to have room."""
+    monkeypatch.setattr(drill, "free_bytes", lambda folder: 4 * drill_acts.RECORDS_BYTES)
     code, _, err = call("drill", home)
-    assert code == 5 and "free are 100,000" in err and not left(home)
+    assert code == 5 and "free are 67,108,864, of which it gets one part of 4" in err and not left(home)
 
 
 def test_too_little_memory_leaves_out_the_acts_in_memory(home, call_json, monkeypatch):
     in_memory(home)
-    monkeypatch.setattr(drill.memory_limits, "available_bytes", lambda: 100_000)
+    monkeypatch.setattr(drill.memory_limits, "available_bytes", lambda: 4 * drill_acts.RECORDS_BYTES)
     code, document = call_json("drill", home)
     acts = by_act(document)
-    assert code == 0 and acts[AGENT]["good"] is None and "and there are 100 kB" in acts[AGENT]["why"]
+    assert code == 0 and acts[AGENT]["good"] is None and "of 67.1 MB that are free a drill" in acts[AGENT]["why"]
+
+
+def test_a_job_that_fills_the_disk_meanwhile_ends_the_acts(home, call, monkeypatch):
+    monkeypatch.setattr(drill_acts.files, "free_bytes", lambda folder: 100_000)
+    code, out, _ = call("drill", home)
+    assert code == 0 and "the next save of the job need" in " ".join(out.split()) and "nothing was tried" in out
+
+
+def test_a_full_disk_is_not_the_failure_of_a_way_back(home, call_json, monkeypatch):
+    """The process that saves met a full disk, and the drill said that the way back failed, with exit code 4."""
+    make_whole, (_, most) = drill_acts.Stage.make_whole, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def on_a_full_disk(stage: drill_acts.Stage) -> None:
+        make_whole(stage)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, most))  # its copies are longer
+
+    monkeypatch.setattr(drill_acts.Stage, "make_whole", on_a_full_disk)
+    try:
+        code, document = call_json("drill", home)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    acts = by_act(document)
+    assert code == 0 and {one["good"] for one in acts.values()} == {None}
+    assert "a process could not save into the scratch run: longer than a file may be" in acts[KILLED]["why"]
+
+
+def test_a_generation_without_a_tensor_file_is_not_damaged(home, call_json, monkeypatch):
+    """The longest of no files was asked for, which ended the drill in a traceback. Only another writer leaves none."""
+    monkeypatch.setattr(drill_acts.commit, "read_manifests", lambda *_: [])
+    code, document = call_json("drill", home)
+    assert code == 0 and by_act(document)[BYTE]["why"] == "this generation has no tensor file"
 
 
 def test_another_directory_for_the_copies_can_be_named(home, tmp_path, call, call_json):
@@ -134,6 +169,7 @@ def test_another_directory_for_the_copies_can_be_named(home, tmp_path, call, cal
     assert call_json("drill", home, "--in", tmp_path / "other")[0] == 0
     assert not list((tmp_path / "other").iterdir())
     assert call("drill", home, "--in", tmp_path / "none")[0] == 3
+    assert call("drill", home, "--in", "")[0] == 3, "the current folder was never named"
     assert call("drill", f"{paths.MEMORY}{in_memory(home)}")[0] == 3, "nothing is beside memory"
 
 
@@ -158,11 +194,19 @@ def started(home: Path) -> subprocess.Popen[bytes]:
 
 
 def test_an_interrupted_drill_leaves_nothing(home):
+    """By SIGTERM, as from a scheduler, which left everything behind."""
     in_memory(home)
     process = started(home)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
     assert b"interrupted" in process.communicate()[1] and process.returncode == 130
     assert not left(home)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_drill_ends_by_each_signal_as_by_ctrl_c(home, call, monkeypatch, number):
+    monkeypatch.setattr(drill_acts.Stage, "make_whole", lambda stage: os.kill(os.getpid(), number))
+    before = signal.getsignal(number)
+    assert call("drill", home)[0] == 130 and not left(home) and signal.getsignal(number) is before
 
 
 def test_the_next_drill_removes_what_a_killed_one_has_left(home, call_json):
@@ -184,6 +228,57 @@ def test_a_process_of_a_killed_drill_makes_no_folder(tmp_path):
     place = tmp_path / "home.drill-00000000" / "run"
     ended = subprocess.run([sys.executable, "-m", "lastgood.run.drill_victim", place, "1"], check=False)
     assert ended.returncode == 1 and not place.parent.exists()
+
+
+def test_the_process_that_saves_takes_no_module_from_here(home, tmp_path, monkeypatch):
+    """A `queue.py` in the current folder was imported in place of Python's."""
+    (tmp_path / "queue.py").write_text("raise SystemExit('of somebody else')")
+    monkeypatch.chdir(tmp_path)
+    with drill_victim.halfway(str(home)) as process:
+        assert process.poll() is None
+
+
+def test_a_folder_that_leads_to_a_run_is_left_alone(home):
+    """`run` was a link to a real run: its agent was killed, and its memory removed, which may be the only copy."""
+    folder, other = home.parent / "home.drill-00000000", home.parent / "home.drill-00000001"
+    for one, name in ((folder, "run"), (other, "away")):
+        one.mkdir()
+        (one / name).symlink_to(home)
+    memory = in_memory(home)
+    assert drill_scratch.clear(str(home.parent), "home") == []
+    assert memory.exists() and (folder / "run").is_symlink() and (other / "away").is_symlink()
+
+
+def test_folders_of_other_users_are_left_alone(home, monkeypatch):
+    """The folder of a drill of another user, which only he may list, ended each drill in a traceback."""
+    (home.parent / "home.drill-00000000").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(drill_scratch.os, "geteuid", lambda: os.getuid() + 1)
+        assert drill_scratch.clear(str(home.parent), "home") == []
+    assert drill_scratch.clear(str(home.parent), "home") == ["home.drill-00000000"]
+
+
+def test_a_folder_that_cannot_be_locked_is_removed(home, monkeypatch):
+    def no_lock(path: str) -> None:
+        raise OSError(errno.ENOLCK, "No locks available", path)
+
+    monkeypatch.setattr(drill_scratch, "Lock", no_lock)
+    with pytest.raises(NotWritable, match="No locks"), drill_scratch.opened(str(home.parent), "home"):
+        pass
+    assert not left(home)
+
+
+def test_copies_never_lie_in_a_place_of_the_run(home, tmp_path, call, monkeypatch):
+    """`--in '~'` led into the run, and so did slots, and the other places of the run."""
+    monkeypatch.setenv("HOME", str(home))
+    assert call("drill", home, "--in", "~")[0] == 3
+    assert call("drill", home, "--in", home / "gen")[0] == 3
+    (tmp_path / "disk" / "below").mkdir(parents=True)
+    record = PlaceList(format=layout.FORMAT, places=[str(tmp_path / "disk"), str(home)])
+    (home / layout.PLACES).write_bytes(layout.encode(record))
+    assert call("drill", home, "--in", tmp_path / "disk" / "below")[0] == 3
+    writing(f"{paths.SLOTS}{tmp_path / 'slots'}", 1)
+    assert call("drill", f"{paths.SLOTS}{tmp_path / 'slots'}", "--in", tmp_path / "slots")[0] == 3
 
 
 def test_a_second_drill_of_a_node_is_refused(home, call):

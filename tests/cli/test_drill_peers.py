@@ -160,7 +160,7 @@ def nodes(tmp_path: Path, memory: Path) -> Iterator[Nodes]:
 
 
 def test_files_are_computed_from_parity_on_other_nodes(nodes: Nodes, tmp_path: Path, call, call_json) -> None:
-    assert agent_link.peers_of(str(nodes.folders["a"])) is None, "no parity was asked for yet"
+    assert "has sent nothing to other nodes since it was started" in nodes.read().why, "no parity was asked for yet"
     nodes.protect()
     before = {name: contents(folder) for name, folder in nodes.folders.items()}
     code, document = call_json("drill", tmp_path / "home")
@@ -224,6 +224,17 @@ def test_a_step_without_parity_gives_way_to_the_one_before(nodes: Nodes) -> None
             file.unlink()
     found = nodes.read()
     assert found.good is None and found.why == "this node's files have no parity there yet"
+
+
+def test_copies_that_no_agent_names_are_shown(tmp_path: Path, memory: Path) -> None:
+    """They were passed over in silence, and the drill said that all ways back work."""
+    of_four_ranks(tmp_path / "home", 1)
+    mine = in_memory(tmp_path / "home")
+    assert peers_read(mine) == [], "all files are here"
+    for file in mine.glob("gen/*/r00001*"):
+        file.unlink()
+    (found,) = peers_read(mine)
+    assert found.good is None and found.why.startswith(f"no agent of {mine} listens")
 
 
 def test_an_agent_of_another_version_names_no_nodes(nodes: Nodes, monkeypatch) -> None:

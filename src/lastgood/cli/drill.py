@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import signal
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 import typer
@@ -13,7 +16,7 @@ from rich.text import Text
 
 from ..errors import Damaged
 from ..run import drill as drills
-from ..run.drill_peers import PeerRead
+from ..run.drill_peers import UNKNOWN, PeerRead
 from ..units import size
 from .answer import Answer
 from .arguments import Json, Run
@@ -39,7 +42,8 @@ def drill(
 
 def drilled(run: str, folder: str | None) -> dict[str, Any]:
     """Play the drill. Raises what `run.drill.drill` raises."""
-    found = drills.drill(run, folder, lambda text: print(f"lastgood: {clean(text)}", file=sys.stderr))
+    with _ended_as_by_ctrl_c():
+        found = drills.drill(run, folder, lambda text: print(f"lastgood: {clean(text)}", file=sys.stderr))
     generation = found.generation
     return {
         "place": found.place,
@@ -51,6 +55,31 @@ def drilled(run: str, folder: str | None) -> dict[str, Any]:
         "peers": [_rounded({**one._asdict(), "bytes_per_second": _speed(one)}) for one in found.peers],
         "cleared": found.cleared,
     }
+
+
+@contextlib.contextmanager
+def _ended_as_by_ctrl_c() -> Iterator[None]:
+    """In the block SIGTERM and SIGHUP raise KeyboardInterrupt, so that a drill that they end removes its copies.
+
+    Only the first of them does: a terminal that is closed sends several, and the removal goes on. One that is ignored,
+    as by nohup, stays ignored.
+    """
+
+    def interrupt(*_: object) -> None:
+        for one in before:
+            signal.signal(one, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = dict[signal.Signals, Any]()
+    try:
+        if threading.current_thread() is threading.main_thread():
+            for one in (signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(one) is not signal.SIG_IGN:
+                    before[one] = signal.signal(one, interrupt)  # guard: drill-ended-by-a-signal-removes-its-copies
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
 
 
 def _speed(one: PeerRead) -> int | None:
@@ -72,15 +101,19 @@ def drilled_view(data: Mapping[str, Any]) -> RenderableType:
             text = f"step {row['step']}, {size(row['bytes'])} {done} and verified, {size(row['bytes_per_second'])}/s"
             text += f"; not needed: {row['why']}" if row["why"] else ""
         where = "copies on node" if row["what"] == "copies" else "parity on nodes"
-        table.add_row(clean(f"{where} {row['node']}"), _result(row), _seconds(row), clean(text))
+        where = "copies on other nodes" if row["node"] == UNKNOWN else f"{where} {row['node']}"
+        table.add_row(clean(where), _result(row), _seconds(row), clean(text))
     head = (
         f"step {data['step']} ({data['incarnation']}), {size(data['bytes'])}, copied in {data['copied_seconds']:.2f} s"
     )
     played = [row for row in (*data["acts"], *data["peers"]) if row["good"] is not None]
     failed = sum(not row["good"] for row in played)
-    last = f"{len(played)} ways back tried, {failed} failed" if failed else f"{len(played)} ways back tried, all work"
+    last = f"{len(played)} ways back tried, {f'{failed} failed' if failed else 'all work'}"
+    color = "bold red" if failed else "green"
+    if not played:
+        last, color = "nothing was tried", "yellow"
     cleared = [Text(f"removed what a killed drill had left: {clean(one)}") for one in data["cleared"]]
-    return Group(*cleared, Text(head, style="bold"), table, Text(last, style="bold red" if failed else "green"))
+    return Group(*cleared, Text(head, style="bold"), table, Text(last, style=color))
 
 
 def _result(row: Mapping[str, Any]) -> Text:

@@ -47,6 +47,7 @@ class Row(NamedTuple):
     todo: str = ""
 
 
+NO_SPACE = "no space left for"
 _COMMITTED = "Every committed generation is untouched"
 _SHORTER = (
     "Raise the limit on the length of files (ulimit -f unlimited; LimitFSIZE= in a unit of systemd), or save to a file "
@@ -57,7 +58,7 @@ IN_A_RUN = (
     Row(
         USED_UP,
         NoSpace,
-        "no space left for",
+        NO_SPACE,
         f"{_COMMITTED}, and training can go on.",
         "Free space on this disk, or keep fewer generations (retention=Keep(...)).",
     ),
@@ -68,7 +69,7 @@ IN_A_RUN = (
 _AT_ANY_OTHER = Row(frozenset(), TierDown, "the disk failed:")
 AT_A_PATH = (
     Row(frozenset({errno.EFBIG}), NoSpace, "longer than a file may be:", "", _SHORTER),
-    Row(USED_UP, NoSpace, "no space left for", "", "Free space on this disk, or give another place."),
+    Row(USED_UP, NoSpace, NO_SPACE, "", "Free space on this disk, or give another place."),
     Row(WRONG_PATH, Refused, "", "", "Check the path."),
     Row(
         NOT_PERMITTED | NOT_SUPPORTED | {errno.ELOOP},  # a symbolic link where none is followed

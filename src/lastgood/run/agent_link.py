@@ -386,28 +386,32 @@ def started(url: str) -> str:
     the agent would hide the end of this process from the other ranks.
     """
     place = paths.parsed(url)
-    # Not in the current folder, where modules of anybody may lie, and which it would keep from being unmounted.
-    safe_path = ["-P"] if sys.version_info >= (3, 11) else []
-    command = [sys.executable, *safe_path, "-m", "lastgood.agent", place.url]
     try:
         with open(os.path.join(place.root, LOG), "a") as log:
             ended = subprocess.run(
-                command,
+                command_of("lastgood.agent", place.url),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 timeout=START_SECONDS,
                 start_new_session=True,
                 cwd="/",  # guard: agent-starts-outside-all-folders
-                env={**os.environ, "PYTHONPATH": _python_path()},
+                env={**os.environ, "PYTHONPATH": python_path()},
             )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     return "" if ended.returncode == 0 else f"it ended with status {ended.returncode}"
 
 
-def _python_path() -> str:
-    """Where the agent finds the package that this process runs, and the modules that it needs."""
+def command_of(module: str, *arguments: str) -> list[str]:
+    """The command of a process that runs a module of this package. It is started in "/", with `python_path`: not in the
+    current folder, where modules of anybody may lie, and which it would keep from being unmounted."""
+    safe_path = ["-P"] if sys.version_info >= (3, 11) else []
+    return [sys.executable, *safe_path, "-m", module, *arguments]
+
+
+def python_path() -> str:
+    """Where such a process finds the package that this process runs, and the modules that it needs."""
     own = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return os.pathsep.join([own, *(one for one in named if os.path.isabs(one))])

@@ -14,24 +14,24 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ..engine import parity
 from ..errors import Damaged, NoSpace, NothingGood, Refused
 from ..format import commit, layout
-from ..io import memory_limits
+from ..io import memory_limits, os_errors
 from ..io.files import free_bytes
 from ..io.reed_solomon import Code
-from ..limits import WORKERS
+from ..limits import DRILL_SHARE, WORKERS
 from ..policy import restore
 from ..ports import Tier
 from ..records import Generation
 from ..units import size
 from . import access, agent_link, drill_nodes, drill_scratch, memory_place, paths, places
 from .drill_acts import Act, Original, Reading, Stage
-from .drill_peers import PeerRead, read_peers
+from .drill_peers import PeerRead, is_whole, read_peers
 from .drill_scratch import ScratchPlace
 from .paths import Place
 
@@ -66,9 +66,9 @@ def drill(run: str, scratch_folder: str | None, announce: Callable[[str], object
     anything is copied. Raises NothingGood, NoSpace, Refused, and what opening the run raises.
     """
     tier = access.for_reading(run)
-    _require_outside(run, scratch_folder)
     parent, name = drill_scratch.parent_folder(run, scratch_folder), drill_scratch.name_of(run)
     front, no_front = front_of(run, tier)
+    _require_outside(parent, [run, *places.listed(tier), *([front.url] if front is not None else [])])
     folder = front.root if front is not None else ""
     own = access.for_reading(front.url) if front is not None and os.path.isdir(os.path.join(folder, "gen")) else None
     beside = front.url if front is not None and front.kind == "directory" and not no_front else None
@@ -91,6 +91,7 @@ def drill(run: str, scratch_folder: str | None, announce: Callable[[str], object
                     stage.make_whole()
                     break
                 except Damaged:
+                    stage.remove()
                     there = original.tier.list(layout.folder(original.generation.id))
                     if not attempts_left or layout.COMMIT in there:  # else training has deleted it meanwhile
                         raise
@@ -103,32 +104,37 @@ def drill(run: str, scratch_folder: str | None, announce: Callable[[str], object
     return Drill(original.generation, original.tier.place, copied_seconds, acts, peers, cleared)
 
 
-def _require_outside(run: str | os.PathLike[str], scratch_folder: str | None) -> None:
-    """Raise Refused for a directory for copies that lies in the run."""
-    place = paths.parsed(run)
-    if scratch_folder is None or place.kind != "directory":
-        return
-    root, wanted = os.path.realpath(place.root), os.path.realpath(scratch_folder)
-    if os.path.commonpath([root, wanted]) == root:
-        raise Refused(
-            f"--in {scratch_folder}, which lies in the run",
-            safe="Nothing was copied.",
-            todo="A drill only reads the run: name a directory outside.",
-        )
+def _require_outside(parent: str, urls: Sequence[str]) -> None:
+    """Raise Refused for a directory for copies, without links, that lies in one of these places of the run."""
+    for place in map(paths.parsed, urls):
+        root = os.path.realpath(place.root) if place.kind != "objects" else None
+        if root is not None and os.path.commonpath([root, parent]) == root:  # guard: drill-copies-outside-the-run
+            raise Refused(
+                f"{parent} lies in {place.url}, a place of the run",
+                safe="Nothing was copied.",
+                todo="A drill only reads the run: name a directory outside, --in DIR.",
+            )
 
 
 def require_room(original: Original, parent: str) -> None:
-    """Raise NoSpace if the directory `parent` has no room for the copies."""
-    if (free := free_bytes(parent)) < original.room_bytes:  # guard: drill-needs-free-space
+    """Raise NoSpace if the directory `parent` has no room for the copies beside the next saves of the job: a save that
+    finds a full disk deletes generations. Raises what `os_errors.at_path` returns too."""
+    with os_errors.translated(parent):
+        free = free_bytes(parent)
+    if free // DRILL_SHARE < original.room_bytes:  # guard: drill-needs-free-space
         raise NoSpace(
-            f"a drill needs {original.room_bytes:,} bytes in {parent} for a while, free are {free:,}",
-            safe="Nothing was copied.",
+            f"a drill needs {original.room_bytes:,} bytes in {parent} for a while, free are {free:,}, of which it gets "
+            f"one part of {DRILL_SHARE}",
+            safe="Nothing was copied, and the rest is left for the saves of the job.",
             todo="Free space on this disk, or name another directory: --in DIR.",
         )
 
 
 def front_lacks(original: Original, parent: str, front: ScratchPlace) -> str:
-    """Why the front has no room for the copies, beside those in the directory `parent`; or ""."""
+    """Why the front has no room for the copies, beside those in the directory `parent` and the saves of the job.
+
+    "" if it has.
+    """
     root, needed = os.path.dirname(os.path.dirname(front.root)), original.room_bytes
     try:
         known: list[int | None] = [free_bytes(root)]
@@ -140,8 +146,8 @@ def front_lacks(original: Original, parent: str, front: ScratchPlace) -> str:
     except OSError as error:
         return f"{root}: {error.strerror}"
     free = min(one for one in known if one is not None)
-    if free < needed:  # guard: drill-needs-free-memory
-        return f"copies {front.where} need {size(needed)}, and there are {size(free)}"
+    if free // DRILL_SHARE < needed:  # guard: drill-needs-free-memory
+        return f"copies {front.where} need {size(needed)}, and of {size(free)} that are free a drill gets a quarter"
     return ""
 
 
@@ -193,8 +199,7 @@ def _whole(memory: Tier) -> commit.Survey:
     """What is in memory, without generations of which only other nodes have some files."""
     survey = commit.survey(memory)
     for at, one in [*survey.generations.items()]:
-        here = memory.list(layout.folder(at))
-        if not all(seal.manifest in here for seal in one.commit.seals):
+        if not is_whole(memory, one):
             del survey.generations[at]
     return survey
 

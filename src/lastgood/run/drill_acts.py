@@ -23,8 +23,9 @@ from functools import partial
 from typing import Literal, NamedTuple, cast
 
 from ..engine.arena import Arena
-from ..errors import Damaged, LastgoodError, TierDown
+from ..errors import Damaged, LastgoodError, NoSpace, TierDown
 from ..format import commit, layout
+from ..io import files, memory_files, os_errors
 from ..io.checksum import ALGORITHMS
 from ..io.reed_solomon import Code
 from ..limits import CHUNK_BYTES, EXAMINATION_CHUNKS
@@ -33,6 +34,7 @@ from ..policy.retention import KEEP
 from ..ports import Mendable, Tier
 from ..records import Finding, Generation, GenerationId
 from ..storage.directory import Disk
+from ..units import size
 from . import access, agent_link, agent_messages, copying, drill_victim
 from .agent_link import AgentLink
 from .agent_messages import AgentSpec, CopyTo
@@ -145,30 +147,42 @@ class Stage:
         self._places = [self._disk] if no_front else [self._disk, self._front]
         self._digests: dict[str, str] = {}
         """of the tensors of the original"""
+        self._no_file = ""
+        """why nothing that needs a tensor file can be played; empty if there is one"""
         self._struck = 0.0
         """when the present act did its damage, by the monotonic clock"""
 
     def make_whole(self) -> None:
         """Remove what is in the scratch places, and copy the original into each of them."""
+        self.remove()
+        for place in self._places:
+            self._copy(self._original.tier, place)
+        manifests = commit.read_manifests(access.for_reading(self._disk.url), self._original.generation)
+        self._digests = drill_victim.digests(manifests)
+        self._no_file = "" if any(one.blobs for one in manifests) else "this generation has no tensor file"
+
+    def remove(self) -> None:
+        """Remove what is in the scratch places."""
         for place in self._places:
             for folder in (place.root, place.away):
                 shutil.rmtree(folder, ignore_errors=True)
-            self._copy(self._original.tier, place)
-        disk = access.for_reading(self._disk.url)
-        self._digests = drill_victim.digests(commit.read_manifests(disk, self._original.generation))
 
     def play(self) -> Iterator[Act]:
         """Play all acts. One that fails does not end the others. Raises nothing but bugs and interruptions."""
         failed = False
         for what, play, not_played in self._acts():
-            if not_played := not_played or (self._renewed() if failed else ""):
+            if not_played := not_played or self._short() or (self._renewed() if failed else ""):
                 yield Act(what=what, why=not_played)
                 continue
             self._struck = time.monotonic()
-            way_back, why = _outcome(play)
-            failed = bool(why)
+            good, text = _outcome(play)
+            failed = not good
             seconds = time.monotonic() - self._struck
-            yield Act(what=what, way_back=way_back, good=not failed, seconds=seconds, why=why)
+            if good is None:
+                yield Act(what=what, why=text)
+            else:
+                way_back, why = (text, "") if good else ("", text)
+                yield Act(what=what, way_back=way_back, good=good, seconds=seconds, why=why)
 
     def _renewed(self) -> str:
         """Make whole copies again. Returns why that is not possible, or ""."""
@@ -177,33 +191,46 @@ class Stage:
             self.make_whole()
             return ""
 
-        _, why = _outcome(renew)
-        return why and f"the copies could not be made again: {why}"
+        good, why = _outcome(renew)
+        return "" if good else f"the copies could not be made again: {why}"
+
+    def _short(self) -> str:
+        """Why no act can be played now: there is no room for its save and for the next one of the job. Or ""."""
+        needed = 2 * self._original.generation.bytes + RECORDS_BYTES
+        for place in self._places:
+            root = os.path.dirname(place.root)
+            try:
+                free = memory_files.free_bytes(root) if place.in_memory else files.free_bytes(root)
+            except OSError as error:
+                return f"{root}: {error.strerror}"
+            if free < needed:  # guard: act-leaves-room-for-the-job
+                return f"an act and the next save of the job need {size(needed)} {place.where}, free are {size(free)}"
+        return ""
 
     def _acts(self) -> Iterator[tuple[str, Callable[[], str], str]]:
         """What each act does, the act, and why it is not played ("": it is)."""
-        disk, front, lacks = self._disk, self._front, self._no_front
-        yield f"killed within a save to {disk.name}", partial(self._kill, disk), ""
-        yield f"killed within a save to {front.name}", partial(self._kill, front), lacks
+        disk, front, lacks, no_file = self._disk, self._front, self._no_front, self._no_file
+        yield f"killed within a save to {disk.name}", partial(self._kill, disk), no_file
+        yield f"killed within a save to {front.name}", partial(self._kill, front), lacks or no_file
         for damage, what in _DAMAGES.items():
-            yield f"{what}, {disk.where}", partial(self._damage, damage, disk), ""
-        yield f"{_DAMAGES['byte']}, {front.where}", partial(self._damage, "byte", front), lacks
+            yield f"{what}, {disk.where}", partial(self._damage, damage, disk), no_file
+        yield f"{_DAMAGES['byte']}, {front.where}", partial(self._damage, "byte", front), lacks or no_file
         yield f"{disk.subject} is gone", partial(self._lose, disk, front), lacks
         yield f"{front.subject} is gone", partial(self._lose, front, disk), lacks
-        yield "the agent is killed while it copies", self._kill_agent, lacks
+        yield "the agent is killed while it copies", self._kill_agent, lacks or no_file
 
     # ---- acts ----------------------------------------------------------------------------------------------
 
     def _kill(self, place: ScratchPlace) -> str:
         with drill_victim.halfway(place.url) as process:
             begun = self._uncommitted(place)
-            _require(bool(begun), "the process had written nothing when it was killed")
+            require(bool(begun), "the process had written nothing when it was killed")
             process.kill()
             process.wait()
             self._struck = time.monotonic()
         found = self._restored([place])
-        _require(found.at == self._original.generation.id, f"step {found.at.step} was loaded")
-        _require(not self._uncommitted(place), f"{', '.join(begun)} was not removed")
+        require(found.at == self._original.generation.id, f"step {found.at.step} was loaded")
+        require(not self._uncommitted(place), f"{', '.join(begun)} was not removed")
         return f"the next opening removed half of step {found.at.step + 1}; step {found.at.step} loaded"
 
     def _damage(self, damage: Damage, place: ScratchPlace) -> str:
@@ -216,9 +243,9 @@ class Stage:
         self._strike(damage, place, at)
         found = self._restored([place, *others])
         if by:
-            _require(found.at == at and bool(found.mended), f"step {found.at.step} was loaded, and nothing was mended")
+            require(found.at == at and bool(found.mended), f"step {found.at.step} was loaded, and nothing was mended")
             return f"found, and mended from {by}; step {at.step} loaded"
-        _require(found.over == [at.step], f"step {at.step} was damaged, and stepped over were {found.over}")
+        require(found.over == [at.step], f"step {at.step} was damaged, and stepped over were {found.over}")
         with access.for_writing(place.url, "atomic_dirsync") as tier:
             commit.retire(tier, at)
         return f"found, and stepped over: step {found.at.step} loaded, the one before"
@@ -243,11 +270,11 @@ class Stage:
         disk = access.for_reading(self._disk.url)
         copy = commit.read_generation(disk, at, None)
         findings, copied = self._reading.read(disk, copy)
-        _require(not findings and (copy.root, copied) == (generation.root, digest), f"the copy of {at} differs")
+        require(not findings and (copy.root, copied) == (generation.root, digest), f"the copy of {at} differs")
         way_back = f"another agent {'found' if finished else 'finished'} the copy of step {at.step}"
         if not self._front.in_memory:
             return way_back
-        _require(not self._front.exists, "the memory was not removed")
+        require(not self._front.exists, "the memory was not removed")
         return f"{way_back}, and removed the memory"
 
     # ---- parts of acts -------------------------------------------------------------------------------------
@@ -275,7 +302,7 @@ class Stage:
             over = [step for step, _ in candidates.found(generation).stepped_over]
             mended = writer.mender.mended.get(generation.id, [])
         same = (generation.root, digest) == (original.generation.root, original.digest)
-        _require(same, f"step {generation.step} was loaded, and is not the original")  # guard: drill-compares-digests
+        require(same, f"step {generation.step} was loaded, and is not the original")  # guard: drill-compares-digests
         return _Restored(generation.id, mended, over)
 
     def _load(self, tier: Tier, candidates: Candidates) -> tuple[Generation, str]:
@@ -291,9 +318,9 @@ class Stage:
         drill_victim.saved(place.url)
         tier = access.for_reading(place.url)
         newest = RunReader(tier).generation()
-        _require(newest.step == self._original.generation.step + 1, f"the save is not there, but step {newest.step}")
+        require(newest.step == self._original.generation.step + 1, f"the save is not there, but step {newest.step}")
         digests = drill_victim.digests(commit.read_manifests(tier, newest), of_copy=True)
-        _require(digests == self._digests, f"the tensors of {newest.id} are not those that were saved")
+        require(digests == self._digests, f"the tensors of {newest.id} are not those that were saved")
         return newest.id
 
     def _strike(self, damage: Damage, place: ScratchPlace, at: GenerationId) -> None:
@@ -351,7 +378,10 @@ class Stage:
                 error = agent_link.asked(agent, agent_messages.Request(protocol=agent_link.PROTOCOL, call="end")).error
             except (OSError, ValueError) as failure:
                 error = f"{type(failure).__name__}: {failure}"
-        _require(not error, f"another agent did not finish the copy: {error}")
+        if error:
+            full = any(one in error for one in (NoSpace.__name__, os_errors.NO_SPACE))
+            kind = NoSpace if full else Damaged
+            raise kind(f"another agent did not finish the copy: {error}", safe=_SAFE)
 
     def _connected(self) -> contextlib.closing[socket.socket]:
         try:
@@ -360,14 +390,16 @@ class Stage:
             raise TierDown(f"the agent of {self._front.root} cannot be reached: {error}", safe=_SAFE) from error
 
 
-def _outcome(play: Callable[[], str]) -> tuple[str, str]:
-    """What a call returns, and ""; or "" and why it failed."""
+def _outcome(play: Callable[[], str]) -> tuple[bool | None, str]:
+    """True and what a call returns; False and why it failed; None and why it was no trial: the disk is full."""
     try:
-        return play(), ""
+        return True, play()
+    except NoSpace as error:
+        return None, error.what  # guard: full-disk-is-no-failure
     except LastgoodError as error:
-        return "", error.what or type(error).__name__
+        return False, error.what or type(error).__name__
     except OSError as error:
-        return "", f"{type(error).__name__}: {error}"
+        return None if error.errno in os_errors.USED_UP else False, f"{type(error).__name__}: {error}"
 
 
 def _names(place: ScratchPlace, at: GenerationId) -> list[str]:
@@ -377,6 +409,7 @@ def _names(place: ScratchPlace, at: GenerationId) -> list[str]:
     return []
 
 
-def _require(holds: bool, otherwise: str) -> None:
+def require(holds: bool, otherwise: str) -> None:
+    """Raise Damaged with the text `otherwise`, unless something holds."""
     if not holds:
         raise Damaged(otherwise, safe=_SAFE)

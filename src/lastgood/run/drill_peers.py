@@ -33,6 +33,8 @@ Attempt = Callable[[Generation], "PeerRead | None"]
 
 LISTINGS = 3
 """So often the generations are listed, if training deletes one after another while they are read."""
+UNKNOWN = "?"
+"""In place of the name of a node: copies of this node's files may be on nodes that cannot be named."""
 REASONS = 3
 """So many files and nodes that could not be used are named in a result."""
 
@@ -117,14 +119,16 @@ def read_peers(memory: str, own: Tier, read: Read) -> list[PeerRead]:
     """Read this node's newest files on each node to which the agent of the folder `memory` was asked to send files, or
     compute them from what the nodes hold with which this one shares parity.
 
-    `own`: the tier of that folder. Empty if the agent knows no node, and if there is none. Raises nothing.
+    `own`: the tier of that folder. Where the agent knows no node, or there is none: a row that says so, if the folder
+    holds a generation of several nodes; else nothing. Raises nothing.
     """
     try:
         known = agent_link.peers_of(memory)
+        if known is None:
+            why = _why_unknown(memory) if _is_of_several_nodes(own) else ""
+            return [PeerRead("copies", UNKNOWN, None, why)] if why else []  # guard: unknown-copies-are-shown
     except (OSError, ValueError, LastgoodError) as error:
-        return [PeerRead("copies", "?", None, f"the agent of {memory} does not name the nodes: {error}")]
-    if known is None:
-        return []
+        return [PeerRead("copies", UNKNOWN, None, f"the agent of {memory} does not name the nodes: {error}")]
     secured = security(known.key, known.certificates)
     with contextlib.closing(Peers(known.job, secured, machine())) as peers:
         found = [
@@ -141,6 +145,24 @@ def read_peers(memory: str, own: Tier, read: Read) -> list[PeerRead]:
             nothing = PeerRead("parity", names, None, "this node's files have no parity there yet")
             found.append(_newest(own, nothing, partial(_computed, names, others, own, read)))
         return found
+
+
+def is_whole(own: Tier, generation: Generation) -> bool:
+    """Whether the tier of this node has the manifests of all ranks of a generation. Raises as reading."""
+    here = own.list(layout.folder(generation.id))
+    return all(seal.manifest in here for seal in generation.commit.seals)
+
+
+def _is_of_several_nodes(own: Tier) -> bool:
+    return not all(is_whole(own, one) for one in commit.survey(own).generations.values())
+
+
+def _why_unknown(memory: str) -> str:
+    try:
+        agent_link.connected(memory).close()
+    except OSError:
+        return f"no agent of {memory} listens, and it alone knows where they are"
+    return "the agent of this node has sent nothing to other nodes since it was started"
 
 
 def _newest(own: Tier, nothing: PeerRead, attempt: Attempt) -> PeerRead:

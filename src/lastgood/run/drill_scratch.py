@@ -9,7 +9,7 @@
 Invariants
   1. `opened` ends the agent and removes all of them at the end of its block, also after an error or Ctrl-C.
   2. A drill that is killed leaves them behind. `clear`, which the next drill calls, removes them. It removes no folder
-     that is locked, and none that holds any other file.
+     that is locked, none of another user, and none that holds any other file, or a link.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import fcntl
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -71,11 +72,13 @@ class ScratchPlaces:
 def parent_folder(run: str, given: str | None) -> str:
     """The directory in which a drill makes its folder: `given`, or if that is None the one beside the run.
 
-    Raises NotARun if `given` is no directory; Refused if the directory beside the run is on another disk, or if there
-    is none, because the run is in an object store.
+    Raises NotARun if `given` is no directory; Refused if it is empty, if the directory beside the run is on another
+    disk, or if there is none, because the run is in an object store.
     """
     place = paths.parsed(run)
     todo = "Name a directory for the copies: --in DIR."
+    if given == "":
+        raise Refused("--in names no directory", safe="Nothing was touched.", todo=todo)
     if given is not None:
         folder = os.path.realpath(paths.local(given, "--in"))
         if not os.path.isdir(folder):
@@ -85,7 +88,9 @@ def parent_folder(run: str, given: str | None) -> str:
         raise Refused(f"{place.url} has no directory beside it", safe="Nothing was touched.", todo=todo)
     root = os.path.realpath(place.root)
     folder = os.path.dirname(root)
-    if os.stat(root).st_dev != os.stat(folder).st_dev:
+    with os_errors.translated(root):
+        devices = os.stat(root).st_dev, os.stat(folder).st_dev
+    if devices[0] != devices[1]:
         raise Refused(f"{root} is a disk of its own, and {folder} is not on it", safe="Nothing was touched.", todo=todo)
     return folder
 
@@ -98,20 +103,41 @@ def name_of(run: str) -> str:
 
 
 def clear(parent: str, name: str) -> list[str]:
-    """Remove what killed drills have left in `parent`. Returns the names. Raises NotWritable, TierDown."""
+    """Remove what killed drills of this user have left in `parent`. Returns the names. Raises what
+    `os_errors.at_path` returns, NotWritable and TierDown."""
     cleared = []
-    for other in sorted(os.listdir(parent)):
+    with os_errors.translated(parent):
+        others = sorted(os.listdir(parent))
+    for other in others:
         folder = os.path.join(parent, other)
         if not other.startswith(name) or not _NAME.fullmatch(other, len(name)):
             continue
-        if os.path.islink(folder) or not os.path.isdir(folder):
-            continue
-        if not set(os.listdir(folder)) <= {access.LOCK, _RUN, _AWAY}:  # guard: drill-clears-only-scratch
-            continue
-        with contextlib.suppress(BlockingIOError), contextlib.closing(Lock(os.path.join(folder, access.LOCK))):
+        with os_errors.translated(folder):
+            if not _is_scratch(folder):
+                continue
+            try:
+                lock = Lock(os.path.join(folder, access.LOCK))
+            except BlockingIOError:
+                continue
+        with contextlib.closing(lock):
             _remove(folder)
             cleared.append(other)
     return cleared
+
+
+def _is_scratch(folder: str) -> bool:
+    """Whether a folder of this user holds nothing but what a drill makes. Raises OSError."""
+    try:
+        found = os.lstat(folder)
+        # guard: drill-clears-own-folders
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+            return False
+        names = os.listdir(folder)
+    except FileNotFoundError:  # its drill has ended now
+        return False
+    # A link may lead to a run, whose agent would be killed and whose memory would be removed.
+    linked = any(os.path.islink(os.path.join(folder, one)) for one in (_RUN, _AWAY))
+    return not linked and set(names) <= {access.LOCK, _RUN, _AWAY}  # guard: drill-clears-only-scratch
 
 
 def clear_copies(folder: str) -> None:
@@ -130,17 +156,20 @@ def clear_copies(folder: str) -> None:
 @contextlib.contextmanager
 def alone(folder: str) -> Iterator[None]:
     """Inside, no other drill plays with the run that has `folder` as its front on this node. Raises Refused if one
-    does, and what opening the folder raises: each would end the copies of the other on other nodes."""
-    fd = os.open(os.path.join(folder, "gen"), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    does, and what `os_errors.at_path` returns: each would end the copies of the other on other nodes."""
+    path = os.path.join(folder, "gen")
+    with os_errors.translated(path):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # guard: one-drill-of-a-node
-        except BlockingIOError:
-            raise Refused(
-                f"another drill of this run plays on this node, with {folder}",
-                safe="Nothing was copied, and the other one goes on.",
-                todo="Run the drill again once the other one has ended.",
-            ) from None
+        with os_errors.translated(path):
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # guard: one-drill-of-a-node
+            except BlockingIOError:
+                raise Refused(
+                    f"another drill of this run plays on this node, with {folder}",
+                    safe="Nothing was copied, and the other one goes on.",
+                    todo="Run the drill again once the other one has ended.",
+                ) from None
         yield
     finally:
         os.close(fd)
@@ -174,11 +203,13 @@ def _on_disk(name: str, folder: str) -> ScratchPlace:
 def _folder(parent: str, name: str) -> Iterator[str]:
     """A new folder of a drill, locked, which is removed at the end of the block."""
     folder = os.path.join(parent, f"{name}.drill-{os.urandom(4).hex()}")
-    try:
+    with os_errors.translated(folder):
         os.mkdir(folder, 0o700)
-        lock = Lock(os.path.join(folder, access.LOCK))
-    except OSError as error:
-        raise os_errors.at_path(error, folder) from error
+        try:
+            lock = Lock(os.path.join(folder, access.LOCK))
+        except OSError:
+            scratch.remove(folder)
+            raise
     with contextlib.closing(lock):
         try:
             yield folder

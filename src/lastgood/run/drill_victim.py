@@ -15,14 +15,14 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from ..engine.arena import Arena, Lease
-from ..errors import Cancelled, TierDown
+from ..errors import Cancelled, LastgoodError, NoSpace, TierDown
 from ..format import commit, layout
 from ..io import processes
 from ..io.files import round_up
 from ..limits import CHUNK_BYTES, WORKERS
 from ..ports import Tier
 from ..records import Extent, Generation, GenerationId, Manifest
-from . import access
+from . import access, agent_link
 from .reader import RunReader
 from .save import ReadyChunks, SaveRequest
 from .writer import RunWriter
@@ -39,10 +39,16 @@ CHUNKS_LEAST = 8
 def halfway(place: str) -> Iterator[subprocess.Popen[bytes]]:
     """A process that has written half of a save into a scratch place, and waits. It is killed at the end of the block.
 
-    `place`: path or URL. Raises TierDown if the process does not come so far.
+    `place`: absolute path or URL. Raises TierDown if the process does not come so far, NoSpace if its disk is full.
     """
-    command = [sys.executable, "-m", "lastgood.run.drill_victim", place, str(os.getpid())]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        agent_link.command_of("lastgood.run.drill_victim", place, str(os.getpid())),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd="/",  # guard: drill-starts-outside-all-folders
+        env={**os.environ, "PYTHONPATH": agent_link.python_path()},
+    ) as process:
         try:
             assert process.stdout is not None
             if process.stdout.readline() != HALFWAY:
@@ -53,7 +59,7 @@ def halfway(place: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def saved(place: str) -> None:
-    """Let a process save into a scratch place, from start to end. Raises TierDown if it fails."""
+    """Let a process save into a scratch place, from start to end. Raises TierDown if it fails, NoSpace as `halfway`."""
     with halfway(place) as process:
         assert process.stdin is not None
         process.stdin.write(GO_ON)
@@ -63,11 +69,10 @@ def saved(place: str) -> None:
             raise _failed(process)
 
 
-def _failed(process: subprocess.Popen[bytes]) -> TierDown:
-    process.kill()
-    assert process.stderr is not None
-    last = process.stderr.read().decode(errors="replace").strip().rpartition("\n")[2]
-    return TierDown(f"a process could not save into the scratch run: {last}", safe="It is a copy.", todo="")
+def _failed(process: subprocess.Popen[bytes]) -> LastgoodError:
+    last = process.communicate()[1].decode(errors="replace").strip().rpartition("\n")[2]  # its stdin ends: so does it
+    kind = NoSpace if process.returncode == NoSpace.exit_code else TierDown
+    return kind(f"a process could not save into the scratch run: {last}", safe="It is a copy.")
 
 
 # ---- the process -------------------------------------------------------------------------------------------------
@@ -148,4 +153,8 @@ def _waiting(chunks: Iterator[Lease], count: int) -> Iterator[Lease]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    try:
+        main(sys.argv[1], int(sys.argv[2]))
+    except NoSpace as error:
+        print(error.what, file=sys.stderr)
+        sys.exit(error.exit_code)
