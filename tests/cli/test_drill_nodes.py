@@ -144,7 +144,7 @@ def test_certificates_hold_for_a_drill_too(home, tmp_path, stack, monkeypatch) -
 
 
 def test_a_node_without_room_is_not_tried(home, stack, call) -> None:
-    nodes = Copies(home, stack, "b", prelude="from lastgood.agent import drill_files; drill_files.SHARE = 1 << 60")
+    nodes = Copies(home, stack, "b", prelude="from lastgood.agent import drill_files as of; of.DRILL_SHARE = 1 << 60")
     before = nodes.contents()
     ((what, act),) = played(home, nodes.folders["a"])[1].items()
     assert what == "copies: this node is lost" and act.good is None and "a drill gets a quarter" in act.why

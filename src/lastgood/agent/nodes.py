@@ -50,6 +50,7 @@ class Nodes:
 
     def __exit__(self, *_: object) -> None:
         self._stop()
+        self.drills.close()
         self._senders.shutdown()
 
     def serve(self, serve: Serve) -> str:

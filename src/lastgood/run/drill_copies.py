@@ -15,19 +15,14 @@ from typing import cast
 import msgspec
 
 from ..errors import LastgoodError, Refused
-from ..limits import CHUNK_BYTES
+from ..limits import CHUNK_BYTES, DRILL_KEEP_SECONDS
 from ..ports import Tier
 from ..records import Extent
 from ..wire.security import Security
-from .peers import NO_CALL, FileCall, PeerNode, Peers
+from .peers import CALL_SECONDS, NO_CALL, FileCall, PeerNode, Peers
 
 RECORDS_BYTES = 1 << 20
 """The room that is reckoned for records and for the ends of pages on each node."""
-
-
-KEEP_SECONDS = 60.0
-"""How often each node with copies gets a call: it removes the copies of a drill that makes none for much longer
-(agent/drill_files.py), and to read those of one node may take that long."""
 
 
 class CopyPeers(Peers):
@@ -41,14 +36,15 @@ class CopyPeers(Peers):
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """In the block a thread calls `keep` now and then."""
+        """In the block a thread calls `keep` now and then. A bug in it is raised at the end."""
         ended = threading.Event()
         with ThreadPoolExecutor(1, "lastgood-drill-keep") as keeper:
+            job = keeper.submit(self._keep_until, ended)
             try:
-                keeper.submit(self._keep_until, ended)
                 yield
             finally:
                 ended.set()
+        job.result()
 
     def keep(self) -> None:
         """Make a call to each node with copies, so that it keeps them. Raises nothing."""
@@ -57,7 +53,7 @@ class CopyPeers(Peers):
                 self.list(node, folder)
 
     def _keep_until(self, ended: threading.Event) -> None:
-        while not ended.wait(KEEP_SECONDS):
+        while not ended.wait(DRILL_KEEP_SECONDS):
             self.keep()
 
     def make(self, node: PeerNode, folder: str, files: Mapping[str, int], flipped: Extent | None = None) -> None:
@@ -87,10 +83,10 @@ class CopyPeers(Peers):
                     self._call(node, msgspec.structs.replace(part, call="copy"))
             self._call(node, msgspec.structs.replace(file, call="finish", length=0))
 
-    def remove(self, node: PeerNode) -> None:
-        """Remove the copies on a node. Raises what `port.Wire` raises."""
+    def remove(self, node: PeerNode, timeout_seconds: float = CALL_SECONDS) -> None:
+        """Remove the copies on a node. Raises what `port.Wire` raises; TimedOut after `timeout_seconds`."""
         self._with_copies.pop(node.name, None)
-        self._call(node, FileCall(call="remove", name=""))
+        self._call(node, FileCall(call="remove", name=""), timeout_seconds=timeout_seconds)
 
     def _write_flipped(self, node: PeerNode, part: FileCall, at: int) -> None:
         """Write a part of a file with another bit in the byte `at` of it."""

@@ -19,22 +19,24 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Literal, NamedTuple, cast
 
 import msgspec
 
 from ..engine.stripes import is_damage
-from ..errors import Damaged, LastgoodError, TierDown
+from ..errors import LastgoodError, NoSpace, TierDown
 from ..format import commit, layout, sealed, stripe_layout
 from ..io.files import PosixFiles
 from ..io.machine import machine
+from ..io.memory_files import MemoryFiles
 from ..ports import Tier
 from ..records import Extent, Generation, StripeFile
 from ..storage.directory import Disk
 from ..units import size
 from . import agent_link, drill_relay
-from .drill_acts import Act, Reading
+from .drill_acts import Act, Reading, require
 from .drill_copies import CopyPeers, Counted
 from .drill_peers import LISTINGS, PeerRead
 from .drill_relay import Relay
@@ -45,6 +47,8 @@ from .reader import RunReader
 from .rebuilding import rebuild
 
 HERE = "this node"
+REMOVE_SECONDS = 10.0
+"""How long a drill waits at its end for each node to remove its copies. The agent goes on to remove them."""
 Kind = Literal["copies", "parity"]
 Played = tuple[str, int]
 """what brought the files back, and the bytes of files that crossed the network for it"""
@@ -121,7 +125,9 @@ class NodeStage:
     ) -> None:
         self._kind, self._nodes, self._real, self._copies, self._own = kind, nodes, real, copies, own
         self._root, self._reading = place.root, reading
-        self._here = Disk(PosixFiles(), place.root)
+        # In memory it compares the room again before each file: what the processes of the job need is left to them.
+        self._files = MemoryFiles(place.root, buffered=False) if place.in_memory else PosixFiles()
+        self._here = Disk(self._files, place.root)
         """a copy of this node's files"""
         self._commit = b""
         """the record COMMIT, which every node has"""
@@ -138,24 +144,56 @@ class NodeStage:
             except (LastgoodError, OSError) as error:
                 yield Act(what=f"{self._kind}: this node is lost", why=_text(error))
                 return
-            for act in self._acts(scene):
-                yield self._played(act, scene)
+            for number in range(len(self._acts(scene))):
+                scene, lacks = self._made_ready(number, scene)
+                yield self._played(self._acts(scene)[number], scene, lacks)
         finally:
-            for node in self._nodes:
-                with contextlib.suppress(LastgoodError):  # then its agent removes them
-                    self._copies.remove(node)  # guard: drill-leaves-no-copies
+            with ThreadPoolExecutor(len(self._nodes), "lastgood-drill-remove") as workers:
+                list(workers.map(self._remove, self._nodes))  # guard: drill-leaves-no-copies
             shutil.rmtree(self._root, ignore_errors=True)
 
-    def _played(self, act: _Act, scene: _Scene) -> Act:
-        if act.lacks:
-            return Act(what=act.what, why=act.lacks)
-        try:
-            act.prepare()
-        except (LastgoodError, OSError) as error:
-            return Act(what=act.what, why=_text(error))
+    def _remove(self, node: PeerNode) -> None:
+        with contextlib.suppress(LastgoodError):  # then its agent removes them
+            self._copies.remove(node, REMOVE_SECONDS)
+
+    def _made_ready(self, number: int, scene: _Scene) -> tuple[_Scene, str]:
+        """Make the copies for the act of this number: of another generation where training has deleted this one.
+
+        Returns the scene, and why the act cannot be played, or "".
+        """
+        why = ""
+        for _ in range(LISTINGS):
+            act = self._acts(scene)[number]
+            if act.lacks:
+                return scene, act.lacks
+            try:
+                act.prepare()
+                return scene, ""
+            except (LastgoodError, OSError) as error:
+                why = _text(error)
+            try:
+                if self._is_there(scene):
+                    break
+                scene = self._prepared()  # guard: drill-follows-training
+            except (LastgoodError, OSError) as error:
+                return scene, _text(error)
+        return scene, why
+
+    def _is_there(self, scene: _Scene) -> bool:
+        """Whether all nodes have the generation of a scene still. Raises as reading."""
+        folder = layout.folder(scene.generation.id)
+        return layout.COMMIT in self._own.list(folder) and all(
+            scene.files[node.name].keys() <= self._real.list(node, folder).keys() for node in self._nodes
+        )
+
+    def _played(self, act: _Act, scene: _Scene, lacks: str) -> Act:
+        if lacks:
+            return Act(what=act.what, why=lacks)
         begun = time.monotonic()
         try:
             way_back, count = act.play()
+        except NoSpace as error:
+            return Act(what=act.what, why=error.what)  # guard: short-memory-is-no-failure
         except (LastgoodError, OSError) as error:
             if lacks := self._lacks(scene):
                 return Act(what=act.what, why=lacks)
@@ -168,8 +206,10 @@ class NodeStage:
         for node in (one for one in self._nodes if one.name in self._made):
             try:
                 if not self._copies.list(node, layout.folder(scene.generation.id)):
+                    del self._made[node.name]
                     return f"node {node.name} has removed the copies, as when its job is opened or its memory is short"
             except LastgoodError as error:
+                del self._made[node.name]
                 return f"node {node.name} cannot be read any more: {error.what}"
         return ""
 
@@ -179,6 +219,7 @@ class NodeStage:
         """Choose the newest generation that all nodes have, and copy this node's files. What training deletes meanwhile
         counts for nothing: the next one is chosen then. Raises TierDown if there is none, and what copying raises."""
         for generation in (one for _ in range(LISTINGS) for one in RunReader(self._own).lineage()):
+            self._made.clear()  # guard: next-scene-has-copies-of-its-own
             try:
                 if (scene := self._scene(generation)) is None:
                     continue
@@ -238,32 +279,34 @@ class NodeStage:
 
     # ---- acts ----------------------------------------------------------------------------------------------
 
-    def _acts(self, scene: _Scene) -> Iterator[_Act]:
-        others = self._nodes[: scene.losses - 1]
+    def _acts(self, scene: _Scene) -> list[_Act]:
+        others, lacks = self._nodes[: scene.losses - 1], ""
         lost = _named(others, "this node and ") if others else "this node"
-        yield _Act(
-            f"{self._kind}: {lost} {'are' if others else 'is'} lost",
-            partial(self._make, scene, self._nodes),
-            partial(self._lose, scene, others),
-        )
-        lacks = ""
         if scene.target is None:
             lacks = "no other node has a byte that is needed"
         elif self._kind == "parity" and scene.losses < 2:
             lacks = "this parity makes one loss good, and this node is it"
         node = scene.target[0] if scene.target else self._nodes[0]
-        yield _Act(
-            f"{self._kind}: a byte on node {node.name} differs",
-            partial(self._make, scene, self._nodes, flips=True),
-            partial(self._damage, scene, node),
-            lacks,
-        )
-        yield _Act(
-            f"{self._kind}: node {node.name} is cut off while it is read",
-            partial(self._make, scene, self._nodes),
-            partial(self._cut_off, scene, node),
-            lacks,
-        )
+        make = partial(self._make, scene, self._nodes)
+        return [
+            _Act(
+                f"{self._kind}: {lost} {'are' if others else 'is'} lost",
+                make,
+                partial(self._lose, scene, others),
+            ),
+            _Act(
+                f"{self._kind}: a byte on node {node.name} differs",
+                partial(make, flips=True),
+                partial(self._damage, scene, node),
+                lacks,
+            ),
+            _Act(
+                f"{self._kind}: node {node.name} is cut off while it is read",
+                make,
+                partial(self._cut_off, scene, node),
+                lacks,
+            ),
+        ]
 
     def _lose(self, scene: _Scene, lost: Sequence[PeerNode]) -> Played:
         for node in lost:
@@ -281,11 +324,11 @@ class NodeStage:
         if self._kind == "copies":
             there = [one for one in read if one.blob == damaged.blob]
             covered = any(one.offset <= damaged.offset < one.offset + one.length for one in there)
-            _require(covered and first.bytes > 0, f"the damaged part was not read from node {node.name}")
-            _require(any(one.bytes for one in (*others, *here)), "the damage was not found")
+            require(covered and first.bytes > 0, f"the damaged part was not read from node {node.name}")
+            require(any(one.bytes for one in (*others, *here)), "the damage was not found")
         else:
             found = any(place == first.place and is_damage(error) for (place, _), error in passed_over.items())
-            _require(found, "the damage was not found")
+            require(found, "the damage was not found")
         return self._described(scene, "found: ", [first, *others, *here])
 
     def _cut_off(self, scene: _Scene, node: PeerNode) -> Played:
@@ -301,7 +344,7 @@ class NodeStage:
             through = msgspec.structs.replace(node, host=drill_relay.HOST, port=relay.port)
             first, others, here = self._sources(node, self._source(through, cut_in_the_middle))
             self._bring_back(scene, [first, *others, *here])
-            _require(relay.is_cut, f"node {node.name} was not read in {folder}")
+            require(relay.is_cut, f"node {node.name} was not read in {folder}")
             return self._described(scene, "cut off: ", [first, *others, *here], relay.passed - first.bytes)
 
     # ---- parts of acts -------------------------------------------------------------------------------------
@@ -330,7 +373,7 @@ class NodeStage:
         passed_over = rebuild(back, [one.tier for one in sources], scene.generation, scene.ranks)
         findings, digest = self._reading.read(back, scene.generation, scene.ranks)
         # guard: drill-compares-digests-of-nodes
-        _require(not findings and digest == self._digest, "what came back is not what this node had")
+        require(not findings and digest == self._digest, "what came back is not what this node had")
         return passed_over
 
     def _empty(self, name: str, generation: Generation) -> Disk:
@@ -338,7 +381,7 @@ class NodeStage:
         root = os.path.join(self._root, name)
         shutil.rmtree(root, ignore_errors=True)
         os.makedirs(os.path.join(root, "gen"), 0o700)
-        disk = Disk(PosixFiles(), root)
+        disk = Disk(self._files, root)
         disk.put_new(f"{layout.folder(generation.id)}/{layout.COMMIT}", self._commit)
         return disk
 
@@ -366,8 +409,3 @@ def _named(nodes: Sequence[PeerNode], before: str = "") -> str:
 
 def _text(error: LastgoodError | OSError) -> str:
     return error.what if isinstance(error, LastgoodError) else f"{type(error).__name__}: {error}"
-
-
-def _require(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise Damaged(otherwise, safe="It was a copy; the run itself was only read.")

@@ -214,9 +214,15 @@ class Peers:
                 failed.set()
                 raise
 
-    def _call(self, node: PeerNode, call: FileCall, outgoing: Sequence[memoryview] = ()) -> bytes:
+    def _call(
+        self,
+        node: PeerNode,
+        call: FileCall,
+        outgoing: Sequence[memoryview] = (),
+        timeout_seconds: float = CALL_SECONDS,
+    ) -> bytes:
         request = self._encoded(call)
-        return self._channel(node).call(request, outgoing=outgoing, timeout_seconds=CALL_SECONDS).record
+        return self._channel(node).call(request, outgoing=outgoing, timeout_seconds=timeout_seconds).record
 
     def _encoded(self, call: FileCall) -> bytes:
         return msgspec.json.encode(call)
