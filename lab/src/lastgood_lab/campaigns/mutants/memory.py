@@ -279,7 +279,11 @@ MUTANTS: tuple[Mutant, ...] = (
     *table(
         "drill",
         ("drill",),
-        ("a folder with the files of somebody else is removed", "drill-clears-only-scratch", Never()),
+        (
+            "a folder with the files of somebody else is removed",
+            "drill-clears-only-scratch",
+            Swap(" and set(names) <= {access.LOCK, _RUN, _AWAY}", ""),
+        ),
         (
             "the folder of a killed drill leads to a run, which is taken for its copies",
             "drill-clears-only-scratch",
