@@ -11,7 +11,7 @@ import lightning
 import torch
 
 import lastgood
-from lastgood.errors import LastgoodError, Refused
+from lastgood.errors import LastgoodError, Refused, TrainingDiverged
 from lastgood.integrations.lightning import LastgoodCallback
 from lastgood.io import heartbeat
 from zygote import kill_and_compare, zygote_of
@@ -79,6 +79,21 @@ def test_a_finished_training_is_saved_and_not_trained_again(tmp_path):
     assert max(one.step for one in lastgood.open(tmp_path / "run").generations()) == 12
     again = fit(LastgoodCallback(tmp_path / "run", every_steps=5))
     assert not again.seen and torch.equal(again.line.weight, first.line.weight)
+
+
+class Broken(lightning.Callback):
+    def on_train_batch_end(self, trainer, module, *args):
+        if trainer.global_step == 4:
+            module.line.weight.data.fill_(float("nan"))
+
+
+def test_a_sentinel_sees_the_loss_of_each_step(tmp_path):
+    """Lightning gave no metrics, so a Sentinel was refused, with a remedy that no module can follow."""
+    callback = LastgoodCallback(tmp_path / "run", every_steps=1, sentinel=lastgood.Sentinel(every=1))
+    with pytest.raises(TrainingDiverged, match="step 5"):
+        fit(callback, Broken(), batch=1, accumulate_grad_batches=2)
+    first = next(one for one in lastgood.open(tmp_path / "run").generations() if one.step == 3)
+    assert first.commit.metrics["loss"] > 0.0
 
 
 @pytest.mark.parametrize("fails", [False, True])

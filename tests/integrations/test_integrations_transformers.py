@@ -11,7 +11,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 import lastgood
-from lastgood.errors import LastgoodError, Refused
+from lastgood.errors import LastgoodError, Refused, TrainingDiverged
 from lastgood.integrations.transformers import LastgoodCallback, LastgoodTrainerMixin
 from lastgood.io import heartbeat
 from zygote import kill_and_compare, zygote_of
@@ -133,6 +133,21 @@ def test_evaluations_and_exports_are_named_for_the_supervisor(tmp_path, monkeypa
     one.train()
     one.evaluate()
     assert seen == [*["evaluate", "save_model"] * 2, ""], "the last evaluation is after the training"
+
+
+class Broken(TrainerCallback):
+    def on_step_end(self, args, state, control, model, **kwargs):
+        if state.global_step == 4:
+            model.line.weight.data.fill_(float("nan"))
+
+
+def test_a_sentinel_sees_the_loss_of_each_step(tmp_path):
+    """The Trainer gave no metrics, so a Sentinel was refused, with a remedy that no Trainer can follow."""
+    callback = LastgoodCallback(tmp_path / "run", every_steps=1, sentinel=lastgood.Sentinel(every=1))
+    with pytest.raises(TrainingDiverged, match="step 5"):
+        trainer(tmp_path, callback, Broken(), gradient_accumulation_steps=2, batch=1).train()
+    first = next(one for one in lastgood.open(tmp_path / "run").generations() if one.step == 3)
+    assert first.commit.metrics["loss"] > 0.0
 
 
 def test_a_trainer_without_the_mixin_is_refused_before_it_trains(tmp_path):
