@@ -22,8 +22,8 @@ from pathlib import Path
 from .. import reporting
 from ..io import heartbeat, os_errors
 from ..io.oom_kills import OomKills, oom_kills
-from ..policy.blame import Ended, follows, timed_out
-from ..policy.hang import Silent, Stuck, awaited
+from ..policy.blame import Ended, follows, may_have_timed_out, timed_out
+from ..policy.hang import Silent, Stuck, awaited, is_idle
 from ..policy.health import Finding, leaves
 from . import leftovers
 from .arguments import Job
@@ -39,7 +39,7 @@ from .signals import Signals
 from .slow_watch import SlowWatch
 from .stack_reader import StackReader
 from .survivors import Left, is_complete, left_by
-from .watch import RankProcess, just_in_time_seconds, stacks, stuck
+from .watch import RankProcess, just_in_time_seconds, processor_seconds, stacks, stuck
 from .zygote import Zygote
 
 MEMORY = "/dev/shm"
@@ -131,6 +131,8 @@ class Attempt:
             self._console = Console(job.outputs, folder)
         self._written = set[int]()
         """ranks that have written what they hold, after another one has failed"""
+        self._seen = dict[int, tuple[float, heartbeat.Progress, float]]()
+        """rank that went on after the first failure -> when that was, and its signs and processor time then"""
 
     def run(self, host: HostSigns, records: AttemptRecords, reader: StackReader) -> Lived:
         """Live the attempt. `host`: is asked while ranks run; `records`: see what they show; `reader`: of their stacks.
@@ -204,14 +206,23 @@ class Attempt:
     def _note_failures(self, lived: Lived) -> None:
         for one in self._ranks:
             one.shown = heartbeat.read(str(one.page))
+        for one in self._ranks:
             if not one.failed and _has_failed(one):
-                one.failed, lived.failed = True, lived.failed or time.monotonic()
+                one.failed = True
+                self._note_failed(lived)
                 if not self._asked:
                     kind = _kind(_as_ended(one))
                     wait = max(_grace_seconds(one, kind), just_in_time_seconds(self._ranks))
                     self._until = min(self._until, time.monotonic() + wait)
                     self._publish(kind)
         self._note_written(lived)
+
+    def _note_failed(self, lived: Lived) -> None:
+        """Note when the first failure was noticed, and what the others have done until then."""
+        if lived.failed is None:
+            lived.failed = now = time.monotonic()
+            live = [one for one in self._live.values() if not one.failed]
+            self._seen = {one.rank: (now, one.shown, processor_seconds(one.pid)) for one in live}
 
     def _note_written(self, lived: Lived) -> None:
         """End the attempt soon once survivors have written all of a step. Only the ranks of this node are known."""
@@ -262,7 +273,8 @@ class Attempt:
             self._pass_on(signal.SIGTERM)
             self._ask_to_end()
             return False
-        self._published, lived.failed = notice.kind, lived.failed or time.monotonic()
+        self._published = notice.kind
+        self._note_failed(lived)
         if notice.kind == "hang" and self._live and not self._asked:
             self._note_hang(lived, None, watch)
         # guard: survivors-of-a-node-awaited
@@ -281,10 +293,21 @@ class Attempt:
         failed = [_as_ended(one) for one in self._ranks if one.failed]
         live = [one for one in self._ranks if not one.failed and one.ended is None]
         waited = self._published == "timeout" or any(map(timed_out, failed))
-        if live and waited and all(map(follows, failed)):  # guard: timeouts-name-who-hangs
+        candidates = live
+        if not waited and self._published == "follower" and may_have_timed_out(failed):
+            waited, candidates = True, [one for one in live if self._has_done_nothing(one)]
+        if candidates and waited and all(map(follows, failed)):  # guard: timeouts-name-who-hangs
             texts = stacks(live)
-            one = awaited(stuck(live, texts))
+            one = awaited(stuck(candidates, texts))
             lived.hang = None if one is None else Hang(one, None, texts)
+
+    def _has_done_nothing(self, one: RankProcess) -> bool:
+        """Whether a rank has shown no sign and used no processor since another one has failed, as far as is known."""
+        if one.rank not in self._seen:
+            return False
+        at, shown, used_seconds = self._seen[one.rank]
+        used_since = processor_seconds(one.pid) - used_seconds
+        return one.shown == shown and is_idle(time.monotonic() - at, used_since)  # guard: busy-rank-not-awaited
 
     def _pass_on(self, number: int) -> None:
         """Send a signal to all ranks that have not ended. A command may be a shell: what it has started gets it too."""
