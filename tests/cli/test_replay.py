@@ -16,7 +16,7 @@ from harness import steps
 pytestmark = pytest.mark.slow
 
 TRAINING = """
-import os, sys, time
+import os, random, sys, time
 import torch
 import lastgood
 
@@ -24,13 +24,24 @@ torch.manual_seed(0)
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.AdamW(model.parameters())
 sampler = lastgood.ResumableSampler(64, global_batch=8, seed=0)
+
+# Draws the samples of each step anew, without a seed.
+class Shuffled:
+    def __init__(self): self.order = []
+    def state_dict(self): return {"order": list(self.order)}
+    def load_state_dict(self, state): self.order = list(state["order"])
+
+shuffled = Shuffled()
 data = torch.utils.data.TensorDataset(torch.arange(64).float()[:, None].repeat(1, 4))
-state = {"model": model, "optimizer": optimizer, "sampler": sampler}
+state = {"model": model, "optimizer": optimizer, "sampler": sampler, "train": shuffled}
 with lastgood.Checkpointer(sys.argv[1], state, cadence=lastgood.Every(steps=5)) as ckpt:
     n = ckpt.restore().step
     last = int(sys.argv[3])
     while n < last:
         for (x,) in sampler.loader(data):
+            if sys.argv[2] == "shuffle":
+                shuffled.order = random.SystemRandom().sample(range(64), 8)
+                x = torch.tensor(shuffled.order).float()[:, None].repeat(1, 4)
             loss = model(x / 64).pow(2).mean()
             if sys.argv[2] == "clock" and n == 12:
                 loss = loss * (1 + time.time_ns() % 1000)
@@ -79,13 +90,19 @@ def test_steps_that_come_again_are_the_same_and_the_run_is_only_read(replayed) -
 
 
 @pytest.mark.parametrize(
-    ("fault", "step", "first"),
-    [("clock", 13, "model."), pytest.param("noise", 11, "rng.torch", marks=pytest.mark.long)],
+    ("fault", "step", "groups"),
+    [
+        ("shuffle", 11, {"order of samples": "train.order", "parameters": "model.bias"}),
+        pytest.param("clock", 13, {"parameters": "model.bias"}, marks=pytest.mark.long),
+        pytest.param("noise", 11, {"random numbers": "rng.torch"}, marks=pytest.mark.long),
+    ],
 )
-def test_the_first_tensor_that_differs_is_named(replayed, fault: str, step: int, first: str) -> None:
+def test_what_differs_is_named_in_the_order_of_cause(replayed, fault: str, step: int, groups: dict[str, str]) -> None:
+    """The first name of the alphabet was named: "model." and arithmetic, where a shuffle had no seed."""
     code, data = replayed(fault)
-    differing = [one for one in data["steps"] if one["first"]]
-    assert code == 6 and differing[0]["step"] == step and differing[0]["first"].startswith(first)
+    first = next(one for one in data["steps"] if one["first"])
+    assert code == 6 and first["step"] == step and first["first"] == next(iter(groups.values()))
+    assert first["groups"].items() >= groups.items()
 
 
 def test_a_command_that_fails_is_shown(tmp_path: Path, call) -> None:

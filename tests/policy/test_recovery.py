@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lastgood.errors import Refused
-from lastgood.policy.blame import Ended, first_cause
+from lastgood.policy.blame import Ended, first_cause, may_have_timed_out
 from lastgood.policy.recovery import PREEMPTED, Answer, Budget, Outcome, answer, replayed_steps, without_progress
 
 CRASH = -9
@@ -200,6 +200,15 @@ def test_a_rank_that_nccl_has_aborted_is_not_blamed() -> None:
     cause = Ended(0, 1.0, 1, "FileNotFoundError: [Errno 2] No such file or directory: '/mnt/datastore/x.bin'")
     assert first_cause([cause, Ended(1, 0.9, -6)]) == cause
     assert first_cause([Ended(1, 0.9, -6)]) == Ended(1, 0.9, -6)
+
+
+def test_several_aborts_may_be_a_timeout_and_one_alone_is_none() -> None:
+    """An assertion in C++ ends a rank by SIGABRT too, while the others are healthy: it is the cause then."""
+    aborted = [Ended(0, 1.0, -6), Ended(1, 1.1, -6)]
+    assert may_have_timed_out(aborted) and may_have_timed_out([*aborted, Ended(2, 1.0, 1, CLOSED)])
+    assert not may_have_timed_out(aborted[:1]) and not may_have_timed_out([aborted[0], Ended(1, 1.0, 1, CLOSED)])
+    assert not may_have_timed_out([*aborted, Ended(2, 1.2, -9)]), "the cause is known"
+    assert not may_have_timed_out([Ended(0, 1.0, -6, "ValueError: bad batch"), Ended(1, 1.0, 134)])
 
 
 def test_regular_ends_are_no_failures() -> None:

@@ -7,9 +7,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from lastgood.io import heartbeat
 from lastgood.policy.hang import Signs
-from lastgood.supervisor import arguments, signals
+from lastgood.supervisor import arguments, reported, signals
 from lastgood.supervisor.attempt import Attempt
 from lastgood.supervisor.attempt_records import AttemptRecords
 from lastgood.supervisor.host_signs import HostSigns
@@ -76,7 +78,43 @@ def test_a_rank_that_was_just_forked_is_ended_with_the_others(tmp_path: Path) ->
     with signals.handled(job.signals) as received:
         info = NodeInfo(host="", ranks=job.ranks, node_rank=None, address="")
         nodes, fork = OneNode(info, job.master), SlowFork(tmp_path / "went on")
-        attempt = Attempt(job, 0, tmp_path, received, fork, nodes.begin(0), nodes)  # type: ignore[arg-type]
-        lived = attempt.run(HostSigns([], 0.0, ""), AttemptRecords(), StackReader(None))
+        one = Attempt(job, 0, tmp_path, received, fork, nodes.begin(0), nodes)  # type: ignore[arg-type]
+        lived = one.run(HostSigns([], 0.0, ""), AttemptRecords(), StackReader(None))
     assert [one.code for one in lived.ended] == [137]
     assert not (tmp_path / "went on").exists(), "the second rank was left until it ended by itself"
+
+
+ABORTS = """
+import os, resource, sys, time
+rank, folder = os.environ["RANK"], sys.argv[1]
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+open(os.path.join(folder, f"began {rank}"), "w").close()
+while len(os.listdir(folder)) < 3:
+    os.sched_yield()
+if rank != "2":
+    os.abort()
+while sys.argv[2] == "computes":
+    pass
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("rest", ["sleeps", "computes"])
+def test_aborts_without_an_error_may_be_the_timeout_of_a_wait(tmp_path: Path, rest: str) -> None:
+    """NCCL ends a rank that has waited until its timeout by SIGABRT, without a Python error. The earliest of those was
+    named, and never the one that did not come. One that computes is healthy, so the aborts are what is known then."""
+    script, began = tmp_path / "script.py", tmp_path / "began"
+    script.write_text(ABORTS)
+    began.mkdir()
+    job = arguments.parsed(["--spawn", "--nproc-per-node", "3", str(script), str(began), rest], {})
+    with signals.handled(job.signals) as received:
+        nodes = OneNode(NodeInfo(host="", ranks=3, node_rank=None, address=""), job.master)
+        one = Attempt(job, 0, tmp_path, received, None, nodes.begin(0), nodes)  # type: ignore[arg-type]
+        lived = one.run(HostSigns([], 0.0, ""), AttemptRecords(), StackReader(None))
+    cause = reported.cause(lived)
+    assert cause is not None
+    if rest == "sleeps":
+        assert (cause.kind, cause.rank) == ("hang", 2) and "others have waited for it" in cause.what
+        assert "script.py" in cause.stacks["2"]
+    else:
+        assert cause.what == "SIGABRT" and cause.rank in (0, 1)

@@ -34,7 +34,7 @@ def test_a_flag_replaces_a_variable_which_replaces_the_file(folder: Path) -> Non
     environ = {"PET_MAX_RESTARTS": "2", "PET_WITHOUT_PROGRESS": "6", "PET_SPAWN": "0"}
     job = parsed(["--without-progress", "8", "train.py"], environ)
     assert (job.budget.restarts, job.budget.without_progress, job.limits.least_seconds) == (2, 8, 5.0)
-    assert not job.spawn and job.policy == "policy from lastgood.yaml: --hang-timeout 5"
+    assert not job.spawn and job.notes == ["policy from lastgood.yaml: --hang-timeout 5"]
 
 
 def test_a_policy_of_another_name_is_read_in_place_of_the_one_here(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed.run import get_args_parser
 from lastgood.errors import Refused
 from lastgood.supervisor.arguments import Job, parsed
 from lastgood.supervisor.options import parser
+from lastgood.supervisor.program import Program
 
 WITHOUT_BOUND = {"max_restarts"}
 """torchrun's default is 0; a supervisor is there to start again"""
@@ -84,7 +86,62 @@ def test_the_long_limit_of_a_hang_is_never_below_that_of_a_step(script: str) -> 
         parsed(["--hang-long-timeout", "1", script], {})
     assert parsed(["--hang-timeout", "7200", script], {}).limits.long_seconds == 7200.0
     assert parsed(["--hang-timeout", "30", script], {}).limits.long_seconds == 3600.0
-    assert parsed(["--hang-timeout", "0", "--hang-long-timeout", "1", script], {}).limits.long_seconds == 1.0
+    assert parsed(["--hang-timeout", "0", "--hang-long-timeout", "0", script], {}).limits.least_seconds == 0.0
+
+
+def test_variables_of_torchrun_without_its_prefix_are_honoured(script: str) -> None:
+    """TORCH_ELASTIC_SHUTDOWN_TIMEOUT is the default of --shutdown-timeout in torch; it was not read."""
+    name, prefixed = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SHUTDOWN_TIMEOUT"
+    assert parsed([script], {}).shutdown_seconds == 30.0
+    assert parsed([script], {name: "7"}).shutdown_seconds == 7.0
+    assert parsed([script], {name: "7", prefixed: "8"}).shutdown_seconds == 8.0
+    assert parsed(["--shutdown-timeout", "9", script], {name: "7", prefixed: "8"}).shutdown_seconds == 9.0
+    with pytest.raises(Refused, match=f"^{name}: 'soon' is not a number of seconds"):
+        parsed([script], {name: "soon"})
+
+
+def test_another_python_starts_the_script_as_under_torchrun(script: str) -> None:
+    """PYTHON_EXEC, with which a cluster starts Python through a program of its own, was not read."""
+    environ = {"PYTHON_EXEC": "true"}
+    job = parsed([script, "--lr", "1"], environ)
+    assert job.spawn and job.program == Program(kind="command", name="true", arguments=["-u", script, "--lr", "1"])
+    assert parsed(["-m", "json.tool"], environ).program.arguments == ["-u", "-m", "json.tool"]
+    assert parsed(["--no-python", "echo", "1"], environ).program.name == "echo"
+    for same in (parsed(["--run-path", script], environ), parsed([script], {"PYTHON_EXEC": sys.executable})):
+        assert same.program.kind == "script" and not same.spawn
+    with pytest.raises(Refused, match="PYTHON_EXEC: there is no command no-such-python"):
+        parsed([script], {"PYTHON_EXEC": "no-such-python"})
+    with pytest.raises(Refused, match="--preload and PYTHON_EXEC contradict"):
+        parsed(["--preload", "json", script], environ)
+
+
+def test_the_timeout_of_a_static_rendezvous_is_its_join_timeout(script: str) -> None:
+    """torchrun takes it with its default backend; it was refused as an unknown key."""
+
+    def configuration(*given: str) -> dict[str, str]:
+        found = parsed(["--nnodes=2", *given, script], {}).rendezvous
+        assert found is not None and "timeout" not in found.settings.configuration
+        return found.settings.configuration
+
+    assert configuration("--rdzv-conf=timeout=90")["join_timeout"] == "90"
+    assert configuration("--rdzv-conf=timeout=90,join_timeout=80")["join_timeout"] == "80"
+    assert "join_timeout" not in configuration("--rdzv-backend=c10d", "--rdzv-conf=timeout=90")
+
+
+def test_options_that_have_no_effect_with_c10d_are_reported(script: str) -> None:
+    """They were ignored without a word, where torchrun warns."""
+    given = ["--node-rank=1", "--master-addr=head", "--master-port=1", "--rdzv-conf=timeout=9"]
+    c10d = ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=head"]
+    notes = parsed([*c10d, *given, script], {}).notes
+    assert [one.split(" has no effect with --rdzv-backend c10d")[0] for one in notes] == [
+        "--node-rank 1",
+        "--master-addr head",
+        "--master-port 1",
+        "--rdzv-conf timeout",
+    ]
+    assert parsed(["--nnodes=2", *given, script], {}).notes == [] and parsed([*c10d, script], {}).notes == []
+    one_node = ["--rdzv-backend=c10d", "--node-rank=1", "--master-addr=head", script]
+    assert parsed(one_node, {}).notes == ["--node-rank 1 has no effect with --rdzv-backend c10d"]
 
 
 @pytest.mark.parametrize(
@@ -202,6 +259,7 @@ def test_another_rendezvous_is_refused_whatever_the_number_of_nodes(backend: str
         (["--logs-specs", "mine", "SCRIPT"], "--logs-specs mine"),
         (["--log-dir", "SCRIPT", "SCRIPT"], "no folder"),
         (["--spawn", "--preload", "json", "SCRIPT"], "contradict"),
+        (["--hang-timeout", "0", "--hang-long-timeout", "9", "SCRIPT"], "--hang-long-timeout 9 contradict each other"),
         (["--slow-factor", "0.5", "SCRIPT"], "slow-factor"),
         (["--remedies", "none,back", "SCRIPT"], "'none,back': none stands alone, for no remedy at all"),
         (["--remedies", "skip,none", "SCRIPT"], "'skip,none': none stands alone"),

@@ -22,6 +22,7 @@ from .answer import Answer
 from .arguments import Json, Run
 from .compare import compared
 from .copying import copied
+from .replay_causes import by_group, usual_cause
 from .selection import pick
 from .terminal import clean
 from .texts import new_table, plural
@@ -30,28 +31,18 @@ VARIABLE = "LASTGOOD_REPLAY"
 """as in loop/replaying.py, which needs torch"""
 TAIL_CHARACTERS = 3000
 """of the output of a command that failed"""
-HINTS = (
-    ("sampler", "the order of the samples: a shuffle without a seed, or a loader that is not in the state"),
-    ("rng.", "random numbers: a generator that is neither seeded nor in the state, or drawn from by another thread"),
-    ("scaler", "the loss scale, which follows overflows: look at what comes before it"),
-    (
-        "",
-        "arithmetic: operations that add in another order each time. torch.use_deterministic_algorithms(True) names "
-        "them; on CUDA set CUBLAS_WORKSPACE_CONFIG=:4096:8 and torch.backends.cudnn.benchmark = False. Dropout and "
-        "augmentation draw random numbers that must be seeded; threads may add up in any order (OMP_NUM_THREADS)",
-    ),
-)
-"""the beginning of a name of the state -> what usually causes a difference there; the first that fits counts"""
 
 
 class Step(NamedTuple):
-    """One step in both replays. `first`: the first tensor or value that differs; empty: none does."""
+    """One step in both replays. `groups`: group of `replay_causes` that differs -> its first name. `first`: that of the
+    first group; empty: no tensor and no value differs."""
 
     step: int
     metrics: tuple[dict[str, float], dict[str, float]]
     differing: int
     compared: int
     first: str
+    groups: dict[str, str]
 
 
 def replay(
@@ -69,7 +60,8 @@ def replay(
     """Start COMMAND twice from one generation of RUN, and compare each of the next steps, bit by bit.
 
     Both work on copies: RUN is only read. They end after these steps. Exit code 6 if any tensor, value or metric
-    differs; the first is named, with what usually causes it. Example: lastgood replay runs/gpt -- python train.py
+    differs. What does is named in the order of cause: samples, random numbers, other values, buffers, parameters,
+    optimizer; with what usually causes the first. Example: lastgood replay runs/gpt -- python train.py
     """
     tier = access.for_reading(run)
     generation = pick(commit.survey(tier), step)
@@ -123,11 +115,13 @@ def _steps(sides: list[Path], start: Generation) -> list[Step]:
     found = list[Step]()
     for number in sorted(made[0].keys() & made[1].keys()):
         first, second = (by_step[number] for by_step in made)
-        data = compared(Content(tiers[0], first), Content(tiers[1], second))
-        names = [row["name"] for row in data["tensors"] if row["status"] != "same"]
-        names += [row["path"] for row in data["values"]]
+        contents = Content(tiers[0], first), Content(tiers[1], second)
+        data = compared(*contents)
+        groups = by_group(data, *contents)
+        firsts = {group: names[0] for group, names in groups.items()}
+        differing = sum(map(len, groups.values()))
         metrics = first.commit.metrics, second.commit.metrics
-        found.append(Step(number, metrics, len(names), len(data["tensors"]), names[0] if names else ""))
+        found.append(Step(number, metrics, differing, len(data["tensors"]), next(iter(firsts.values()), ""), firsts))
     if lacking := made[0].keys() ^ made[1].keys():
         raise Refused(
             f"the replays made different steps: only one of them made {', '.join(map(str, sorted(lacking)))}",
@@ -151,6 +145,6 @@ def _view(found: list[Step], same: bool) -> RenderableType:
     if same:
         return Group(table, Text(f"{plural(len(found), 'step')}, twice: the same, bit for bit", style="bold"))
     worst = next(one for one in found if one.first or one.metrics[0] != one.metrics[1])
-    cause = next(text for beginning, text in HINTS if worst.first.startswith(beginning))
-    verdict = f"From step {worst.step} on they differ, first in {clean(worst.first) or 'a metric'}."
-    return Group(table, Text(verdict, style="bold"), Text(f"Usually: {cause}."))
+    names = [f"{group} ({clean(name)})" for group, name in worst.groups.items()]
+    verdict = f"From step {worst.step} on they differ: {', '.join(names) or 'a metric'}."
+    return Group(table, Text(verdict, style="bold"), Text(f"Usually: {usual_cause(worst.groups)}."))

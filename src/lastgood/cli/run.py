@@ -19,8 +19,8 @@ def run(context: typer.Context) -> int:
     """
     job = arguments.parsed(context.args)
     output_folders.require_writable(job)
-    if job.policy:
-        _report(job.policy)
+    for line in job.notes:
+        _report(line)
     return Supervisor(job, ["lastgood", "run", *context.args], _report).supervise()
 
 

@@ -12,7 +12,11 @@ and the flags by which Lightning's loops know that they restart are cleared.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
+
+import torch
 
 from .. import reporting
 from ..extras import needed
@@ -44,7 +48,9 @@ class LastgoodCallback(Callback):
 
     The state consists of module, optimizers, schedules, precision plugin, datamodule, the progress of the loops, other
     callbacks, logged metrics and their running means, torchmetrics of the module, random number generators, and the
-    position in the data. Entries that `on_save_checkpoint` hooks add to a checkpoint are saved too.
+    position in the data. Entries that `on_save_checkpoint` hooks add to a checkpoint are saved too. The mean loss of
+    the batches of each step is its metric "loss", if the module optimizes automatically, for `sentinel=Sentinel()` and
+    `retention=Keep(best=("loss", "min", 3))`.
 
     `fit` raises Refused if something else saves or restores the same state: a second LastgoodCallback, or `ckpt_path`
     when the run holds a generation. ModelCheckpoint may write its `.ckpt` files. It also raises Refused for several
@@ -62,6 +68,8 @@ class LastgoodCallback(Callback):
         self._newest = 0  # newest step that `Checkpointer.step` was called for, or that was restored
         self._saved = 0  # newest step that was saved or restored
         self._rng: dict[str, Any] | None = None  # to be set before the first batch after a restore
+        self._phase = ExitStack()  # in it while a validation runs
+        self._losses: list[Any] = []  # of the batches of the step that is trained
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         if trainer.fast_dev_run:
@@ -99,16 +107,35 @@ class LastgoodCallback(Callback):
             self._rng = None
         if trainer.global_step > self._newest:
             self._newest = trainer.global_step
-            if self.checkpointer.step(trainer.global_step) is not None:
+            if self.checkpointer.step(trainer.global_step, metrics=self._metrics()) is not None:
                 self._saved = trainer.global_step
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if self.checkpointer is not None and isinstance(loss, torch.Tensor):
+            self._losses.append(loss.detach())
+
+    def _metrics(self) -> dict[str, Any]:
+        """The metrics of the step that was trained; none without automatic optimization, which returns a loss."""
+        losses, self._losses = self._losses, []
+        return {"loss": torch.stack(losses).mean()} if losses else {}
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         if self._progress is not None:
             self._progress.end_epoch()
 
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        if self.checkpointer is not None:  # `lastgood run` would take a long one for a hang
+            # A name of its own: how long a few batches take says nothing about a whole validation.
+            name = "sanity check" if trainer.sanity_checking else "validate"
+            self._phase.enter_context(self.checkpointer.phase(name))
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self._phase.close()
+
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if self.checkpointer is not None and trainer.global_step > self._saved:
-            self.checkpointer.save(trainer.global_step)
+            self.checkpointer.save(trainer.global_step, metrics=self._metrics())
         self._close(None)  # before the strategy moves the module to another device
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
@@ -118,7 +145,9 @@ class LastgoodCallback(Callback):
         self._close(exception)
 
     def _close(self, error: BaseException | None) -> None:
+        self._phase.close()
         checkpointer, self.checkpointer, self._progress = self.checkpointer, None, None
+        self._losses = []
         if checkpointer is not None:
             checkpointer.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 

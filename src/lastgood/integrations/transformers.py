@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 from .. import reporting
@@ -51,7 +51,8 @@ class LastgoodCallback(TrainerCallback):
     `staging`.
 
     The state consists of weights, optimizer, schedule, loss scale, random number generators, TrainerState, callbacks
-    that are `ExportableState`, the running loss, and the position in the data.
+    that are `ExportableState`, the running loss, and the position in the data. The loss of each step is its metric
+    "loss", for `sentinel=Sentinel()` and `retention=Keep(best=("loss", "min", 3))`.
 
     `train()` raises Refused if something else saves or restores the same state: a second LastgoodCallback, a
     `save_strategy` that stores optimizer state, or `resume_from_checkpoint` when the run holds a generation. It also
@@ -68,6 +69,7 @@ class LastgoodCallback(TrainerCallback):
         self._saved = 0  # newest step that was saved or restored
         self._rng: dict[str, Any] | None = None  # to be set before the first step after a restore
         self._progress: _Progress | None = None
+        self._loss: Any = None  # of the step that is trained, added up over its batches; None: of none yet
 
     @property
     def resumed(self) -> bool:
@@ -101,14 +103,27 @@ class LastgoodCallback(TrainerCallback):
         self._rng = read_rng() if self.resumed else None
         return found.step
 
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Around what makes no steps while `train()` runs; see `Checkpointer.phase`."""
+        return nullcontext() if self.checkpointer is None else self.checkpointer.phase(name)
+
+    def note_loss(self, loss: Any) -> None:
+        """Add the loss of a batch, which the Trainer has divided by the number of batches in a step."""
+        self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
+
+    def _metrics(self) -> dict[str, Any]:
+        """The metrics of the step that was trained."""
+        loss, self._loss = self._loss, None
+        return {} if loss is None else {"loss": loss}
+
     def save_last(self, step: int) -> None:
         """Save the state after the last step, if it is not saved yet."""
         if self.checkpointer is not None and step > self._saved:
-            self.checkpointer.save(step)
+            self.checkpointer.save(step, metrics=self._metrics())
             self._newest = self._saved = step
 
     def _detach(self) -> None:
-        self.checkpointer = self._progress = self._rng = None
+        self.checkpointer = self._progress = self._rng = self._loss = None
 
     # ---- events --------------------------------------------------------------------------------------------
 
@@ -127,7 +142,7 @@ class LastgoodCallback(TrainerCallback):
             self._rng = None
         if self.checkpointer is not None and state.global_step > self._newest:
             self._newest = state.global_step
-            if self.checkpointer.step(state.global_step) is not None:
+            if self.checkpointer.step(state.global_step, metrics=self._metrics()) is not None:
                 self._saved = state.global_step
 
 
@@ -146,6 +161,29 @@ class LastgoodTrainerMixin:
             require_one_restore(self._lastgood.path, f"resume_from_checkpoint={resume_from_checkpoint!r}")
         with ExitStack() as self._lifetime:
             return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        if self._lastgood is not None:
+            self._lastgood.note_loss(loss)
+        return loss
+
+    # `lastgood run` would take a long evaluation, or a slow place for the exported model, for a hang.
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        with self._phase("evaluate"):
+            return super().evaluate(*args, **kwargs)  # type: ignore[misc]
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        with self._phase("predict"):
+            return super().predict(*args, **kwargs)  # type: ignore[misc]
+
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        with self._phase("save_model"):
+            super().save_model(*args, **kwargs)  # type: ignore[misc]
+
+    def _phase(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._lastgood is None else self._lastgood.phase(name)
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
         values = super().set_initial_training_values(args, dataloader)  # type: ignore[misc]

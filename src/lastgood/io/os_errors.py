@@ -67,6 +67,15 @@ IN_A_RUN = (
     Row(NOT_PERMITTED, NotWritable, "not permitted:", "Nothing was changed.", "Check the owner and the mount."),
 )
 _AT_ANY_OTHER = Row(frozenset(), TierDown, "the disk failed:")
+TO_START = (
+    Row(USED_UP, NoSpace, ""),
+    Row(
+        frozenset({errno.EAGAIN}), TierDown, "", "", "Raise the limit of processes: ulimit -u, pids.max of the cgroup."
+    ),
+    Row(frozenset({errno.EMFILE, errno.ENFILE}), TierDown, "", "", "Raise the limit of open files: ulimit -n."),
+    Row(frozenset({errno.ENOMEM}), TierDown, "", "", "Free memory on this machine, or give the container more."),
+)
+"""for what a job needs before its ranks run; `needed` is given the remedy of a full place"""
 AT_A_PATH = (
     Row(frozenset({errno.EFBIG}), NoSpace, "longer than a file may be:", "", _SHORTER),
     Row(USED_UP, NoSpace, NO_SPACE, "", "Free space on this disk, or give another place."),
@@ -105,6 +114,24 @@ def translated(path: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise at_path(error, path) from error
+
+
+@contextlib.contextmanager
+def needed(what: str, full: str) -> Iterator[None]:
+    """Raise each OSError of the block, which makes what a job needs before its ranks run, as NoSpace or TierDown.
+
+    `what`: what cannot be then, with the place. `full`: the remedy if that place is full.
+    """
+    try:
+        yield
+    except OSError as error:
+        row = _row(TO_START, error)
+        at = f": {error.filename}" if error.filename is not None and os.fspath(error.filename) not in what else ""
+        raise row.error(
+            f"{what}: {error.strerror or error}{at}",
+            safe="No rank of this attempt is left, and every committed generation is untouched.",
+            todo=row.todo or (full if row.error is NoSpace else "Mend that, and start the job again."),
+        ) from error
 
 
 def _row(table: tuple[Row, ...], error: OSError) -> Row:

@@ -23,7 +23,9 @@ FOLLOWERS = re.compile(
 TIMEOUTS = re.compile(r"time(d )?[ -]?out|has sent no message for|no answer in", re.IGNORECASE)
 """What errors of ranks say that have waited for another one for too long."""
 ABORTED = -6
-"""SIGABRT: so NCCL ends a process whose peers are gone."""
+"""SIGABRT: so NCCL ends a process whose peers are gone, or that has waited for one until its timeout."""
+LEAST_ABORTS = 2
+"""One rank that aborts may have a fault of its own, as an assertion in C++; a timeout ends all that have waited."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def first_cause(ended: Sequence[Ended]) -> Ended | None:
 
 def follows(one: Ended) -> bool:
     """Whether a rank looks as if it had failed only because another one did."""
-    return is_follower(one.error) or (one.code == ABORTED and not one.error)
+    return is_follower(one.error) or _aborted(one)
 
 
 def is_follower(error: str) -> bool:
@@ -68,3 +70,15 @@ def is_follower(error: str) -> bool:
 def timed_out(one: Ended) -> bool:
     """Whether a rank has failed because it had waited for another one until a timeout."""
     return bool(TIMEOUTS.search(one.error))
+
+
+def may_have_timed_out(failed: Sequence[Ended]) -> bool:
+    """Whether the ranks that have failed may have waited for another one until NCCL's timeout, which leaves no error.
+
+    Their aborts do not show it: one that goes on, and did nothing since, may be the one for which they have waited.
+    """
+    return sum(map(_aborted, failed)) >= LEAST_ABORTS and all(map(follows, failed))  # guard: lone-abort-is-no-timeout
+
+
+def _aborted(one: Ended) -> bool:
+    return one.code == ABORTED and not one.error

@@ -204,10 +204,14 @@ def waited(before: Wait | None, one: Stuck, at: float, used_seconds: float) -> W
         return None
     if before is None:
         return Wait(at, at, used_seconds)
-    idle_seconds = _LEAST_USED_SECONDS + _USED_SHARE * (at - before.until)
-    if used_seconds - before.used_seconds > idle_seconds:  # guard: rank-that-computes-waits-anew
+    if not is_idle(at - before.until, used_seconds - before.used_seconds):  # guard: rank-that-computes-waits-anew
         return Wait(at, at, used_seconds)
     return Wait(before.since, at, used_seconds)
+
+
+def is_idle(seconds: float, used_seconds: float) -> bool:
+    """Whether a rank has done nothing for some seconds. `used_seconds`: the processor time of its main thread then."""
+    return used_seconds <= _LEAST_USED_SECONDS + _USED_SHARE * seconds
 
 
 def behind(ranks: Sequence[Stuck]) -> Stuck:

@@ -11,6 +11,7 @@ import errno
 import os
 import re
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,11 +29,13 @@ from .options import parser, split, variable
 from .outputs import PREFIX, STDERR, STDOUT, TEMPLATE, Outputs
 from .policy_file import Policy
 from .program import Program
-from .rendezvous_options import Options, Rendezvous
+from .rendezvous_options import Options, Rendezvous, without_effect
 from .rendezvous_options import rendezvous as several_nodes
 
 ACCELERATORS = ("auto", "gpu", "xpu")
 """values of --nproc-per-node that ask for one rank a device"""
+PYTHON_VARIABLE = "PYTHON_EXEC"
+"""what starts Python in place of this one, as for torchrun"""
 
 
 @dataclass(frozen=True)
@@ -78,8 +81,8 @@ class Job:
     unhealthy: Unhealthy = "report"
     quarantine_after: int = 3
     """So many failures in a row that point to one machine are the reason to leave it out; 0: never."""
-    policy: str = ""
-    """a line about the policy file; empty: there is none"""
+    notes: Sequence[str] = ()
+    """lines to report: about the policy file, and options that have no effect"""
 
 
 def parsed(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> Job:
@@ -103,7 +106,8 @@ def parsed(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) ->
 
 def _job(args: argparse.Namespace, rest: list[str], environ: Mapping[str, str], policy: str) -> Job:
     """What the options say. `rest`: the arguments of the script. `policy`: as in Job. Raises Refused."""
-    _refuse(args)
+    python = "" if args.no_python or args.run_path else _python(environ)
+    _refuse(args, python)
     name = args.training_script
     kind: Literal["module", "command", "script"] = (
         "module" if args.module else "command" if args.no_python else "script"
@@ -112,12 +116,16 @@ def _job(args: argparse.Namespace, rest: list[str], environ: Mapping[str, str], 
         raise Refused(f"there is no command {name}", safe="Nothing was started.", todo="Give a program.")
     if kind == "script" and not os.path.exists(name):
         raise Refused(f"there is no file {name}", safe="Nothing was started.", todo="Give the path of the script.")
+    program = Program(kind=kind, name=name, arguments=rest)
+    if python:
+        program = Program(kind="command", name=python, arguments=["-u", *(["-m"] if args.module else []), name, *rest])
     ranks = _ranks(args.nproc_per_node)
     if args.virtual_local_rank:
         devices.one_visible(ranks - 1, environ)  # raises if there are not enough
-    rendezvous = _rendezvous(args)
+    nodes = _nodes(args)
+    rendezvous = several_nodes(nodes)
     return Job(
-        program=Program(kind=kind, name=name, arguments=rest),
+        program=program,
         ranks=ranks,
         budget=Budget(
             restarts=args.max_restarts,
@@ -134,7 +142,7 @@ def _job(args: argparse.Namespace, rest: list[str], environ: Mapping[str, str], 
         outputs=_outputs(args, ranks, environ),
         bindings=devices.bindings(args.numa_binding, ranks) if args.numa_binding else [],
         virtual_local_rank=args.virtual_local_rank,
-        spawn=args.spawn or args.no_python,
+        spawn=args.spawn or program.kind == "command",
         preload=args.preload,
         shutdown_seconds=args.shutdown_timeout,
         signals=args.signals_to_handle,
@@ -145,7 +153,7 @@ def _job(args: argparse.Namespace, rest: list[str], environ: Mapping[str, str], 
         health_seconds=args.health_seconds,
         unhealthy=args.unhealthy,
         quarantine_after=args.quarantine_after,
-        policy=policy,
+        notes=[*([policy] if policy else []), *without_effect(nodes)],
     )
 
 
@@ -157,18 +165,19 @@ def _check_variables(
     argparse asks neither whether a default is one of the choices, nor anything of switches.
     """
     for option in known.values():
-        text = environ.get(variable(option.dest))
+        name = variable(option.dest, environ)
+        text = environ.get(name)
         if text is not None and not hasattr(given, option.dest) and (why := fault(option, text)):
-            todo = f"Correct or unset {variable(option.dest)}; a flag replaces it."
-            raise Refused(f"{variable(option.dest)}: {why}", safe="Nothing was started.", todo=todo)
+            todo = f"Correct or unset {name}; a flag replaces it."
+            raise Refused(f"{name}: {why}", safe="Nothing was started.", todo=todo)
 
 
 def _sources(what: str, given: argparse.Namespace, environ: Mapping[str, str], policy: Policy | None) -> str:
     """Where the options that an error names come from, if not from the command line."""
     found = dict[str, str]()
     for dest in (name.replace("-", "_") for name in re.findall(r"--([a-z_-]+)", what)):
-        if not hasattr(given, dest) and variable(dest) in environ:
-            found[dest] = variable(dest)
+        if not hasattr(given, dest) and variable(dest, environ) in environ:
+            found[dest] = variable(dest, environ)
         elif not hasattr(given, dest) and policy is not None and dest in policy.values:
             found[dest] = policy.path
     return ", ".join(f"--{dest.replace('_', '-')} comes from {source}" for dest, source in found.items())
@@ -179,19 +188,29 @@ def _in_use(policy: Policy, given: argparse.Namespace, environ: Mapping[str, str
     used = [
         f"--{dest.replace('_', '-')} {text}"
         for dest, text in policy.values.items()
-        if not hasattr(given, dest) and variable(dest) not in environ
+        if not hasattr(given, dest) and variable(dest, environ) not in environ
     ]
     return f"policy from {policy.path}: {' '.join(used) or 'nothing of it is in use'}"
 
 
-def _refuse(args: argparse.Namespace) -> None:
-    """Raise Refused for what contradicts itself, and for what is not done."""
+def _python(environ: Mapping[str, str]) -> str:
+    """The program that PYTHON_EXEC names to start Python, as torchrun takes it; empty: this Python. Raises Refused."""
+    name = environ.get(PYTHON_VARIABLE, "")
+    path = shutil.which(name) if name else None
+    if name and path is None:
+        todo = f"Correct or unset {PYTHON_VARIABLE}."
+        raise Refused(f"{PYTHON_VARIABLE}: there is no command {name}", safe="Nothing was started.", todo=todo)
+    return "" if path is None or os.path.abspath(path) == sys.executable else name
+
+
+def _refuse(args: argparse.Namespace, python: str) -> None:
+    """Raise Refused for what contradicts itself, and for what is not done. `python`: as `_python` returns it."""
     if args.no_python and args.module:
         raise Refused("--no-python and --module contradict each other", safe="Nothing was started.", todo="")
-    if args.preload and (args.spawn or args.no_python):
+    if args.preload and (args.spawn or args.no_python or python):
+        other = "--spawn" if args.spawn else "--no-python" if args.no_python else PYTHON_VARIABLE
         raise Refused(
-            f"--preload and {'--spawn' if args.spawn else '--no-python'} contradict each other: "
-            "nothing is imported before ranks that are not forked",
+            f"--preload and {other} contradict each other: nothing is imported before ranks that are not forked",
             safe="Nothing was started.",
             todo="Leave one of them out; an empty --preload= replaces that of a policy file.",
         )
@@ -232,6 +251,12 @@ def _limits(step_seconds: float, times: float, long_seconds: float | None) -> Li
     """The limits of the time without progress. `long_seconds`: None: not given. Raises Refused."""
     if long_seconds is None:
         return Limits(step_seconds, times, max(Limits.long_seconds, step_seconds))
+    if long_seconds and not step_seconds:
+        raise Refused(
+            f"--hang-timeout 0 and --hang-long-timeout {long_seconds:g} contradict each other: there are no limits",
+            safe="Nothing was started.",
+            todo="Leave one of them out; --hang-long-timeout 0 replaces that of a policy file.",
+        )
     if step_seconds > long_seconds:
         raise Refused(
             f"--hang-long-timeout {long_seconds:g} is less than --hang-timeout {step_seconds:g}: the first step and "
@@ -256,20 +281,19 @@ def _staged(run: str, several: Rendezvous | None) -> str:
     return os.path.abspath(place.root) if place.kind == "directory" else place.url
 
 
-def _rendezvous(args: argparse.Namespace) -> Rendezvous | None:
-    return several_nodes(
-        Options(
-            nnodes=args.nnodes,
-            backend=args.rdzv_backend,
-            endpoint=args.rdzv_endpoint,
-            run_id=args.rdzv_id,
-            configuration=args.rdzv_conf,
-            node_rank=int(args.node_rank),
-            master=(args.master_addr, args.master_port),
-            local_address=args.local_addr or "",
-            standalone=args.standalone,
-            spares=args.spares,
-        )
+def _nodes(args: argparse.Namespace) -> Options:
+    """The options about the nodes of the job."""
+    return Options(
+        nnodes=args.nnodes,
+        backend=args.rdzv_backend,
+        endpoint=args.rdzv_endpoint,
+        run_id=args.rdzv_id,
+        configuration=args.rdzv_conf,
+        node_rank=int(args.node_rank),
+        master=(args.master_addr, args.master_port),
+        local_address=args.local_addr or "",
+        standalone=args.standalone,
+        spares=args.spares,
     )
 
 

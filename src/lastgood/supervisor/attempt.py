@@ -15,40 +15,37 @@ import math
 import os
 import select
 import signal
-import subprocess
-import tempfile
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import msgspec
-
 from .. import reporting
-from ..io import heartbeat
+from ..io import heartbeat, os_errors
 from ..io.oom_kills import OomKills, oom_kills
-from ..policy.blame import Ended, follows, timed_out
-from ..policy.hang import Silent, Stuck, awaited
+from ..policy.blame import Ended, follows, may_have_timed_out, timed_out
+from ..policy.hang import Silent, Stuck, awaited, is_idle
 from ..policy.health import Finding, leaves
-from ..run import job_logs
-from . import devices, leftovers
+from . import leftovers
 from .arguments import Job
 from .attempt_log import Slow
 from .attempt_records import AttemptRecords
 from .host_signs import HostSigns
 from .membership import StoreLost
-from .outputs import NAMES, Console
+from .outputs import Console
 from .placement import Kind, Nodes, Notice, Placement
-from .program import ERROR_FILE, PYTHON
 from .progress_watch import ProgressWatch
+from .rank_start import RankStart
 from .signals import Signals
 from .slow_watch import SlowWatch
 from .stack_reader import StackReader
 from .survivors import Left, is_complete, left_by
-from .watch import RankProcess, just_in_time_seconds, stacks, stuck
-from .zygote import Fork, Zygote
+from .watch import RankProcess, just_in_time_seconds, processor_seconds, stacks, stuck
+from .zygote import Zygote
 
 MEMORY = "/dev/shm"
+FULL_MEMORY = "Free space there. A container has more memory there with --shm-size."
+FULL = "Free space there, or give another --log-dir."
+"""the remedies where they are full"""
 FOLLOWERS_SECONDS = 1.0
 """How long other ranks have to report an error after one has ended that looks like a follower: one of them is the
 cause, and takes longer to end."""
@@ -121,8 +118,8 @@ class Attempt:
         place: Placement,
         nodes: Nodes,
     ) -> None:
-        self._job, self._number, self._folder, self._signals, self._zygote = job, number, folder, signals, zygote
-        self._place, self._nodes = place, nodes
+        self._job, self._signals, self._place, self._nodes = job, signals, place, nodes
+        self._starts = RankStart(job, number, folder, zygote, place)
         self._ranks = list[RankProcess]()
         self._live, self._poll = dict[int, RankProcess](), select.poll()
         """pidfd -> a rank that has not ended"""
@@ -130,17 +127,20 @@ class Attempt:
         """when the ranks that are left are ended; whether they were asked to end"""
         self._published: Kind | None = None
         """why the attempt is over, as this node or another one has published it"""
-        self._console = Console(job.outputs, folder)
+        with os_errors.needed(f"the output of the ranks cannot be kept in {folder}", FULL):
+            self._console = Console(job.outputs, folder)
         self._written = set[int]()
         """ranks that have written what they hold, after another one has failed"""
+        self._seen = dict[int, tuple[float, heartbeat.Progress, float]]()
+        """rank that went on after the first failure -> when that was, and its signs and processor time then"""
 
     def run(self, host: HostSigns, records: AttemptRecords, reader: StackReader) -> Lived:
         """Live the attempt. `host`: is asked while ranks run; `records`: see what they show; `reader`: of their stacks.
-        Raises what `Zygote.fork` raises."""
+        Raises what `RankStart.start` and `leftovers.folder` raise."""
         lived, killed_before = Lived(time.monotonic()), oom_kills()
         # Pages of memory, not of a disk: a rank must not fail because a disk is full.
-        memory = MEMORY if os.path.isdir(MEMORY) else tempfile.gettempdir()
-        with leftovers.folder("lastgood-beat-", memory) as pages:
+        memory = MEMORY if os.path.isdir(MEMORY) else None
+        with leftovers.folder("lastgood-beat-", memory, FULL_MEMORY) as pages:
             try:
                 self._start(pages)
                 lived.started = time.monotonic()
@@ -162,65 +162,10 @@ class Attempt:
 
     def _start(self, pages: Path) -> None:
         for local in range(self._job.ranks):
-            folder, page = self._folder / str(local), pages / str(local)
-            folder.mkdir()
-            heartbeat.create(str(page))
-            environment = self._environment(local)
-            environment |= devices.of_rank(local, self._job.bindings, self._job.virtual_local_rank, os.environ)
-            environment |= {ERROR_FILE: str(folder / "error.json"), heartbeat.VARIABLE: str(page)}
-            with contextlib.ExitStack() as files:
-                outputs = self._outputs(local, folder, files)
-                pid = self._started(environment, *outputs)
-            rank = self._place.first_rank + local
-            self._console.add(local, rank, self._job.role)
-            self._ranks.append(RankProcess(rank, pid, os.pidfd_open(pid), folder, page, heartbeat.read(str(page))))
-
-    def _environment(self, local: int) -> dict[str, str]:
-        place, attempt, records = self._place, str(self._number), self._job.records
-        rank, world = str(place.first_rank + local), str(place.world)
-        return {
-            **defaults(self._job.ranks),
-            **os.environ,
-            **({} if records is None else {job_logs.VARIABLE: str(records)}),
-            "RANK": rank,
-            "LOCAL_RANK": str(local),
-            "ROLE_RANK": rank,
-            "GROUP_RANK": str(place.node),
-            "ROLE_NAME": self._job.role,
-            "WORLD_SIZE": world,
-            "LOCAL_WORLD_SIZE": str(self._job.ranks),
-            "ROLE_WORLD_SIZE": world,
-            "GROUP_WORLD_SIZE": str(place.nodes),
-            "MASTER_ADDR": place.address,
-            "MASTER_PORT": str(place.port),
-            "TORCHELASTIC_RESTART_COUNT": attempt,
-            "TORCHELASTIC_MAX_RESTARTS": str(self._job.budget.restarts or 0),
-            "TORCHELASTIC_RUN_ID": self._job.run_id,
-            "TORCHELASTIC_USE_AGENT_STORE": "False",
-        }
-
-    def _outputs(self, local: int, folder: Path, files: contextlib.ExitStack) -> tuple[int, int]:
-        """The descriptors of stdout and stderr of a rank: those of this process, or files."""
-        found, outputs = list[int](), self._job.outputs
-        for stream, name in NAMES.items():
-            path = str(folder / f"{name}.log") if outputs.to_file(local, stream) else os.devnull
-            if path == os.devnull and outputs.to_console(local):
-                found.append(stream)
-            else:
-                found.append(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644))
-                files.callback(os.close, found[-1])
-        return found[0], found[1]
-
-    def _started(self, environment: Mapping[str, str], stdout: int, stderr: int) -> int:
-        program = self._job.program
-        if self._zygote is not None:
-            fork = Fork(program=program, environment=dict(environment), supervisor=os.getpid())
-            return self._zygote.fork(fork, stdout, stderr)
-        text = json.dumps(msgspec.to_builtins(program))
-        command = [*PYTHON, "lastgood.supervisor.program", str(os.getpid()), text]
-        started = subprocess.Popen(command, env=environment, stdout=stdout, stderr=stderr, start_new_session=True)
-        started.returncode = 0  # its end is learned from the pidfd
-        return started.pid
+            one = self._starts.start(local, pages)
+            self._ranks.append(one)
+            with os_errors.needed(f"the output of rank {one.rank} in {one.folder} cannot be read", ""):
+                self._console.add(local, one.rank, self._job.role)
 
     # ---- watch ---------------------------------------------------------------------------------------------
 
@@ -261,14 +206,23 @@ class Attempt:
     def _note_failures(self, lived: Lived) -> None:
         for one in self._ranks:
             one.shown = heartbeat.read(str(one.page))
+        for one in self._ranks:
             if not one.failed and _has_failed(one):
-                one.failed, lived.failed = True, lived.failed or time.monotonic()
+                one.failed = True
+                self._note_failed(lived)
                 if not self._asked:
                     kind = _kind(_as_ended(one))
                     wait = max(_grace_seconds(one, kind), just_in_time_seconds(self._ranks))
                     self._until = min(self._until, time.monotonic() + wait)
                     self._publish(kind)
         self._note_written(lived)
+
+    def _note_failed(self, lived: Lived) -> None:
+        """Note when the first failure was noticed, and what the others have done until then."""
+        if lived.failed is None:
+            lived.failed = now = time.monotonic()
+            live = [one for one in self._live.values() if not one.failed]
+            self._seen = {one.rank: (now, one.shown, processor_seconds(one.pid)) for one in live}
 
     def _note_written(self, lived: Lived) -> None:
         """End the attempt soon once survivors have written all of a step. Only the ranks of this node are known."""
@@ -319,7 +273,8 @@ class Attempt:
             self._pass_on(signal.SIGTERM)
             self._ask_to_end()
             return False
-        self._published, lived.failed = notice.kind, lived.failed or time.monotonic()
+        self._published = notice.kind
+        self._note_failed(lived)
         if notice.kind == "hang" and self._live and not self._asked:
             self._note_hang(lived, None, watch)
         # guard: survivors-of-a-node-awaited
@@ -338,10 +293,21 @@ class Attempt:
         failed = [_as_ended(one) for one in self._ranks if one.failed]
         live = [one for one in self._ranks if not one.failed and one.ended is None]
         waited = self._published == "timeout" or any(map(timed_out, failed))
-        if live and waited and all(map(follows, failed)):  # guard: timeouts-name-who-hangs
+        candidates = live
+        if not waited and self._published == "follower" and may_have_timed_out(failed):
+            waited, candidates = True, [one for one in live if self._has_done_nothing(one)]
+        if candidates and waited and all(map(follows, failed)):  # guard: timeouts-name-who-hangs
             texts = stacks(live)
-            one = awaited(stuck(live, texts))
+            one = awaited(stuck(candidates, texts))
             lived.hang = None if one is None else Hang(one, None, texts)
+
+    def _has_done_nothing(self, one: RankProcess) -> bool:
+        """Whether a rank has shown no sign and used no processor since another one has failed, as far as is known."""
+        if one.rank not in self._seen:
+            return False
+        at, shown, used_seconds = self._seen[one.rank]
+        used_since = processor_seconds(one.pid) - used_seconds
+        return one.shown == shown and is_idle(time.monotonic() - at, used_since)  # guard: busy-rank-not-awaited
 
     def _pass_on(self, number: int) -> None:
         """Send a signal to all ranks that have not ended. A command may be a shell: what it has started gets it too."""
@@ -380,12 +346,6 @@ class Attempt:
             lived.ended.append(Ended(one.rank, at or one.ended.at_seconds, one.ended.code, error))
         if lived.failed is not None and lived.hang is None:
             lived.left = left_by(self._ranks)
-
-
-def defaults(ranks: int) -> dict[str, str]:
-    """Variables that ranks have unless the user has set them: those of torchrun."""
-    threads = {"OMP_NUM_THREADS": "1"} if ranks > 1 else {}
-    return {**threads, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
 
 
 def _ended(one: RankProcess) -> Ended:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from ..errors import Refused
+from ..io import os_errors
 from .program import CPUS
 
 _COUNT = """
@@ -66,7 +67,8 @@ def one_visible(local: int, environ: Mapping[str, str]) -> dict[str, str]:
 
 def _asked(option: str, program: str, *arguments: str) -> str:
     """What a short program prints. `option`: needs it, for errors."""
-    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
+    with os_errors.needed(f"{option} asks torch in a process of its own, which cannot be started", ""):
+        done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or [f"torch ended with exit code {done.returncode}"])[-1]
         raise Refused(

@@ -13,24 +13,33 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..io import os_errors
+
 LOCK = ".lock"
 
 
 @contextlib.contextmanager
-def folder(prefix: str, parent: str) -> Iterator[Path]:
+def folder(prefix: str, parent: str | None, full: str) -> Iterator[Path]:
     """A new folder in `parent`, removed at the end of the block. Those of ended processes are removed first.
 
-    `prefix`: of its name. Raises OSError.
+    `prefix`: of its name. `parent`: None: the folder for temporary files. `full`: what can be done if that is full.
+    Raises NoSpace or TierDown.
     """
-    remove_left(prefix, parent)
-    path = tempfile.mkdtemp(prefix=prefix, dir=parent)
+    path, lock = "", None
     try:
-        with open(os.path.join(path, f"{LOCK}.new"), "w") as lock:
+        with os_errors.needed(f"no folder can be made in {parent or 'the folder for temporary files'}", full):
+            parent = parent or tempfile.gettempdir()
+            remove_left(prefix, parent)
+            path = tempfile.mkdtemp(prefix=prefix, dir=parent)
+            lock = os.open(os.path.join(path, f"{LOCK}.new"), os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(lock, fcntl.LOCK_EX)
-            os.rename(lock.name, os.path.join(path, LOCK))  # nobody finds it before it is locked
-            yield Path(path)
+            os.rename(os.path.join(path, f"{LOCK}.new"), os.path.join(path, LOCK))  # found only once it is locked
+        yield Path(path)
     finally:
-        shutil.rmtree(path, ignore_errors=True)
+        if path:
+            shutil.rmtree(path, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
 
 
 def remove_left(prefix: str, parent: str) -> None:

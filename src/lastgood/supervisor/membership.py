@@ -26,6 +26,7 @@ import msgspec
 
 from .. import reporting
 from ..errors import Cancelled, LastgoodError, Refused, TierDown
+from ..io import os_errors
 from ..policy.membership import Past, Round
 from ..records import Record
 from . import framed, program
@@ -206,15 +207,16 @@ class Membership:
 
     def _begin(self) -> None:
         self._connected, self._lost = not self._settings.stores, ""
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [*program.PYTHON, MODULE, str(theirs.fileno()), str(os.getpid())],
-                pass_fds=[theirs.fileno()],
-                env={**(SILENT if self._settings.stores else QUIET), **os.environ},
-                start_new_session=True,
-            )
-        framed.send(self._socket, msgspec.json.encode(self._settings))
+        with os_errors.needed("the process of the rendezvous cannot be started", ""):
+            self._socket, theirs = socket.socketpair()
+            with theirs:
+                self._process = subprocess.Popen(
+                    [*program.PYTHON, MODULE, str(theirs.fileno()), str(os.getpid())],
+                    pass_fds=[theirs.fileno()],
+                    env={**(SILENT if self._settings.stores else QUIET), **os.environ},
+                    start_new_session=True,
+                )
+            framed.send(self._socket, msgspec.json.encode(self._settings))
 
     @property
     def moves(self) -> bool:

@@ -27,9 +27,12 @@ from .option_values import (
     whole,
 )
 from .policy_file import Policy
+from .rendezvous_options import ADDRESS
 
 NUMA = ["node", "socket", "exclusive", "core-complex"]
 """values of --numa-binding"""
+OTHER_VARIABLES = {"shutdown_timeout": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"}
+"""option -> a further variable of its value, which torchrun takes where the option is not given"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -54,7 +57,8 @@ class _Options:
         """An option. `settings`: those of argparse."""
         dest = names[-1].lstrip("-").replace("-", "_")
         default = self._policy.get(dest, settings.pop("default", None))
-        default = argparse.SUPPRESS if self._environ is None else self._environ.get(variable(dest), default)
+        environ = self._environ
+        default = argparse.SUPPRESS if environ is None else environ.get(variable(dest, environ), default)
         if settings.get("action") == "store_true" and self._environ is not None:
             default = default == "1"
         self._made.add_argument(*names, default=default, **settings)  # type: ignore[arg-type]
@@ -65,8 +69,8 @@ class _Options:
 
 
 def parser(environ: Mapping[str, str] | None, policy: Policy | None = None) -> argparse.ArgumentParser:
-    """The parser. The default of an option --name is the variable PET_NAME of the environment, as for torchrun, else
-    what the policy file says. `environ`: None: options that are not given are left out of what the parser returns.
+    """The parser. The default of an option --name is its variable of the environment, as for torchrun, else what the
+    policy file says. `environ`: None: options that are not given are left out of what the parser returns.
     """
     made = _Parser(prog="lastgood run", description="Start the ranks of a training script, and start them again.")
     options = _Options(made, environ, {} if policy is None else policy.values)
@@ -94,9 +98,11 @@ def split(arguments: Sequence[str], known: Mapping[str, argparse.Action]) -> tup
     return [*arguments[: at + 1]], [*arguments[at + 1 :]]
 
 
-def variable(dest: str) -> str:
-    """The variable of the environment for an option."""
-    return f"PET_{dest.upper()}"
+def variable(dest: str, environ: Mapping[str, str]) -> str:
+    """The variable of the environment for an option: PET_NAME, or torch's other one if only that is there."""
+    name = f"PET_{dest.upper()}"
+    other = OTHER_VARIABLES.get(dest, name)
+    return other if other in environ and name not in environ else name
 
 
 def _add_those_of_torchrun(to: _Options) -> None:
@@ -125,7 +131,7 @@ def _add_those_of_torchrun(to: _Options) -> None:
     to.both("duplicate-stdout-filters", type=filters, default="", help=duplicates.format("stdout"))
     to.both("duplicate-stderr-filters", type=filters, default="", help=duplicates.format("stderr"))
     to.both("node-rank", type=whole(0), default=0, help="Number of this node, for --rdzv-backend static.")
-    to.both("master-addr", default="127.0.0.1", help="MASTER_ADDR of the ranks; of several nodes: the one of rank 0.")
+    to.both("master-addr", default=ADDRESS, help="MASTER_ADDR of the ranks; of several nodes: the one of rank 0.")
     to.both("master-port", type=port, help="MASTER_PORT of the ranks. Default: a new one for each attempt.")
     to.both("local-addr", help="Address of this node for the others.")
     to.both("logs-specs", help="Not done: it names a class of torchrun's agent.")

@@ -26,8 +26,11 @@ CONFIGURATION = (
     "keep_alive_max_attempt",
     "last_call_timeout",
     "read_timeout",
+    "timeout",
 )
-"""the keys of --rdzv-conf that c10d takes over TCP"""
+"""the keys of --rdzv-conf that c10d takes over TCP, and the one of torchrun's static"""
+ADDRESS = "127.0.0.1"
+"""torchrun's default of --master-addr"""
 KEEP_ALIVE = {"keep_alive_interval": "2", "keep_alive_max_attempt": "5"}
 """A node is lost after ten seconds without a sign of life, and not after fifteen as for torchrun."""
 SILENT_SECONDS, SILENT_TIMES = 30.0, 3
@@ -72,7 +75,7 @@ def rendezvous(given: Options) -> Rendezvous | None:
     if given.backend not in BACKENDS:
         raise _refused(f"--rdzv-backend {given.backend} is not done", "Use c10d, or static with --node-rank.")
     if bounds.most == 1:
-        if given.node_rank:
+        if given.node_rank and given.backend == "static":
             raise _refused(f"--node-rank {given.node_rank} with one node", "Give --nnodes too.")
         if given.spares:
             what = f"--spares {given.spares} with one node"
@@ -85,6 +88,9 @@ def rendezvous(given: Options) -> Rendezvous | None:
         and_spares = f" and {given.spares} in reserve" if given.spares else ""
         raise _refused(f"--node-rank {given.node_rank} of {bounds.most} nodes{and_spares}", "Count nodes from 0.")
     configuration = KEEP_ALIVE | _configuration(given.configuration)
+    timeout = configuration.pop("timeout", None)
+    if static and timeout is not None:
+        configuration.setdefault("join_timeout", timeout)
     endpoint, stores = given.endpoint, _stores(given.endpoint, configuration)
     if static:
         address, port = given.master
@@ -101,6 +107,25 @@ def rendezvous(given: Options) -> Rendezvous | None:
         stores=stores,
     )
     return Rendezvous(settings, given.node_rank if static else None, float(interval * attempts), given.spares)
+
+
+def without_effect(given: Options) -> list[str]:
+    """A line about each option that is given and has no effect with c10d, as torchrun warns of them."""
+    if given.backend == "static":
+        return []
+    lines = list[str]()
+    if given.node_rank:
+        lines.append(f"--node-rank {given.node_rank} has no effect with --rdzv-backend {given.backend}")
+    if _bounds(given.nnodes).most == 1:
+        return lines
+    address, port = given.master
+    if address != ADDRESS:
+        lines.append(f"--master-addr {address} has no effect with --rdzv-backend {given.backend}: --rdzv-endpoint has")
+    if port is not None:
+        lines.append(f"--master-port {port} has no effect with --rdzv-backend {given.backend}")
+    if "timeout" in _configuration(given.configuration):
+        lines.append(f"--rdzv-conf timeout has no effect with --rdzv-backend {given.backend}: join_timeout has")
+    return lines
 
 
 def _bounds(text: str) -> Bounds:

@@ -24,7 +24,7 @@ import msgspec
 
 from ..errors import Cancelled
 from ..format import layout
-from ..io import processes
+from ..io import os_errors, processes
 from ..io.machine import NODE
 from ..policy import quarantine
 from ..policy.health import described, leaves
@@ -32,7 +32,7 @@ from ..policy.membership import Bounds, Next
 from ..policy.recovery import GAVE_UP, PREEMPTED, STORE, Answer, Outcome, answer, replayed_steps
 from . import attempt_log, job_summary, leftovers, merged, reported, reserve, signals, staging, survivors
 from .arguments import Job
-from .attempt import Attempt, Lived, defaults
+from .attempt import FULL, Attempt, Lived
 from .attempt_records import AttemptRecords
 from .held_store import hold
 from .host_signs import HostSigns, collectors
@@ -40,6 +40,7 @@ from .membership import Membership, Over, StoreLost
 from .merged import Report, Verdict
 from .nodes import SeveralNodes
 from .placement import NodeInfo, Nodes, Notice, OneNode, Placement
+from .rank_start import defaults
 from .signals import Signals
 from .stack_reader import StackReader, py_spy
 from .zygote import Zygote
@@ -116,7 +117,8 @@ class Supervisor:
                 place = nodes.begin(number)
                 if isinstance(place, Placement):
                     attempt = folder / f"attempt_{number}"
-                    attempt.mkdir()
+                    with os_errors.needed(f"attempt {number + 1} has no folder, {attempt}", FULL):
+                        attempt.mkdir()
                     rendezvous = time.monotonic() - waits_since if place.nodes > 1 else 0.0
                     self._records.begin(self._begun(place, began_at), self._run)
                     one = Attempt(self._job, number, attempt, received, zygote, place, nodes)
@@ -171,14 +173,16 @@ class Supervisor:
         """The folder of this supervisor. It is kept if output of ranks goes there."""
         if self._job.log_dir is not None:
             path = Path(self._job.log_dir).absolute() / f"{self._job.run_id}_{self._id}"
-            path.mkdir(parents=True)
+            with os_errors.needed(f"the job has no folder for the output of its ranks, {path}", FULL):
+                path.mkdir(parents=True)
             yield path
         elif self._job.outputs.any_file:
-            path = Path(tempfile.mkdtemp(prefix="lastgood-run-"))
+            with os_errors.needed("the job has no folder for the output of its ranks", FULL):
+                path = Path(tempfile.mkdtemp(prefix="lastgood-run-"))
             self._report(f"the output of the ranks is in {path}")
             yield path
         else:
-            with leftovers.folder("lastgood-attempts-", tempfile.gettempdir()) as made:
+            with leftovers.folder("lastgood-attempts-", None, "Free space there, or set TMPDIR.") as made:
                 yield made
 
     def _nodes(self, received: Signals) -> Nodes:

@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from ..errors import Cancelled, Refused, TierDown
+from ..io import os_errors
 from ..records import Record
 from . import framed, program
 from .program import Program
@@ -53,19 +54,20 @@ class Zygote:
     """The zygote, as the supervisor sees it. It begins at once.
 
     `modules`: what it imports beside PRELOAD. `environment`: variables that libraries read when they are imported.
-    `signals`: once they ask for the end of the job, nothing is waited for.
+    `signals`: once they ask for the end of the job, nothing is waited for. Raises TierDown if it cannot be started.
     """
 
     def __init__(self, modules: Sequence[str], environment: Mapping[str, str], signals: Signals) -> None:
         self._modules, self._signals = modules, signals
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [*program.PYTHON, "lastgood.supervisor.zygote", str(theirs.fileno()), *PRELOAD, *modules],
-                pass_fds=[theirs.fileno()],
-                env={**environment, **os.environ, **THREADS},
-                start_new_session=True,
-            )
+        with os_errors.needed("the process from which ranks are forked cannot be started", ""):
+            self._socket, theirs = socket.socketpair()
+            with theirs:
+                self._process = subprocess.Popen(
+                    [*program.PYTHON, "lastgood.supervisor.zygote", str(theirs.fileno()), *PRELOAD, *modules],
+                    pass_fds=[theirs.fileno()],
+                    env={**environment, **os.environ, **THREADS},
+                    start_new_session=True,
+                )
 
     def ready(self) -> None:
         """Wait until it has imported everything.
