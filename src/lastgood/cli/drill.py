@@ -75,7 +75,7 @@ def _ended_as_by_ctrl_c() -> Iterator[None]:
         if threading.current_thread() is threading.main_thread():
             for one in (signal.SIGTERM, signal.SIGHUP):
                 if signal.getsignal(one) is not signal.SIG_IGN:
-                    before[one] = signal.signal(one, interrupt)  # guard: drill-ended-by-a-signal-removes-its-copies
+                    before[one] = signal.signal(one, interrupt)  # guard: drill-signals-remove-copies
         yield
     finally:
         for one, handler in before.items():

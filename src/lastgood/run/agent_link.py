@@ -406,8 +406,7 @@ def started(url: str) -> str:
 def command_of(module: str, *arguments: str) -> list[str]:
     """The command of a process that runs a module of this package. It is started in "/", with `python_path`: not in the
     current folder, where modules of anybody may lie, and which it would keep from being unmounted."""
-    safe_path = ["-P"] if sys.version_info >= (3, 11) else []
-    return [sys.executable, *safe_path, "-m", module, *arguments]
+    return [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else []), "-m", module, *arguments]
 
 
 def python_path() -> str:

@@ -219,7 +219,7 @@ class NodeStage:
         """Choose the newest generation that all nodes have, and copy this node's files. What training deletes meanwhile
         counts for nothing: the next one is chosen then. Raises TierDown if there is none, and what copying raises."""
         for generation in (one for _ in range(LISTINGS) for one in RunReader(self._own).lineage()):
-            self._made.clear()  # guard: next-scene-has-copies-of-its-own
+            self._made.clear()  # guard: next-scene-gets-own-copies
             try:
                 if (scene := self._scene(generation)) is None:
                     continue

@@ -46,7 +46,7 @@ def halfway(place: str) -> Iterator[subprocess.Popen[bytes]]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        cwd="/",  # guard: drill-starts-outside-all-folders
+        cwd="/",
         env={**os.environ, "PYTHONPATH": agent_link.python_path()},
     ) as process:
         try:

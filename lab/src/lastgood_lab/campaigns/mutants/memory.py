@@ -297,7 +297,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("copies lie in a place of the run", "drill-copies-outside-the-run", Never()),
         (
             "a drill that is ended by SIGTERM leaves its copies",
-            "drill-ended-by-a-signal-removes-its-copies",
+            "drill-signals-remove-copies",
             Instead("before[one] = signal.getsignal(one)"),
         ),
         ("copies take memory that is not there", "drill-needs-free-memory", Never()),
@@ -326,7 +326,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("drill_nodes", "drill_copies"),
         ("copies of a drill fill another node", "drill-asks-nodes-for-room", Never()),
         ("acts are not tried once training has deleted their step", "drill-follows-training", Instead("break")),
-        ("nodes with copies of a deleted step get none of the next", "next-scene-has-copies-of-its-own", Remove()),
+        ("nodes with copies of a deleted step get none of the next", "next-scene-gets-own-copies", Remove()),
         ("short memory counts as a way back that failed", "short-memory-is-no-failure", Instead("raise")),
         ("a drill ends another one on the same node", "one-drill-at-a-time", Never()),
         ("copies of a killed drill stay", "abandoned-drill-removed", Remove()),
