@@ -15,7 +15,7 @@ import pytest
 from msgspec import structs
 
 import lastgood
-from agents import agent
+from agents import agent, until
 from lastgood import errors
 from lastgood.agent import nodes
 from lastgood.agent.peer_files import PeerFiles
@@ -36,7 +36,6 @@ from lastgood.run.peers import FileCall, PeerNode, PeerOrder, Peers, PeerTable
 from lastgood.run.planned_save import RunOptions
 from lastgood.run.watched import Sources
 from lastgood.storage.directory import Disk
-from lastgood.supervisor.placement import free_port
 from lastgood.wire.channel import Channel
 from lastgood.wire.nixl import Nixl
 from lastgood.wire.port import Peer
@@ -102,16 +101,25 @@ def test_a_copy_on_another_node_has_the_same_bytes(tmp_path: Path, generation: G
             peers.read(node, Extent(blob=name.replace("r00000", "r00009"), offset=0, length=1), memoryview(buffer))
 
 
-def test_a_node_that_is_cut_off_keeps_no_other_from_its_copies(tmp_path: Path, generation: Generation) -> None:
-    """With three copies, what a node was to send ended at the first receiver that did not answer: as long as that one
-    was away, the third node had no copy either."""
+def test_a_node_that_hangs_keeps_no_other_from_its_copies(tmp_path: Path, generation: Generation) -> None:
+    """With three copies, what a node was to send ended at the first receiver that did not answer, and later the next
+    receiver waited until the calls to that one had timed out."""
     commit_on(tmp_path / "b", generation)
-    gone = PeerNode(leader=2, name="c", domain="", host="127.0.0.1", port=free_port("127.0.0.1"))
-    with served(tmp_path / "b") as node, nodes.Nodes(lambda: disk(tmp_path / "a"), lambda: None) as sender:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as hung,
+        served(tmp_path / "b") as node,
+        nodes.Nodes(lambda: disk(tmp_path / "a"), lambda: None) as sender,
+    ):
         assert not sender.serve(Serve(job=JOB, key=KEY, node="a", host="127.0.0.1", port=0))
-        orders = [PeerOrder(rank=0, to=one) for one in (gone, node)]
-        why = sender.send(Send(at=generation.id, orders=orders)).result()
-    assert "PeerDown" in why and files_of(tmp_path / "b") == files_of(tmp_path / "a")
+        first = PeerNode(leader=2, name="c", domain="", host="127.0.0.1", port=hung.getsockname()[1])
+        sent = sender.send(Send(at=generation.id, orders=[PeerOrder(rank=0, to=one) for one in (first, node)]))
+        with hung.accept()[0] as connection:
+            until(lambda: files_of(tmp_path / "b") == files_of(tmp_path / "a"))
+            connection.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                while connection.recv(4096):
+                    pass  # its greeting; at its end, the sender would have given this node up
+        assert sent.result()
 
 
 def test_a_rank_reads_from_a_node_that_answers_or_from_a_place_below(tmp_path: Path, generation: Generation) -> None:

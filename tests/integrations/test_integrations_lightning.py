@@ -1,5 +1,6 @@
 """A Lightning training that is killed at any point continues exactly with `trainer.fit(model)`."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,13 @@ import torch
 import lastgood
 from lastgood.errors import LastgoodError, Refused
 from lastgood.integrations.lightning import LastgoodCallback
+from lastgood.io import heartbeat
 from zygote import kill_and_compare, zygote_of
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:The `srun` command is available"),  # of a machine with Slurm
+]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning_fit.py"
 VALIDATING = Path(__file__).parents[1] / "support" / "scripts" / "lightning_validating.py"
@@ -74,6 +79,33 @@ def test_a_finished_training_is_saved_and_not_trained_again(tmp_path):
     assert max(one.step for one in lastgood.open(tmp_path / "run").generations()) == 12
     again = fit(LastgoodCallback(tmp_path / "run", every_steps=5))
     assert not again.seen and torch.equal(again.line.weight, first.line.weight)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_validations_are_named_for_the_supervisor(tmp_path, monkeypatch, fails):
+    """`lastgood run` took a validation that was much longer than a step for a hang. The limit of a later one follows
+    the longest, so the few batches of the sanity check have another name."""
+    page, seen = str(tmp_path / "page"), []
+    heartbeat.create(page)
+    monkeypatch.setenv(heartbeat.VARIABLE, page)
+
+    class Noting(Net):
+        def training_step(self, batch, index):
+            assert not heartbeat.read(page).phase
+            return super().training_step(batch, index)
+
+        def validation_step(self, batch, index):
+            seen.append(heartbeat.read(page).phase)
+            if fails and seen[-1] == "validate":
+                raise ZeroDivisionError
+
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(4, 2), torch.arange(4.0)), 4)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    options = {"max_epochs": 2, "enable_checkpointing": False, "callbacks": [LastgoodCallback(tmp_path / "run")]}
+    with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
+        lightning.Trainer(**options, **quiet).fit(Noting(), data, data)
+    assert seen == ["sanity check", "validate"] + ["validate"] * (not fails)
+    assert not heartbeat.read(page).phase_began
 
 
 def test_more_epochs_continue_a_finished_training_exactly(tmp_path):

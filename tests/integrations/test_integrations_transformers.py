@@ -13,6 +13,7 @@ from transformers.trainer_callback import ExportableState
 import lastgood
 from lastgood.errors import LastgoodError, Refused
 from lastgood.integrations.transformers import LastgoodCallback, LastgoodTrainerMixin
+from lastgood.io import heartbeat
 from zygote import kill_and_compare, zygote_of
 
 pytestmark = pytest.mark.slow
@@ -70,7 +71,7 @@ def trainer(tmp_path, *callbacks, kind=Resuming, batch=2, **options):
         str(tmp_path / "out"), per_device_train_batch_size=batch, num_train_epochs=2, **quiet,
         **{"save_strategy": "no"} | options,
     )  # fmt: skip
-    return kind(Net(), arguments, train_dataset=data, callbacks=list(callbacks))
+    return kind(Net(), arguments, train_dataset=data, eval_dataset=data, callbacks=list(callbacks))
 
 
 def test_a_finished_training_is_saved_and_not_trained_again(tmp_path):
@@ -106,6 +107,32 @@ def test_a_second_saver_of_the_same_state_is_refused(tmp_path):
 def test_model_only_checkpoints_are_written_beside_the_run(tmp_path):
     trainer(tmp_path, LastgoodCallback(tmp_path / "run"), save_strategy="epoch", save_only_model=True).train()
     assert {one.name for one in (tmp_path / "out").glob("checkpoint-*")} == {"checkpoint-6", "checkpoint-12"}
+
+
+def test_evaluations_and_exports_are_named_for_the_supervisor(tmp_path, monkeypatch):
+    """`lastgood run` took an evaluation that was much longer than a step for a hang, and started the job again."""
+    page, seen = str(tmp_path / "page"), []
+    heartbeat.create(page)
+    monkeypatch.setenv(heartbeat.VARIABLE, page)
+
+    class Noting(Resuming):
+        def prediction_step(self, *args, **kwargs):
+            seen.append(heartbeat.read(page).phase)
+            return super().prediction_step(*args, **kwargs)
+
+        def _save(self, *args, **kwargs):
+            seen.append(heartbeat.read(page).phase)
+            super()._save(*args, **kwargs)
+
+        def training_step(self, *args, **kwargs):
+            assert not heartbeat.read(page).phase
+            return super().training_step(*args, **kwargs)
+
+    options = {"kind": Noting, "batch": 6, "eval_strategy": "epoch", "save_strategy": "epoch", "save_only_model": True}
+    one = trainer(tmp_path, LastgoodCallback(tmp_path / "run"), per_device_eval_batch_size=12, **options)
+    one.train()
+    one.evaluate()
+    assert seen == [*["evaluate", "save_model"] * 2, ""], "the last evaluation is after the training"
 
 
 def test_a_trainer_without_the_mixin_is_refused_before_it_trains(tmp_path):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from lastgood.io import heartbeat
 
 
@@ -77,3 +79,27 @@ def test_a_run_that_is_opened_after_another_begins_without_its_signs(tmp_path: P
     assert heartbeat.own(environ) is not None
     shown = heartbeat.read(environ[heartbeat.VARIABLE])
     assert shown.closed is shown.sign is None and shown.longest_seconds == 0.0
+
+
+@pytest.mark.parametrize("runs_before", [0, 1])
+def test_the_longest_step_is_measured_from_the_second_one_on(tmp_path: Path, runs_before: int) -> None:
+    """A save after the first step set the limit: a second step that was compiled was taken for hung after a minute. In
+    a second run of a process it was the time since the machine was started, so that no hang was ever noticed."""
+    environ = {heartbeat.VARIABLE: str(tmp_path / "page")}
+    heartbeat.create(environ[heartbeat.VARIABLE])
+
+    def longest_seconds() -> float:
+        return heartbeat.read(environ[heartbeat.VARIABLE]).longest_seconds
+
+    for _ in range(runs_before + 1):
+        page = heartbeat.own(environ)
+        assert page is not None
+        for name in ("lastgood: restore", ""):
+            page.phase(name)
+        page.beat(1)
+        for name in ("lastgood: save", ""):
+            page.phase(name)
+        assert longest_seconds() == 0.0
+        page.beat(2)
+        assert 0.0 < longest_seconds() < 60.0
+        page.released()

@@ -605,3 +605,20 @@ def test_a_committed_save_is_shown_to_the_supervisor_at_the_next_step(
         save.result()
         ckpt.step(3)
         assert heartbeat.read(page).saved_step == 2
+
+
+def test_a_loop_that_only_saves_shows_its_steps_to_the_supervisor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a call of `step` a healthy job seemed to be in its first step for ever, and was ended as hung after an
+    hour. A save of the step that was just completed is no second step."""
+    page = str(tmp_path / "page")
+    heartbeat.create(page)
+    monkeypatch.setenv(heartbeat.VARIABLE, page)
+    with lastgood.Checkpointer(tmp_path / "run", {"weight": torch.zeros(3)}) as ckpt:
+        ckpt.restore()
+        ckpt.step(1)
+        ckpt.save(1)
+        assert heartbeat.read(page).longest_seconds == 0.0
+        ckpt.save(2)
+        assert heartbeat.read(page).step == 2 and heartbeat.read(page).longest_seconds > 0.0

@@ -7,15 +7,16 @@ Nothing listens before a training process asks for it, with the key and the addr
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from ..errors import LastgoodError
 from ..format import commit
 from ..ports import Mendable
+from ..records import Generation
 from ..run.agent_messages import KnownPeers, Send, Serve
 from ..run.peer_security import security
-from ..run.peers import PeerNode, Peers
+from ..run.peers import PeerNode, PeerOrder, Peers
 from ..wire import nixl
 from ..wire.port import Peer
 from ..wire.serving import Server
@@ -90,21 +91,17 @@ class Nodes:
     def _sent(self, send: Send, peers: Peers | None) -> str:
         if peers is None:
             return "it was not asked to serve other nodes"
-        memory, failed = self._memory(), dict[str, str]()
+        memory, receivers = self._memory(), dict[str, list[PeerOrder]]()
         try:
             generation = commit.read_generation(memory, send.at, None)
         except LastgoodError as error:
             return f"{type(error).__name__}: {error}"
         for order in send.orders:
-            if order.to.name in failed:
-                continue
-            try:
-                seal = next(one for one in generation.commit.seals if one.rank == order.rank)
-                peers.send(memory, generation, seal, order.to)
-            except LastgoodError as error:
-                # guard: other-nodes-get-their-copies
-                failed[order.to.name] = f"{type(error).__name__}: {error}"
-        return next(iter(failed.values()), "")
+            receivers.setdefault(order.to.name, []).append(order)
+        # Each receiver has a thread: one that hangs answers no call for a minute.
+        with ThreadPoolExecutor(len(receivers), "lastgood-send") as workers:  # guard: other-nodes-get-their-copies
+            ended = [workers.submit(_sent_to, peers, memory, generation, one) for one in receivers.values()]
+        return next((failed for one in ended if (failed := one.result())), "")
 
     def _stop(self) -> None:
         if self.peers is not None:
@@ -113,3 +110,14 @@ class Nodes:
         self.peers, self._served, self.port = None, None, 0
         self._receivers.clear()
         self.parity = []
+
+
+def _sent_to(peers: Peers, memory: Mendable, generation: Generation, orders: Sequence[PeerOrder]) -> str:
+    """Send files to one node. Returns why that failed, or ""."""
+    try:
+        for order in orders:
+            seal = next(one for one in generation.commit.seals if one.rank == order.rank)
+            peers.send(memory, generation, seal, order.to)
+    except LastgoodError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -12,6 +12,7 @@ and the flags by which Lightning's loops know that they restart are cleared.
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from typing import Any
 
 from .. import reporting
@@ -62,6 +63,7 @@ class LastgoodCallback(Callback):
         self._newest = 0  # newest step that `Checkpointer.step` was called for, or that was restored
         self._saved = 0  # newest step that was saved or restored
         self._rng: dict[str, Any] | None = None  # to be set before the first batch after a restore
+        self._phase = ExitStack()  # in it while a validation runs
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         if trainer.fast_dev_run:
@@ -106,6 +108,15 @@ class LastgoodCallback(Callback):
         if self._progress is not None:
             self._progress.end_epoch()
 
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        if self.checkpointer is not None:  # `lastgood run` would take a long one for a hang
+            # A name of its own: how long a few batches take says nothing about a whole validation.
+            name = "sanity check" if trainer.sanity_checking else "validate"
+            self._phase.enter_context(self.checkpointer.phase(name))
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self._phase.close()
+
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if self.checkpointer is not None and trainer.global_step > self._saved:
             self.checkpointer.save(trainer.global_step)
@@ -118,6 +129,7 @@ class LastgoodCallback(Callback):
         self._close(exception)
 
     def _close(self, error: BaseException | None) -> None:
+        self._phase.close()
         checkpointer, self.checkpointer, self._progress = self.checkpointer, None, None
         if checkpointer is not None:
             checkpointer.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)

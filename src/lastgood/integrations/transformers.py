@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 from .. import reporting
@@ -101,6 +101,10 @@ class LastgoodCallback(TrainerCallback):
         self._rng = read_rng() if self.resumed else None
         return found.step
 
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Around what makes no steps while `train()` runs; see `Checkpointer.phase`."""
+        return nullcontext() if self.checkpointer is None else self.checkpointer.phase(name)
+
     def save_last(self, step: int) -> None:
         """Save the state after the last step, if it is not saved yet."""
         if self.checkpointer is not None and step > self._saved:
@@ -146,6 +150,23 @@ class LastgoodTrainerMixin:
             require_one_restore(self._lastgood.path, f"resume_from_checkpoint={resume_from_checkpoint!r}")
         with ExitStack() as self._lifetime:
             return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+
+    # `lastgood run` would take a long evaluation, or a slow place for the exported model, for a hang.
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        with self._phase("evaluate"):
+            return super().evaluate(*args, **kwargs)  # type: ignore[misc]
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        with self._phase("predict"):
+            return super().predict(*args, **kwargs)  # type: ignore[misc]
+
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        with self._phase("save_model"):
+            super().save_model(*args, **kwargs)  # type: ignore[misc]
+
+    def _phase(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._lastgood is None else self._lastgood.phase(name)
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
         values = super().set_initial_training_values(args, dataloader)  # type: ignore[misc]

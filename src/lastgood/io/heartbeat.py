@@ -27,8 +27,9 @@ _PHASE_LIMIT, _TEXT_LIMIT = _TEXT_AT - _PHASE_AT, PAGE_BYTES - _TEXT_AT
 class _Field(IntEnum):
     """The position of each number. Times are nanoseconds of the system-wide monotonic clock; 0: it has not happened.
     OWNER: the process that writes the page; negative: while one of its runs does. SIGN: the newest sign of life after
-    the first step. LONGEST: the longest time between two signs, in which no phase was open. PHASE: when the phase that
-    is open began. EPOCH, WINDOW: position of the sampler at STEP; WINDOWS: how many windows STEP has trained.
+    the first step. LONGEST: the longest time between two signs, in which no phase was open, once two steps are
+    completed. PHASE: when the phase that is open began. EPOCH, WINDOW: position of the sampler at STEP; WINDOWS: how
+    many windows STEP has trained.
     FAILED: an exception has ended the script. SAVED: the newest step whose save is committed. TEXT, PHASE_TEXT,
     INCARNATION: the lengths of texts. CLOSED: the run was closed. JUST_IN_TIME: how long the rank may take to write
     what it holds when another one has died, in nanoseconds; 0: it does not. WRITTEN: when it has done so.
@@ -117,6 +118,8 @@ class Heartbeat:
         with open(path, "r+b") as file:
             self._memory = mmap.mmap(file.fileno(), PAGE_BYTES)
         self._numbers = memoryview(self._memory).cast("q")
+        self._beats = 0
+        """how many steps the run has completed that writes the page"""
 
     def begin(self) -> None:
         """The training script begins, in this process."""
@@ -162,6 +165,7 @@ class Heartbeat:
     def beat(self, step: int, position: Position | None = None) -> None:
         """A step is completed. `position`: of the sampler; None: not known."""
         numbers = self._numbers
+        self._beats += 1
         now = self._sign()
         if not numbers[_FIRST]:
             numbers[_FIRST] = now
@@ -196,10 +200,15 @@ class Heartbeat:
         self._numbers[_Field.FAILED] = time.monotonic_ns()
 
     def _sign(self) -> int:
-        """Note a sign of life, and how long there was none. Returns the time."""
+        """Note a sign of life, and how long there was none. Returns the time.
+
+        Between the first step and the second only the second counts: a save after the first one ends soon, and the
+        second step may be compiled.
+        """
         numbers, now = self._numbers, time.monotonic_ns()
         before = numbers[_SIGN]
-        if numbers[_FIRST] and not numbers[_PHASE] and now - before > numbers[_LONGEST]:
+        # guard: second-step-sets-the-limit
+        if self._beats > 1 and not numbers[_PHASE] and now - before > numbers[_LONGEST]:
             numbers[_LONGEST] = now - before
         numbers[_SIGN] = now
         return now

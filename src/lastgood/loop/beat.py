@@ -23,6 +23,8 @@ class Beat:
     def __init__(self, page: Heartbeat | None, progress: Progress) -> None:
         self._page, self._progress = page, progress
         self._phase, self._thread = "", threading.get_ident()
+        self._shown_step: int | None = None
+        """the step that was shown last, since the restore"""
         self.stall_seconds = 0.0
         """how long the loop has waited for saves: in the calls that begin them, at the fence, and for their ends"""
 
@@ -34,12 +36,15 @@ class Beat:
     def restored(self, step: int, generation: Generation | None) -> None:
         """The state is that of a step, restored from a generation or (None) that of the beginning."""
         if self._page is not None:
+            self._shown_step = None
             incarnation = "" if generation is None else generation.id.incarnation
             self._page.restored(step, incarnation, self._progress.next_position())
 
     def step(self, n: int) -> None:
-        """Step `n` is completed, and counted on the samplers."""
-        if self._page is not None:
+        """Step `n` is completed, and counted on the samplers. A second call for it shows nothing: `save` follows
+        `step`."""
+        if self._page is not None and n != self._shown_step:  # guard: step-is-shown-once
+            self._shown_step = n
             self._page.beat(n, self._progress.next_position())
 
     def saved(self, step: int | None) -> None:

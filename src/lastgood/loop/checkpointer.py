@@ -259,7 +259,6 @@ class Checkpointer:
             ckpt.step(step, metrics={"loss": loss})
         """
         n = self._advance(n, metrics)
-        self._beat.step(n)
         if self._log is not None:
             self._log.step(n, metrics)
         self._divergence.check(n, metrics, at_once=self.preempted)
@@ -432,6 +431,7 @@ class Checkpointer:
         self._progress.advance(n)
         if self._just_in_time is not None:
             self._just_in_time.note(n)
+        self._beat.step(n)
         return n
 
     def _surface(self) -> None:

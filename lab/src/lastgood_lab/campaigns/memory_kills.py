@@ -2,8 +2,9 @@
 
 A life restores, saves every step to memory and each fourth one to the directory, until it is killed; in some lives the
 agent is killed too, before the training process or after it. Each life must restore the last committed save, or
-the one that was under way, to the bit, and no older one than was sealed when the process died. Where the agent is left,
-the directory must have that save once it has copied.
+the one that was under way, to the bit, and no older one than was sealed when the process died. In half of the lives
+each COMMIT comes later than it is due, so that many die between seal and COMMIT. Where the agent is left, the directory
+must have the newest save once it has copied.
 Writes lab/reports/memory_kills.*
 """
 
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ import torch
 
 import lastgood
 from lastgood.errors import NoSuchStep
-from lastgood.format import layout
+from lastgood.format import commit, layout
+from lastgood.records import Generation
 from lastgood.run import access, agent_link, agent_messages, memory_place
 from lastgood.run.reader import RunReader
 from lastgood_lab.campaigns.reports import report
@@ -40,11 +42,17 @@ NUMBERS = 200_000
 LIVES_OF_A_RUN = 25
 MOST_SAVES = 12
 COPIED_SECONDS = 60.0
+LATE_SECONDS = 0.02
 
 
-def life(home: str, memory: str, pipe: Connection) -> None:
-    """Restore, then save steps until this process is killed. Posts what it has done."""
+def life(home: str, memory: str, late: bool, pipe: Connection) -> None:
+    """Restore, then save steps until this process is killed. Posts what it has done.
+
+    `late`: each COMMIT is created LATE_SECONDS later than it is due.
+    """
     os.environ[memory_place.VARIABLE] = memory
+    if late:
+        commit.publish = later(commit.publish)
     state = {"w": torch.zeros(NUMBERS)}
     tiers = [lastgood.Tier("memory://", cadence=lastgood.Every(steps=1))]
     ckpt = lastgood.Checkpointer(home, state, tiers=tiers, cadence=lastgood.Every(steps=4))
@@ -59,6 +67,16 @@ def life(home: str, memory: str, pipe: Connection) -> None:
         pipe.send(("committed", step, True))
 
 
+def later(publish: Callable[..., Generation]) -> Callable[..., Generation]:
+    """The same function, LATE_SECONDS later."""
+
+    def published(*arguments: Any) -> Generation:
+        select.select([], [], [], LATE_SECONDS)
+        return publish(*arguments)
+
+    return published
+
+
 class Run:
     """One run, and what it must hold."""
 
@@ -71,16 +89,17 @@ class Run:
 
     def live_and_die(self) -> None:
         """One life, its end, and what is found after it."""
+        kind = self._chance.choice(["trainer", "trainer", "agent first", "both"])
+        late = self._chance.random() < 0.5
         receiver, sender = CONTEXT.Pipe(duplex=False)
-        process = CONTEXT.Process(target=life, args=(str(self.home), str(self._root), sender))
+        process = CONTEXT.Process(target=life, args=(str(self.home), str(self._root), late, sender))
         process.start()
         sender.close()
-        kind = self._chance.choice(["trainer", "trainer", "agent first", "both"])
         self._receive(receiver, self._chance.randrange(1, MOST_SAVES))
         if kind == "agent first":
             kill_agent(self.memory)
             self._receive(receiver, self._chance.randrange(1, 4))
-        select.select([], [], [], self._chance.uniform(0, 0.02))
+        select.select([], [], [], self._chance.uniform(0, LATE_SECONDS))
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
         if kind == "both":

@@ -64,6 +64,12 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a rank that is stopped before it opens its run never hangs", "stopped-rank-hangs", Instead("return sign")),
         ("a job that was suspended is taken for hung", "stopped-job-is-no-hang", Never()),
         ("a second run has the signs of the first", "run-begins-without-signs", Remove()),
+        (
+            "a save of a completed step counts as another step",
+            "step-is-shown-once",
+            Swap(" and n != self._shown_step", ""),
+        ),
+        ("a save after the first step sets the limit", "second-step-sets-the-limit", Swap("> 1", "> 0")),
         ("attempts before a remedy count after it", "remedy-begins-the-count-anew", Never()),
         ("the ranks that waited are named", "timeouts-name-who-hangs", Never()),
         ("a rank that cannot write its stacks is killed", "stacks-asked-only-of-who-can", Remove()),
