@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import shutil
+import socket
 import subprocess
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from agents import until
 from lastgood.errors import NotARun, Refused
 from lastgood.policy.recovery import GAVE_UP, PREEMPTED
 from lastgood.supervisor.arguments import Job, parsed
@@ -101,3 +107,77 @@ def test_memory_is_copied_although_the_agent_was_asked_to_end_too(scripts: Path)
 @pytest.mark.parametrize(("script", "page"), [(SUPERVISED, "slurm.md"), (AGENT, "agent.md")])
 def test_a_page_shows_each_batch_script_as_it_is(script: Path, page: str) -> None:
     assert re.findall(r"```bash\n(.*?)```", (DOCS / page).read_text(), re.DOTALL) == [script.read_text()]
+
+
+CONFIGURATION = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={at}/munge.sock,cred_expire=5
+StateSaveLocation={at}
+SlurmdSpoolDir={at}/spool
+SlurmctldPidFile={at}/slurmctld.pid
+SlurmdPidFile={at}/slurmd.pid
+SlurmctldPort={ports[0]}
+SlurmdPort={ports[1]}
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+KillWait=1
+MpiDefault=none
+SchedulerParameters=sched_interval=1,batch_sched_delay=0
+NodeName={host} NodeAddr=127.0.0.1 CPUs=1 State=UNKNOWN
+PartitionName=all Nodes={host} Default=YES State=UP
+"""
+DAEMONS = (
+    "munged --foreground --force --socket={at}/munge.sock --key-file={at}/key --pid-file={at}/munged.pid "
+    "--log-file={at}/munged.log --seed-file={at}/seed",
+    "slurmctld -D -c -f {at}/slurm.conf",
+    "slurmd -D -f {at}/slurm.conf -N {host}",
+)
+
+
+@pytest.fixture
+def slurm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A Slurm of one node, this machine, whose daemons end with the test; its folder."""
+    if os.geteuid() != 0 or not all(shutil.which(one.split()[0]) for one in DAEMONS):
+        pytest.skip("needs root and the Debian packages slurmctld, slurmd, slurm-client and munge")
+    host = socket.gethostname()
+    with tempfile.TemporaryDirectory(prefix="slurm-") as at, contextlib.ExitStack() as daemons:
+        ports = []
+        for _ in range(2):
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                ports.append(free.getsockname()[1])
+        Path(at, "slurm.conf").write_text(CONFIGURATION.format(host=host, at=at, ports=ports))
+        Path(at, "key").write_bytes(os.urandom(1024))
+        Path(at, "key").chmod(0o600)
+        monkeypatch.setenv("SLURM_CONF", f"{at}/slurm.conf")
+        with open(f"{at}/log", "wb") as log:
+            for one in DAEMONS:
+                command = one.format(at=at, host=host).split()
+                daemon = daemons.enter_context(subprocess.Popen(command, stdout=log, stderr=log))
+                daemons.callback(daemon.terminate)
+        until(lambda: b"idle" in subprocess.run(["sinfo", "-h", "-o", "%T"], capture_output=True).stdout)
+        yield Path(at)
+
+
+@pytest.mark.root
+@pytest.mark.long
+def test_slurm_starts_a_job_again_that_has_saved(slurm: Path) -> None:
+    """A real Slurm: SIGTERM reaches the step, its 75 the script, and the same job is started a second time."""
+    notes, command = slurm / "notes", slurm / "lastgood"
+    lines = f"trap 'kill $!; exit {PREEMPTED}' TERM", f"echo $SLURM_RESTART_COUNT. >> {notes}", "sleep 60 & wait"
+    command.write_text("\n".join(("#!/bin/bash", *lines, "")))
+    command.chmod(0o755)
+    script = SUPERVISED.read_text().replace(" --gpus-per-node=8", "")
+    environment = {**os.environ, "PATH": f"{slurm}:{os.environ['PATH']}"}
+    subprocess.run(["sbatch", "-o", slurm / "out"], input=script.encode(), env=environment, check=True)
+
+    def noted() -> str:
+        return notes.read_text() if notes.exists() else ""
+
+    until(lambda: noted() == ".\n")
+    subprocess.run(["scancel", "--signal=TERM", "1"], check=True)
+    until(lambda: noted() == ".\n1.\n")
+    subprocess.run(["scancel", "1"], check=True)
+    until(lambda: not subprocess.run(["squeue", "-h"], capture_output=True, check=True).stdout)
