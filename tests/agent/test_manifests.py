@@ -22,23 +22,29 @@ from lastgood.io.machine import NODE
 from lastgood.loop.preemption import Preemption
 from lastgood.policy.recovery import GAVE_UP, PREEMPTED
 from lastgood.policy.retention import KEEP
-from lastgood.run import agent_link, agent_messages, memory_place
+from lastgood.run import agent_link, agent_messages, memory_place, peer_opening
 from lastgood.supervisor.arguments import Job, parsed
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 SIDECAR, UNIT = DOCS / "manifests/agent-sidecar.yaml", DOCS / "manifests/lastgood-agent.service"
 SUPERVISED, NODES = DOCS / "manifests/supervised-job.yaml", DOCS / "manifests/supervised-nodes.yaml"
+AGENTS = DOCS / "manifests/supervised-agents.yaml"
 NATIVE_SIDECARS = (1, 29)
 """The first version of Kubernetes that has them without a feature gate."""
 
 
-def job() -> dict[str, Any]:
-    return yaml.safe_load(SIDECAR.read_text())
+def job(file: Path = SIDECAR) -> dict[str, Any]:
+    return [*yaml.safe_load_all(file.read_text())][-1]
 
 
-def agent_container() -> dict[str, Any]:
-    (container,) = job()["spec"]["template"]["spec"]["initContainers"]
+def agent_container(file: Path = SIDECAR) -> dict[str, Any]:
+    (container,) = job(file)["spec"]["template"]["spec"]["initContainers"]
     return container
+
+
+def fields_of(container: dict[str, Any]) -> dict[str, str]:
+    """The variables of a container that come by the downward API, and the field of the pod of each."""
+    return {one["name"]: one["valueFrom"]["fieldRef"]["fieldPath"] for one in container["env"] if "valueFrom" in one}
 
 
 def errors_of(manifest: dict[str, Any]) -> set[str]:
@@ -81,20 +87,23 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[s
     return taken
 
 
-@pytest.mark.parametrize("file", [SUPERVISED, NODES])
+@pytest.mark.parametrize("file", [SUPERVISED, NODES, AGENTS])
 def test_a_supervised_job_has_the_time_to_save_when_its_pod_ends(
     file: Path, started: Callable[[dict[str, Any], int], Job]
 ) -> None:
-    manifest = [*yaml.safe_load_all(file.read_text())][-1]
-    job = started(manifest, 0)
-    assert job.program.arguments == ["--run", "/runs/gpt"]
+    manifest = job(file)
+    taken = started(manifest, 0)
+    assert taken.program.arguments == ["--run", "/runs/gpt"]
     grace_seconds = int(re.findall(r"Preemption\(grace_seconds=(\d+)\)", (DOCS / "kubernetes.md").read_text())[0])
     ends_seconds = manifest["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
-    assert grace_seconds < job.shutdown_seconds < ends_seconds
+    assert grace_seconds < taken.shutdown_seconds < ends_seconds
 
 
-def test_the_pods_of_a_job_on_several_nodes_find_each_other(started: Callable[[dict[str, Any], int], Job]) -> None:
-    service, manifest = yaml.safe_load_all(NODES.read_text())
+@pytest.mark.parametrize("file", [NODES, AGENTS])
+def test_the_pods_of_a_job_on_several_nodes_find_each_other(
+    file: Path, started: Callable[[dict[str, Any], int], Job]
+) -> None:
+    service, manifest = yaml.safe_load_all(file.read_text())
     assert errors_of(service) == errors_of(manifest) == set()
     name, spec, pod = manifest["metadata"]["name"], manifest["spec"], manifest["spec"]["template"]["spec"]
     assert (spec["completionMode"], service["spec"]["clusterIP"]) == ("Indexed", "None")
@@ -106,14 +115,15 @@ def test_the_pods_of_a_job_on_several_nodes_find_each_other(started: Callable[[d
         assert found.settings.endpoint == f"{name}-0.{pod['subdomain']}:29500"
     assert pod["subdomain"] == service["metadata"]["name"]
     (container,) = pod["containers"]
-    assert container["env"] == [{"name": NODE, "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}]
+    assert fields_of(container)[NODE] == "spec.nodeName"
     (affinity,) = pod["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     assert affinity["labelSelector"]["matchLabels"] == service["spec"]["selector"]
 
 
-def test_a_job_on_several_nodes_ends_only_after_it_was_given_up() -> None:
+@pytest.mark.parametrize("file", [NODES, AGENTS])
+def test_a_job_on_several_nodes_ends_only_after_it_was_given_up(file: Path) -> None:
     """Not with 3: a new pod that joins while the job before it still ends is refused with that."""
-    manifest = [*yaml.safe_load_all(NODES.read_text())][-1]
+    manifest = job(file)
     by_code = {
         rule["action"]: rule["onExitCodes"]["values"]
         for rule in manifest["spec"]["podFailurePolicy"]["rules"]
@@ -129,16 +139,31 @@ def test_the_schema_finds_a_wrong_field_of_the_sidecar(part: str, wrong: object)
     assert errors_of(manifest)
 
 
-def test_the_agent_and_the_trainer_share_user_memory_and_node_name() -> None:
-    pod = job()["spec"]["template"]["spec"]
+@pytest.mark.parametrize("file", [SIDECAR, AGENTS])
+def test_the_agent_and_the_trainer_share_user_memory_and_node_name(file: Path) -> None:
+    pod = job(file)["spec"]["template"]["spec"]
     (trainer,) = pod["containers"]
-    sidecar = agent_container()
+    sidecar = agent_container(file)
     assert (
         sidecar["restartPolicy"] == "Always" and pod["shareProcessNamespace"] and "runAsUser" in pod["securityContext"]
     )
-    for key in ("env", "volumeMounts", "image"):
-        assert sidecar[key] == trainer[key]
-    assert {memory_place.VARIABLE, "LASTGOOD_NODE"} == {one["name"] for one in sidecar["env"]}
+    assert sidecar["env"] == trainer["env"] and sidecar["image"] == trainer["image"]
+    assert [one for one in trainer["volumeMounts"] if one["mountPath"] != "/dev/shm"] == sidecar["volumeMounts"]
+    assert {memory_place.VARIABLE, NODE} <= {one["name"] for one in sidecar["env"]}
+
+
+def test_the_agents_of_several_pods_are_reached_and_know_their_zone() -> None:
+    """Kubernetes copies the zone and the region of a node to its pods, and no rack: the page had named that label."""
+    sidecar, pod = agent_container(AGENTS), job(AGENTS)["spec"]["template"]["spec"]
+    zone, region = "topology.kubernetes.io/zone", "topology.kubernetes.io/region"
+    fields = fields_of(sidecar)
+    assert fields[peer_opening.ADDRESS] == "status.podIP"
+    assert fields[peer_opening.variable("zone")] == f"metadata.labels['{zone}']"
+    assert pod["topologySpreadConstraints"][0]["topologyKey"] == zone
+    named = "".join(path.read_text() for path in (DOCS / "agent.md", DOCS / "kubernetes.md", AGENTS))
+    assert set(re.findall(r"labels\['([^']+)'\]", named)) <= {zone, region}
+    for part in ("command", "startupProbe", "lifecycle"):
+        assert sidecar[part] == agent_container()[part], "they were run in a shell"
 
 
 @pytest.mark.slow

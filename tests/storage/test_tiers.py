@@ -6,6 +6,7 @@ ports.Files, single calls of the file system fail.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -61,8 +62,17 @@ MANY_WRITERS = [kind for kind in TIERS if kind.startswith("disk")]
 """slots have one, who holds the lock of the run: a second one would overwrite what the first one wrote"""
 
 
-@pytest.fixture(params=[*TIERS, *OVER_THE_WIRE, *(pytest.param(kind, marks=pytest.mark.slow) for kind in OBJECTS)])
+OVER_NIXL = "memory of another node over NIXL"
+
+
+@pytest.fixture(
+    params=[*TIERS, *OVER_THE_WIRE, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (*OBJECTS, OVER_NIXL))]
+)
 def tier(request, tmp_path) -> Iterator[Tier]:
+    if request.param == OVER_NIXL:
+        with contextlib.closing(PeerTier(str(tmp_path), request.getfixturevalue("nixl"))) as tier:
+            yield tier
+        return
     if request.param in OBJECTS:
         url = request.getfixturevalue("bucket")
         yield OBJECTS[request.param](Objects(object_store.opened(url, object_store.DEADLINES), url))

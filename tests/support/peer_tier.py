@@ -13,20 +13,21 @@ from lastgood.storage.directory import Disk
 from lastgood.wire.port import Peer
 from lastgood.wire.security import SharedKey
 from lastgood.wire.serving import Server
+from lastgood.wire.window import MakeMemory
 
 JOB, BY_KEY = "0" * 16, SharedKey(b"k" * 32)
 
 
 class PeerTier(Disk):
-    """`root`: the folder in the memory of the other node."""
+    """`root`: the folder in the memory of the other node. `windows`: as for `Peers`, at both nodes."""
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, windows: MakeMemory | None = None) -> None:
         super().__init__(MemoryFiles(root), root)
         self._open = contextlib.ExitStack()
         files = PeerFiles(lambda: Disk(MemoryFiles(root), root, shared=True))
         self._open.callback(files.close)
-        server = self._open.enter_context(Server(("127.0.0.1", 0), Peer(JOB, "b"), BY_KEY, files))
-        peers = self._open.enter_context(contextlib.closing(Peers(JOB, BY_KEY, "a")))
+        server = self._open.enter_context(Server(("127.0.0.1", 0), Peer(JOB, "b"), BY_KEY, files, windows=windows))
+        peers = self._open.enter_context(contextlib.closing(Peers(JOB, BY_KEY, "a", windows)))
         node = PeerNode(leader=1, name="b", domain="", host="127.0.0.1", port=server.address[1])
         self._peer = PeerDisk(peers, node)
 

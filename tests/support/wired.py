@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ClassVar
@@ -112,6 +113,23 @@ class Authority:
         extension.write_text(f"subjectAltName=DNS:{alternative}\n" if alternative else "")
         signer = ["-CA", self.file, "-CAkey", self._path(self.name, "key"), "-CAcreateserial", "-extfile", extension]
         self._openssl("x509", "-req", "-in", request, *signer, "-days", str(days), "-out", certificate)
+        return certificate, key
+
+    def tomorrow(self, node: str) -> tuple[str, str]:
+        """The files of a certificate that is valid from tomorrow on, and of its key."""
+        stem = f"{self.name}-{node}-tomorrow"
+        certificate, key, request, ca = (self._path(stem, kind) for kind in ("crt", "key", "csr", "ca"))
+        self._openssl("req", "-new", *NEW_KEY, key, "-subj", f"/CN={node}", "-out", request)
+        issued = Path(self._path(stem, "issued"))
+        issued.touch()
+        Path(ca).write_text(
+            f"[ca]\ndefault_ca=a\n[a]\ndatabase={issued}\nnew_certs_dir={self.folder}\npolicy=p\n"
+            "default_md=sha256\nrand_serial=yes\n[p]\ncommonName=supplied\n"
+        )
+        start, end = (time.strftime("%Y%m%d%H%M%SZ", time.gmtime(time.time() + days * 86400)) for days in (1, 30))
+        signer = ["-config", ca, "-cert", self.file, "-keyfile", self._path(self.name, "key")]
+        dates = ["-startdate", start, "-enddate", end]
+        self._openssl("ca", *signer, *dates, "-batch", "-notext", "-in", request, "-out", certificate)
         return certificate, key
 
     def node(self, node: str, digest: str = "xxh3_128", encrypt: bool = False, days: int = 30) -> MutualTls:

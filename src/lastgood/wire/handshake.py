@@ -167,17 +167,30 @@ def receive_token(stream: Stream, deadline: Deadline) -> bytes:
 
 
 REFUSALS = {
-    "run": ("it belongs to another run", "Compare the run ids of the two nodes, and the address."),
-    "node": ("it has another name than it was expected to have", "Read the addresses of the nodes again."),
+    "run": (
+        "it belongs to another opening of this run, or to another run",
+        "See which jobs run on the two nodes, and end the one that was replaced. A start of the job makes its nodes "
+        "known to each other anew.",
+    ),
+    "node": (
+        "it has another name than it was expected to have",
+        "Give each node a name and an address of its own (LASTGOOD_NODE, LASTGOOD_ADDRESS), and start the job again: "
+        "its nodes then exchange them.",
+    ),
     "mode": (
         "it has another mode of security, or another digest",
-        "Give all nodes of a run the same mode, digest and encryption.",
+        "Set the same variables LASTGOOD_TLS_* on all nodes of the run, or none on any, and start the job again.",
     ),
-    "key": ("the two nodes have different keys", "Give all nodes of the run the same key file."),
+    "key": (
+        "the two nodes have different keys",
+        "Start the job again: each opening of a run makes a key, and its nodes exchange it. If this comes back, "
+        "see what else listens at that address.",
+    ),
     "version": ("it has another version of lastgood", "Install the same version on all nodes."),
     "certificate name": (
         "the name in its certificate is not that of the node",
-        "Give each node a certificate with its name, or list the names that are accepted.",
+        "Give each node a certificate with its name (LASTGOOD_NODE), or list the names that are accepted "
+        "(LASTGOOD_TLS_NAMES).",
     ),
 }
 

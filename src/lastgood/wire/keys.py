@@ -1,4 +1,4 @@
-"""Keys: derived from a secret and a handshake, and the digests of bulk bytes under them. Pure but for `read_key`."""
+"""Keys: derived from a secret and a handshake, and digests of bulk bytes under them. Pure but for `require_private`."""
 
 from __future__ import annotations
 
@@ -84,20 +84,12 @@ def require_private(path: str) -> None:
         )
 
 
-def read_key(path: str) -> bytes:
-    """The shared key in a file, of which all bytes count. Raises Refused."""
-    require_private(path)
-    with open(path, "rb") as file:
-        key = file.read(KEY_LIMIT_BYTES + 1)
-    return checked_key(key)
-
-
 def checked_key(key: bytes) -> bytes:
     """A shared key of a length that is permitted. Raises Refused."""
     if not KEY_LEAST_BYTES <= len(key) <= KEY_LIMIT_BYTES:
         raise Refused(
             f"the shared key has {len(key)} bytes; it needs {KEY_LEAST_BYTES} to {KEY_LIMIT_BYTES}, all of them random",
             safe="No connection was made.",
-            todo='Make one: python -c "import os, sys; sys.stdout.buffer.write(os.urandom(32))" > KEYFILE',
+            todo=f"Make one: os.urandom({KEY_LEAST_BYTES}).",
         )
     return key

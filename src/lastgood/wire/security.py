@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ..errors import PeerRefused, Refused
-from .keys import DIGESTS, checked_key, read_key, require_private
+from .keys import DIGESTS, checked_key, require_private
 from .port import Peer
 from .sockets import Deadline, Stream
 from .tls import certificate_error, names_of
@@ -85,11 +85,6 @@ class SharedKey(_InTheClear):
     def __post_init__(self) -> None:
         _check_digest(self.digest)
         checked_key(self.key)
-
-    @classmethod
-    def from_file(cls, path: str, digest: str = "xxh3_128") -> SharedKey:
-        """With the key in a file that only its owner can read. Raises Refused."""
-        return cls(read_key(path), digest)
 
     @property
     def mode(self) -> str:
@@ -202,7 +197,8 @@ class MutualTls:
             raise PeerRefused(
                 f"{stream.name} is {peer.node!r} by its own account; its certificate is for {sorted(found)}",
                 safe=NO_CONNECTION,
-                todo="Give each node a certificate with its name, or list the names that are accepted.",
+                todo="Give each node a certificate with its name (LASTGOOD_NODE), or list the names that are accepted "
+                "(LASTGOOD_TLS_NAMES).",
                 reason="certificate name",
             )
 

@@ -22,16 +22,30 @@ class Row(NamedTuple):
 
 ROWS = (
     Row(
-        frozenset({9, 10}),
+        frozenset({9}),
+        frozenset(),
+        "certificate not valid yet",
+        "Compare the clocks of the two nodes, and that of the machine which signed the certificate "
+        "(timedatectl, chronyc tracking). The connection is made again once they agree.",
+    ),
+    Row(
+        frozenset({10}),
         frozenset({"SSLV3_ALERT_CERTIFICATE_EXPIRED", "SSL/TLS_ALERT_CERTIFICATE_EXPIRED"}),
         "certificate expired",
         "Renew the certificate, and compare the clocks of the two nodes.",
     ),
     Row(
         frozenset({2, 7, 18, 19, 20, 21}),
-        frozenset({"TLSV1_ALERT_UNKNOWN_CA", "TLSV1_ALERT_DECRYPT_ERROR", "SSLV3_ALERT_BAD_CERTIFICATE"}),
+        frozenset({"TLSV1_ALERT_UNKNOWN_CA", "TLSV1_ALERT_DECRYPT_ERROR"}),
         "unknown authority",
         "Give all nodes of the run certificates of the same authority, and its certificate.",
+    ),
+    Row(
+        frozenset(),
+        frozenset({"SSLV3_ALERT_BAD_CERTIFICATE", "SSL/TLS_ALERT_BAD_CERTIFICATE"}),
+        "bad certificate",
+        "The other node reports why. This certificate is not valid yet by its clock, for example: compare the clocks "
+        "of the two nodes, and look at the certificate: openssl x509 -noout -text -in FILE.",
     ),
     Row(
         frozenset(),
