@@ -15,7 +15,7 @@ import pytest
 from msgspec import structs
 
 import lastgood
-from agents import agent, until
+from agents import agent, ended, state, until
 from lastgood import errors
 from lastgood.agent import nodes
 from lastgood.agent.peer_files import PeerFiles
@@ -26,8 +26,9 @@ from lastgood.records import Extent, Finding, Generation, GenerationId, judged
 from lastgood.run.agent_link import AgentLink
 from lastgood.run.agent_messages import Send, Serve, Work
 from lastgood.run.known import Environment, Holds, KnownRun
-from lastgood.run.node_copies import NodeCopies
+from lastgood.run.node_copies import CopyRequest, CopySender, NodeCopies
 from lastgood.run.node_disks import NodeDisks, Nodes
+from lastgood.run.node_parity import ParityBuilder, ParityRequest
 from lastgood.run.outcomes import Outcomes
 from lastgood.run.peer_opening import agreed, label, own_address, own_wire
 from lastgood.run.peer_reads import PeerReads
@@ -477,6 +478,24 @@ def test_what_an_agent_finds_beyond_repair_is_no_outage(tmp_path: Path, memory: 
                 link.work(work, lambda: False)
         with pytest.raises(errors.PeerDown):
             link.work(work, lambda: False)
+
+
+@pytest.mark.parametrize("kind", [CopySender, ParityBuilder])
+def test_a_killed_agent_is_replaced_before_it_is_asked_again(memory: Path, generation: Generation, kind) -> None:
+    """An agent that was killed while it sent the files of a save was started again after the next save only: the copies
+    of this one were tried in vain until then, by its node and to it."""
+    folder = memory / "run"
+    folder.mkdir()
+    at = {"at": generation.id, "root": generation.root}
+    parity = ParityRequest(**at, sets={}, files={}, parity=1)
+    request = CopyRequest(at=generation.id, orders=[]) if kind is CopySender else parity
+    with contextlib.closing(AgentLink(f"memory://{folder}")) as link:
+        port, _ = link.serve(Serve(job=JOB, key=KEY, node="a", host="127.0.0.1", port=0))
+        ended(str(folder))
+        kind(link, PeerTable(job=JOB, key=KEY, nodes=[]), 0).served(msgspec.to_builtins(request), lambda: False)
+        after = state(folder)
+        assert after is not None and port and after.port == port
+    ended(str(folder))
 
 
 def test_each_part_goes_to_as_many_nodes_as_lack_it() -> None:

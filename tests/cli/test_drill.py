@@ -133,10 +133,12 @@ def test_too_little_memory_leaves_out_the_acts_in_memory(home, call_json, monkey
     assert code == 0 and acts[AGENT]["good"] is None and "of 67.1 MB that are free a drill" in acts[AGENT]["why"]
 
 
-def test_a_job_that_fills_the_disk_meanwhile_ends_the_acts(home, call, monkeypatch):
+def test_a_job_that_fills_the_disk_meanwhile_ends_the_acts(home, call_json, monkeypatch):
     monkeypatch.setattr(drill_acts.files, "free_bytes", lambda folder: 100_000)
-    code, out, _ = call("drill", home)
-    assert code == 0 and "the next save of the job need" in " ".join(out.split()) and "nothing was tried" in out
+    code, document = call_json("drill", home)
+    acts = by_act(document)
+    assert code == 0 and {one["good"] for one in acts.values()} == {None}
+    assert "the next save of the job need" in acts[KILLED]["why"]
 
 
 def test_a_full_disk_is_not_the_failure_of_a_way_back(home, call_json, monkeypatch):

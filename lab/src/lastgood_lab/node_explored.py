@@ -124,6 +124,7 @@ def _of_sockets(world: World) -> Names:
     return {
         agent_link: {
             "os": _Os(),
+            "threading": Threads(world),
             "time": clock,
             "reporting": SILENT,
             "select": SimpleNamespace(poll=lambda: Poll(world), POLLIN=1),

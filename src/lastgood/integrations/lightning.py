@@ -50,7 +50,7 @@ class LastgoodCallback(Callback):
     callbacks, logged metrics and their running means, torchmetrics of the module, random number generators, and the
     position in the data. Entries that `on_save_checkpoint` hooks add to a checkpoint are saved too. The mean loss of
     the batches of each step is its metric "loss", if the module optimizes automatically, for `sentinel=Sentinel()` and
-    `retention=Keep(best=("loss", "min", 3))`.
+    `retention=Keep(best=("loss", "min", 3))`; of several processes the best is chosen by that of rank 0.
 
     `fit` raises Refused if something else saves or restores the same state: a second LastgoodCallback, or `ckpt_path`
     when the run holds a generation. ModelCheckpoint may write its `.ckpt` files. It also raises Refused for several
@@ -69,7 +69,8 @@ class LastgoodCallback(Callback):
         self._saved = 0  # newest step that was saved or restored
         self._rng: dict[str, Any] | None = None  # to be set before the first batch after a restore
         self._phase = ExitStack()  # in it while a validation runs
-        self._losses: list[Any] = []  # of the batches of the step that is trained
+        self._loss: Any = 0.0  # of the step that is trained, added up over its batches
+        self._batches = 0
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         if trainer.fast_dev_run:
@@ -112,13 +113,15 @@ class LastgoodCallback(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if self.checkpointer is not None and isinstance(loss, torch.Tensor):
-            self._losses.append(loss.detach())
+        # What a module returns that optimizes by itself need not be a loss.
+        if self.checkpointer is not None and pl_module.automatic_optimization and isinstance(loss, torch.Tensor):
+            self._loss, self._batches = self._loss + loss.detach().mean(), self._batches + 1
 
     def _metrics(self) -> dict[str, Any]:
-        """The metrics of the step that was trained; none without automatic optimization, which returns a loss."""
-        losses, self._losses = self._losses, []
-        return {"loss": torch.stack(losses).mean()} if losses else {}
+        """The metrics of the step that was trained."""
+        loss, batches = self._loss, self._batches
+        self._loss, self._batches = 0.0, 0
+        return {"loss": loss / batches} if batches else {}
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         if self._progress is not None:
@@ -147,7 +150,7 @@ class LastgoodCallback(Callback):
     def _close(self, error: BaseException | None) -> None:
         self._phase.close()
         checkpointer, self.checkpointer, self._progress = self.checkpointer, None, None
-        self._losses = []
+        self._loss, self._batches = 0.0, 0
         if checkpointer is not None:
             checkpointer.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 

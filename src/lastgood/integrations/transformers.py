@@ -51,8 +51,9 @@ class LastgoodCallback(TrainerCallback):
     `staging`.
 
     The state consists of weights, optimizer, schedule, loss scale, random number generators, TrainerState, callbacks
-    that are `ExportableState`, the running loss, and the position in the data. The loss of each step is its metric
-    "loss", for `sentinel=Sentinel()` and `retention=Keep(best=("loss", "min", 3))`.
+    that are `ExportableState`, the running loss, and the position in the data. The loss of each step, as
+    `Trainer.training_step` returns it, is its metric "loss", for `sentinel=Sentinel()` and
+    `retention=Keep(best=("loss", "min", 3))`; of several processes the best is chosen by that of rank 0.
 
     `train()` raises Refused if something else saves or restores the same state: a second LastgoodCallback, a
     `save_strategy` that stores optimizer state, or `resume_from_checkpoint` when the run holds a generation. It also
@@ -109,7 +110,9 @@ class LastgoodCallback(TrainerCallback):
 
     def note_loss(self, loss: Any) -> None:
         """Add the loss of a batch, which the Trainer has divided by the number of batches in a step."""
-        self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
+        if self.checkpointer is not None:
+            loss = loss.detach().mean()  # it may have a dimension of length 1
+            self._loss = loss if self._loss is None else self._loss + loss
 
     def _metrics(self) -> dict[str, Any]:
         """The metrics of the step that was trained."""

@@ -1,5 +1,5 @@
 """The identity of a process, by which another process finds out later whether it still lives, and what binds the
-lives of processes to each other. Starts and ends no other process.
+lives of processes to each other; the command of one that runs this package. Starts and ends no other process.
 
 A number alone is no identity: after its process has ended, another process may receive it, also after the next start of
 the machine or in another container.
@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import sys
 from collections.abc import Sequence
 
 from .machine import boot_id
@@ -79,3 +80,16 @@ def _started(pid: int) -> str | None:
     except OSError:
         return None
     return None if fields[0] in "ZX" else fields[19]
+
+
+def command_of(module: str, *arguments: str) -> list[str]:
+    """The command of a process that runs a module of this package. It is started in "/", with `python_path`: not in the
+    current folder, where modules of anybody may lie, and which it would keep from being unmounted."""
+    return [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else []), "-m", module, *arguments]
+
+
+def python_path() -> str:
+    """Where such a process finds the package that this process runs, and the modules that it needs."""
+    own = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join([own, *(one for one in named if os.path.isabs(one))])

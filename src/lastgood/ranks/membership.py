@@ -49,7 +49,7 @@ class Member:
     `moved`: as for `store_list.Watch`.
     """
 
-    def __init__(self, settings: Settings, moved: Callable[[Callable[[], bool]], None]) -> None:
+    def __init__(self, settings: Settings, moved: Callable[[Callable[[], bool]], bool]) -> None:
         from torch.distributed.elastic.rendezvous import RendezvousParameters, c10d_rendezvous_backend
         from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
         from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
@@ -175,11 +175,12 @@ def main() -> None:
     failed: Failed | None = None
     sending = threading.Lock()
 
-    def moved(waits: Callable[[], bool]) -> None:
+    def moved(waits: Callable[[], bool]) -> bool:
         with sending:
             if waits():  # the answer to Join, which comes first otherwise, is sent under the same lock
                 framed.send(connection, msgspec.json.encode(Failed(kind="moved", what="")))
                 os._exit(0)  # torch waits in the main thread
+        return False
 
     settings = msgspec.json.decode(framed.receive(connection), type=Settings)
     try:

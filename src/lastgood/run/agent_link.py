@@ -27,7 +27,7 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
+import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from typing import TypeVar, cast
@@ -37,6 +37,7 @@ import msgspec
 from .. import reporting
 from ..errors import Cancelled, Damaged, LastgoodError, NoSpace, NotWritable, PeerDown, class_named
 from ..format import layout
+from ..io import processes
 from ..ports import Mendable
 from ..records import Record
 from . import paths
@@ -61,7 +62,8 @@ LINGER_SECONDS = 600.0
 
 
 class AgentLink:
-    """The connection of a training process to the agent of its node. Used by one thread at a time.
+    """The connection of a training process to the agent of its node. Used by one thread at a time, but for `check`,
+    `send` and `work`, which any thread may call.
 
     `url`: of the run in memory, or its directory on a disk of the node; it may not exist yet.
     """
@@ -80,6 +82,7 @@ class AgentLink:
         self._not_serving_because = ""
         """why the agent does not serve other nodes, if it was asked to"""
         self._attached_at = 0.0
+        self._checks = threading.Lock()
         os.register_at_fork(after_in_child=self.close)  # guard: link-not-inherited-by-fork
 
     def attach(self) -> bool:
@@ -119,6 +122,10 @@ class AgentLink:
 
     def check(self) -> None:
         """Attach to the agent. If there is none, start one, unless that has failed often."""
+        with self._checks:
+            self._check()
+
+    def _check(self) -> None:
         if self._connection is not None:
             if not has_ended(self._connection):
                 return
@@ -157,7 +164,7 @@ class AgentLink:
         return served.port, ""
 
     def send(self, send: Send, stop: Callable[[], bool]) -> None:
-        """Let the agent send files to other nodes, and wait for that. May be called from another thread.
+        """Let the agent send files to other nodes, and wait for that.
 
         Raises PeerDown with what the agent says, and if there is none; Damaged, NoSpace; Cancelled once `stop()`.
         """
@@ -389,31 +396,18 @@ def started(url: str) -> str:
     try:
         with open(os.path.join(place.root, LOG), "a") as log:
             ended = subprocess.run(
-                command_of("lastgood.agent", place.url),
+                processes.command_of("lastgood.agent", place.url),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 timeout=START_SECONDS,
                 start_new_session=True,
                 cwd="/",  # guard: agent-starts-outside-all-folders
-                env={**os.environ, "PYTHONPATH": python_path()},
+                env={**os.environ, "PYTHONPATH": processes.python_path()},
             )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     return "" if ended.returncode == 0 else f"it ended with status {ended.returncode}"
-
-
-def command_of(module: str, *arguments: str) -> list[str]:
-    """The command of a process that runs a module of this package. It is started in "/", with `python_path`: not in the
-    current folder, where modules of anybody may lie, and which it would keep from being unmounted."""
-    return [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else []), "-m", module, *arguments]
-
-
-def python_path() -> str:
-    """Where such a process finds the package that this process runs, and the modules that it needs."""
-    own = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    return os.pathsep.join([own, *(one for one in named if os.path.isabs(one))])
 
 
 def write_spec(disk: Mendable, spec: AgentSpec) -> None:

@@ -22,7 +22,7 @@ from ..io.files import round_up
 from ..limits import CHUNK_BYTES, WORKERS
 from ..ports import Tier
 from ..records import Extent, Generation, GenerationId, Manifest
-from . import access, agent_link
+from . import access
 from .reader import RunReader
 from .save import ReadyChunks, SaveRequest
 from .writer import RunWriter
@@ -42,12 +42,12 @@ def halfway(place: str) -> Iterator[subprocess.Popen[bytes]]:
     `place`: absolute path or URL. Raises TierDown if the process does not come so far, NoSpace if its disk is full.
     """
     with subprocess.Popen(
-        agent_link.command_of("lastgood.run.drill_victim", place, str(os.getpid())),
+        processes.command_of("lastgood.run.drill_victim", place, str(os.getpid())),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         cwd="/",
-        env={**os.environ, "PYTHONPATH": agent_link.python_path()},
+        env={**os.environ, "PYTHONPATH": processes.python_path()},
     ) as process:
         try:
             assert process.stdout is not None

@@ -72,6 +72,7 @@ class CopySender:
 
     def served(self, request: Any, stop: Stop) -> None:
         """Let the agent send the files of this node. Raises as `AgentLink.send`."""
+        self._agent.check()  # guard: killed-agent-replaced-for-copies
         asked = msgspec.convert(request, CopyRequest)
         mine = [one for one in asked.orders if one.sender == self._leader]
         if mine:

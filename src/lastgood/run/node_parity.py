@@ -98,6 +98,7 @@ class ParityBuilder:
 
     def served(self, request: Any, stop: Stop) -> None:
         """Let the agent write the files of this node. Raises as `AgentLink.work`."""
+        self._agent.check()  # guard: killed-agent-replaced-for-parity
         if "files" in request:
             self._write(msgspec.convert(request, ParityRequest), stop)
         else:

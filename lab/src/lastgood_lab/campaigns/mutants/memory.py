@@ -383,6 +383,8 @@ MUTANTS: tuple[Mutant, ...] = (
             "other-nodes-get-their-copies",
             Swap("len(receivers)", "1"),
         ),
+        ("copies are tried again without the agent that was killed", "killed-agent-replaced-for-copies", Remove()),
+        ("parity is tried again without the agent that was killed", "killed-agent-replaced-for-parity", Remove()),
         ("copies count although a node is left out of them", "left-out-node-survives-nothing", Never()),
         ("an agent that does not listen is to rebuild files", "rebuilt-where-agents-listen", Never()),
     ),
