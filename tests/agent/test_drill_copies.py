@@ -26,7 +26,7 @@ from lastgood.io import memory_files
 from lastgood.io.files import PosixFiles
 from lastgood.limits import DRILL_IDLE_SECONDS
 from lastgood.records import Extent
-from lastgood.run import access, agent_link, drill_copies, drill_nodes, paths
+from lastgood.run import access, agent_link, drill_copies, drill_nodes, memory_place, paths
 from lastgood.run.agent_messages import KnownPeers, Request, Serve
 from lastgood.run.drill_acts import Act, Reading
 from lastgood.run.drill_copies import CopyPeers
@@ -216,7 +216,7 @@ def test_one_drill_plays_on_a_node_at_a_time(node: Node) -> None:
 
 def test_an_agent_that_starts_removes_what_a_killed_one_has_left(node: Node) -> None:
     (node.root / DRILLS / "gen").mkdir(parents=True)
-    (node.root / DRILLS / f"drill-00000000-00000000{drill_files.REMOVED}").mkdir()
+    (node.root / DRILLS / f"drill-00000000-00000000{memory_place.REMOVED}").mkdir()
     with Nodes(node.disk, lambda: None):
         pass
     assert not (node.root / DRILLS).exists()

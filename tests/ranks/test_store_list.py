@@ -63,7 +63,7 @@ def test_a_node_that_waits_comes_back_to_an_earlier_store() -> None:
     chosen = settings([free_port("127.0.0.1"), second.port, third.port], Known(at=2))
     of_job(second, "job").set(ACTIVE, active_text(LAST))
     moved = threading.Event()
-    Watch(Stores(chosen), 2, lambda waits: waits() and not moved.set()).begin(Past(last=LAST))
+    Watch(Stores(chosen), 2, moved.set, threading.Lock()).begin(Past(last=LAST))
     assert moved.wait(20)
 
 

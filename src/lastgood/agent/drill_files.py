@@ -43,15 +43,12 @@ from ..io.reused_files import ReusedFiles
 from ..limits import DRILL_IDLE_SECONDS, DRILL_SHARE
 from ..ports import Mendable
 from ..records import Extent
-from ..run import paths
+from ..run import memory_place, paths
 from ..run.peers import DRILL_FOLDER, DRILLS, FileCall
 from ..storage.directory import Disk
 from ..units import size
 from ..wire.port import Answer, Peer, Service
 from .peer_files import PeerFiles, decoded
-
-REMOVED = ".removed"
-"""After the name of a folder of a drill: it is being removed."""
 
 
 @dataclass
@@ -214,10 +211,10 @@ class DrillFiles:
         folder, found = os.path.join(_folder(self._memory()), DRILLS), list[str]()
         with contextlib.suppress(FileNotFoundError):
             for path in (os.path.join(folder, name) for name in os.listdir(folder)):
-                if not path.endswith(REMOVED):
+                if not path.endswith(memory_place.REMOVED):
                     with contextlib.suppress(OSError):
-                        os.rename(path, path + REMOVED)
-                        path += REMOVED
+                        os.rename(path, path + memory_place.REMOVED)
+                        path += memory_place.REMOVED
                 found.append(path)
         return _Ended(drill, found)
 

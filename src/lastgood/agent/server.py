@@ -39,7 +39,7 @@ from ..records import Finding, prepare
 from ..run import access, memory_place, memory_relief, paths
 from ..run.agent_link import LINGER_SECONDS, LOCK, MESSAGE_LIMIT_BYTES, PROTOCOL, SPEC, listening, read_spec, user_of
 from ..run.agent_messages import Answer, KnownPeers, Request
-from ..run.late_commit import commit_in, commit_unless_held
+from ..run.late_commit import HELD, commit_in, commit_unless_held
 from ..run.lower_place import PAUSES_SECONDS, pause_seconds
 from ..run.packed import PackedTier
 from ..storage.directory import Disk
@@ -367,7 +367,7 @@ class Server:
             lock = None
         except OSError:
             self._next_at = time.monotonic() + PAUSES_SECONDS[-1]
-            self._refuse_to_end("a process has the run open")
+            self._refuse_to_end(HELD)
             return
         removed = self._folder + memory_place.REMOVED
         try:

@@ -20,6 +20,10 @@ _DIES_WITH_PARENT, _ADOPTS_ORPHANS, _READABLE_BY = 1, 36, 0x59616D61
 """PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_PTRACER"""
 
 
+SAFE_PATH = ["-P"] if sys.version_info >= (3, 11) else []
+"""the option with which Python imports nothing from the current folder"""
+
+
 def identity() -> str:
     """A text that names this process, and no other one of any machine or time; where /proc shows less, one of which
     `lives` does not know."""
@@ -85,7 +89,7 @@ def _started(pid: int) -> str | None:
 def command_of(module: str, *arguments: str) -> list[str]:
     """The command of a process that runs a module of this package. It is started in "/", with `python_path`: not in the
     current folder, where modules of anybody may lie, and which it would keep from being unmounted."""
-    return [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else []), "-m", module, *arguments]
+    return [sys.executable, *SAFE_PATH, "-m", module, *arguments]
 
 
 def python_path() -> str:

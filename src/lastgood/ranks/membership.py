@@ -46,10 +46,10 @@ os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # torch reads it; the ra
 class Member:
     """The membership of this node. Connects when it is made. Raises what torch raises.
 
-    `moved`: as for `store_list.Watch`.
+    `moved`, `answering`: as for `store_list.Watch`.
     """
 
-    def __init__(self, settings: Settings, moved: Callable[[Callable[[], bool]], bool]) -> None:
+    def __init__(self, settings: Settings, moved: Callable[[], None], answering: threading.Lock) -> None:
         from torch.distributed.elastic.rendezvous import RendezvousParameters, c10d_rendezvous_backend
         from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
         from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
@@ -77,7 +77,7 @@ class Member:
         chosen = parameters.get_as_bool("is_host")
         host, _ = parse_rendezvous_endpoint(settings.endpoint, default_port=29400)
         self._holds_store = _matches_machine_hostname(host) if chosen is None else chosen
-        self._watch = store_list.Watch(stores, self._at, moved) if settings.stores else None
+        self._watch = store_list.Watch(stores, self._at, moved, answering) if settings.stores else None
         self._round: Any = None
         """the store with the keys of the current round"""
 
@@ -173,18 +173,15 @@ def main() -> None:
     processes.die_with(int(sys.argv[2]))
     connection, member = socket.socket(fileno=int(sys.argv[1])), None
     failed: Failed | None = None
-    sending = threading.Lock()
+    answering = threading.Lock()
 
-    def moved(waits: Callable[[], bool]) -> bool:
-        with sending:
-            if waits():  # the answer to Join, which comes first otherwise, is sent under the same lock
-                framed.send(connection, msgspec.json.encode(Failed(kind="moved", what="")))
-                os._exit(0)  # torch waits in the main thread
-        return False
+    def moved() -> None:
+        framed.send(connection, msgspec.json.encode(Failed(kind="moved", what="")))
+        os._exit(0)  # torch waits in the main thread
 
     settings = msgspec.json.decode(framed.receive(connection), type=Settings)
     try:
-        member = Member(settings, moved)
+        member = Member(settings, moved, answering)
     except Exception as error:  # noqa: BLE001 - the supervisor reports it, as the answer to its first request
         failed = _failed(error)
     try:
@@ -195,7 +192,7 @@ def main() -> None:
                     answer = failed if member is None else member.answer(request)
                 except Exception as error:  # noqa: BLE001 - the supervisor reports it
                     answer = _failed(error)
-                with sending:
+                with answering:
                     framed.send(connection, msgspec.json.encode(answer))
     finally:
         if settings.stores:  # the threads of store_list.py: a probe of a store that is stopped waits in torch for ever

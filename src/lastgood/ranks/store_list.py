@@ -125,14 +125,14 @@ def _arrived(job: Any, past: Past, number: int) -> None:
 
 
 class Watch:
-    """Calls `moved` from a thread when this node waits for a round at another store than it should.
+    """Calls `moved` from a thread, once, when this node waits for a round at another store than it should.
 
-    `at`: number of the store that it has joined. `moved` gets a function that tells whether the node still waits, and
-    returns whether the thread is to end.
+    `at`: number of the store that it has joined. `answering`: is held meanwhile. Who holds it after `end`, to tell that
+    a round was joined, is not interrupted.
     """
 
-    def __init__(self, stores: Stores, at: int, moved: Callable[[Callable[[], bool]], bool]) -> None:
-        self._stores, self._at, self._moved = stores, at, moved
+    def __init__(self, stores: Stores, at: int, moved: Callable[[], object], answering: threading.Lock) -> None:
+        self._stores, self._at, self._moved, self._answering = stores, at, moved, answering
         self._past, self._waits = Past(), threading.Event()
         threading.Thread(target=self._poll, name="lastgood-stores").start()
 
@@ -150,8 +150,11 @@ class Watch:
             time.sleep(WATCH_SECONDS)
             self._waits.wait()
             number = store_to_join(self._stores.seen(), self._past, self._at, leaves=False)
-            if number not in (None, self._at) and self._moved(self._waits.is_set):
-                return
+            if number not in (None, self._at):
+                with self._answering:
+                    if self._waits.is_set():
+                        self._moved()
+                        return
 
 
 def _connected(endpoint: str, seconds: float) -> Any:

@@ -32,7 +32,7 @@ DEFAULT = "/dev/shm"
 SPILL = ".spill"
 """The folder, in the directory of a run on a disk, for files that do not fit into memory."""
 REMOVED = ".removed"
-"""After the name of a folder of a run, or of its spill folder: it is being removed."""
+"""After the name of a folder of a run, of its spill folder or of a drill: it is being removed."""
 STAGED = ".staged"
 """The file, in the folder of a run, that names what supervisors of nodes in reserve have put there (staged.py)."""
 _IN_MEMORY = ("tmpfs", "ramfs")

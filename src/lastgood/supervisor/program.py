@@ -32,7 +32,7 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obje
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Names the file to which a rank writes the error that ends it, in the format of torch.distributed.elastic."""
-PYTHON = [sys.executable, "-u", *(["-P"] if sys.version_info >= (3, 11) else []), "-m"]
+PYTHON = [sys.executable, "-u", *processes.SAFE_PATH, "-m"]
 """How Python is started: as torchrun does, with output that is not held back."""
 CPUS = "LASTGOOD_CPUS"
 """The variable with the processors to which a rank is bound, with commas between them; a rank does not see it."""
