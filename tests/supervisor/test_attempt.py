@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,12 +14,13 @@ import pytest
 
 from lastgood.io import heartbeat
 from lastgood.policy.hang import Signs
-from lastgood.supervisor import arguments, reported, signals
+from lastgood.supervisor import arguments, rank_end, reported, signals
 from lastgood.supervisor.attempt import Attempt
 from lastgood.supervisor.attempt_records import AttemptRecords
 from lastgood.supervisor.host_signs import HostSigns
 from lastgood.supervisor.placement import NodeInfo, Notice, OneNode, Placement
 from lastgood.supervisor.stack_reader import StackReader
+from lastgood.supervisor.watch import RankProcess
 from lastgood.supervisor.zygote import Fork
 
 
@@ -82,6 +86,37 @@ def test_a_rank_that_was_just_forked_is_ended_with_the_others(tmp_path: Path) ->
         lived = one.run(HostSigns([], 0.0, ""), AttemptRecords(), StackReader(None))
     assert [one.code for one in lived.ended] == [137]
     assert not (tmp_path / "went on").exists(), "the second rank was left until it ended by itself"
+
+
+def test_a_node_whose_ranks_take_long_to_end_shows_signs_of_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To free the memory of a large rank takes longer than a node may be silent: the others took it for lost, and after
+    30 s its membership had ended."""
+    monkeypatch.setattr(rank_end, "TOUCH_SECONDS", 0.01)
+    lasting = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    lasting.returncode = 0  # its end is learned here
+    rank, kills = a_rank(lasting.pid, tmp_path), list[int]()
+    monkeypatch.setattr(signal, "pidfd_send_signal", lambda *_: None)  # as if its memory were being freed
+    monkeypatch.setattr(os, "killpg", lambda pid, _: kills.append(pid))
+    shown = list[float]()
+
+    def touch() -> None:
+        shown.append(time.monotonic())
+        if len(shown) == 3:
+            os.kill(lasting.pid, signal.SIGKILL)
+
+    rank_end.end_all([rank], touch)
+    os.close(rank.descriptor)
+    assert kills == [lasting.pid] and len(shown) == 3
+    assert rank.killed and rank.ended is not None and rank.ended.code == -signal.SIGKILL
+
+
+def a_rank(pid: int, folder: Path) -> RankProcess:
+    """A process as rank 0."""
+    heartbeat.create(str(folder / "page"))
+    shown = heartbeat.read(str(folder / "page"))
+    return RankProcess(0, pid, os.pidfd_open(pid), folder, folder / "page", shown)
 
 
 ABORTS = """

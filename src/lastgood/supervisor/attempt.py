@@ -9,7 +9,6 @@ Invariant: after `run` no process of the attempt is left.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -20,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from .. import reporting
+from ..errors import TierDown
 from ..io import heartbeat, os_errors
 from ..io.oom_kills import OomKills, oom_kills
 from ..policy.blame import Ended, follows, may_have_timed_out, timed_out
@@ -34,6 +34,7 @@ from .membership import StoreLost
 from .outputs import Console
 from .placement import Kind, Nodes, Notice, Placement
 from .progress_watch import ProgressWatch
+from .rank_end import end_all, how_ended
 from .rank_start import RankStart
 from .signals import Signals
 from .slow_watch import SlowWatch
@@ -127,6 +128,8 @@ class Attempt:
         """when the ranks that are left are ended; whether they were asked to end"""
         self._published: Kind | None = None
         """why the attempt is over, as this node or another one has published it"""
+        self._unreachable = False
+        """whether the store of the nodes has not answered while the ranks were ended"""
         with os_errors.needed(f"the output of the ranks cannot be kept in {folder}", FULL):
             self._console = Console(job.outputs, folder)
         self._written = set[int]()
@@ -149,9 +152,10 @@ class Attempt:
                 lived.failed = lived.failed or time.monotonic()
             finally:
                 reader.close()
-                self._kill(lived)
+                end_all(self._ranks, self._show_life)
+                lived.killed = any(one.killed for one in self._ranks)
                 lived.over = time.monotonic()
-                self._console.close()
+                self._console.close(self._show_life)
                 self._read(lived)
                 _note_out_of_memory(lived, killed_before)
                 for one in self._ranks:
@@ -180,7 +184,7 @@ class Attempt:
                 if descriptor in self._live:
                     one = self._live.pop(descriptor)
                     self._poll.unregister(descriptor)
-                    one.ended = _ended(one)
+                    one.ended = how_ended(one)
             self._console.copy()
             self._note_failures(lived)
             records.shown([one.shown for one in self._ranks])
@@ -317,23 +321,14 @@ class Attempt:
             else:
                 signal.pidfd_send_signal(one.descriptor, number)
 
-    def _kill(self, lived: Lived) -> None:
-        """End every process of the attempt, those in the process groups of the ranks too."""
-        # No rank was reaped yet, so no other process has its number.
-        for one in self._ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(one.pid, signal.SIGKILL)
-            with contextlib.suppress(ProcessLookupError):  # a rank that was just forked has no group of its own yet
-                signal.pidfd_send_signal(one.descriptor, signal.SIGKILL)  # guard: rank-without-group-killed
-        for one in self._ranks:
-            if one.ended is None:
-                select.select([one.descriptor], [], [])
-                one.ended = _ended(one)
-                one.killed = lived.killed = True
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(one.pid, 0)
-                while True:  # what the rank had started became a child of this process (adopt_orphans)
-                    os.waitpid(-one.pid, 0)  # guard: processes-of-ranks-awaited
+    def _show_life(self) -> None:
+        """Show the other nodes that this one lives, while it ends its ranks. Raises nothing: the next request raises
+        again that their store is lost."""
+        if not self._unreachable:
+            try:
+                self._nodes.touch()
+            except TierDown:
+                self._unreachable = True  # a store that does not answer is not asked again: each time takes long
 
     def _read(self, lived: Lived) -> None:
         for one in self._ranks:
@@ -346,14 +341,6 @@ class Attempt:
             lived.ended.append(Ended(one.rank, at or one.ended.at_seconds, one.ended.code, error))
         if lived.failed is not None and lived.hang is None:
             lived.left = left_by(self._ranks)
-
-
-def _ended(one: RankProcess) -> Ended:
-    """How a rank has ended. It stays a zombie, so that its number is not given to another process (`_kill`)."""
-    found = os.waitid(os.P_PIDFD, one.descriptor, os.WEXITED | os.WNOWAIT)
-    assert found is not None
-    code = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
-    return Ended(one.rank, time.monotonic(), code)
 
 
 def _note_out_of_memory(lived: Lived, before: OomKills | None) -> None:

@@ -15,7 +15,6 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -231,14 +230,10 @@ class Supervisor:
 
         `began`, `began_at`: when the attempt began, by the clock of this process, and of the day.
         """
-        self._records.settled(nodes.touch)
+        self._records.settled(nodes.touch)  # the others would take this node for lost
         lived = merged.shifted(merged.merged(reports, nodes.lost_text()), began)
         run = next((one.run for one in lived.progress if one.run), self._run)
-        with ThreadPoolExecutor(1, "lastgood-commit") as committing:
-            saved = committing.submit(_save_just_in_time, lived, nodes.world, run)
-            while not wait([saved], PAUSE_SECONDS).done:
-                nodes.touch()  # the others would take this node for lost
-            saved.result()
+        self._records.done(partial(_save_just_in_time, lived, nodes.world, run), nodes.touch)
         leaving = [node for node, one in reports.items() if one.asked]
         follows_round = nodes.next_round(leaving)
         lived.asked = follows_round.act != "end" if leaving else lived.grows
@@ -274,7 +269,7 @@ class Supervisor:
             job_summary.add(self._job.records, record, follows.restart)
         if cause is not None or follows.restart:
             self._report(reported.sentence(record, len(outcomes)) + ("" if run else reported.stack(cause)))
-        self._records.end(run, record, partial(reported.advice, lived, record, follows))
+        self._records.end(run, record, partial(reported.advice, lived, record, follows), nodes.touch)
         return Verdict(
             outcomes=outcomes,
             act=follows.act,

@@ -15,6 +15,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "suspects",
             "leftovers",
             "supervise",
+            "attempt",
             "heartbeat",
             "membership",
             "verdict",
@@ -54,6 +55,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a rank outlives its supervisor", "child-dies-with-parent", Remove()),
         ("a rank that was just forked is not ended", "rank-without-group-killed", Remove()),
         ("what ranks have started is left", "processes-of-ranks-awaited", Remove()),
+        ("a node whose ranks take long to end is taken for lost", "node-that-ends-ranks-shows-life", Remove()),
         ("a job counts as done although a rank was killed", "killed-rank-is-no-success", Swap("lived.killed", "False")),
         (
             "a rank of slow steps is taken for hung",
