@@ -14,7 +14,7 @@ import pytest
 
 from lastgood.io import heartbeat
 from lastgood.policy.hang import Signs
-from lastgood.supervisor import arguments, rank_end, reported, signals
+from lastgood.supervisor import arguments, merged, rank_end, reported, signals
 from lastgood.supervisor.attempt import Attempt
 from lastgood.supervisor.attempt_records import AttemptRecords
 from lastgood.supervisor.host_signs import HostSigns
@@ -146,7 +146,7 @@ def test_aborts_without_an_error_may_be_the_timeout_of_a_wait(tmp_path: Path, re
         nodes = OneNode(NodeInfo(host="", ranks=3, node_rank=None, address=""), job.master)
         one = Attempt(job, 0, tmp_path, received, None, nodes.begin(0), nodes)  # type: ignore[arg-type]
         lived = one.run(HostSigns([], 0.0, ""), AttemptRecords(), StackReader(None))
-    cause = reported.cause(lived)
+    cause = reported.cause(merged.merged({0: merged.decoded(merged.encoded("", 3, False, lived))}, None))
     assert cause is not None
     if rest == "sleeps":
         assert (cause.kind, cause.rank) == ("hang", 2) and "others have waited for it" in cause.what

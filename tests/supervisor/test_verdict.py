@@ -11,9 +11,10 @@ import pytest
 
 from lastgood.io import heartbeat
 from lastgood.policy.blame import Ended
+from lastgood.policy.hang import Signs, Stuck
 from lastgood.policy.membership import Bounds, Past, Spares
-from lastgood.supervisor import reported
-from lastgood.supervisor.attempt import Lived
+from lastgood.supervisor import merged, reported
+from lastgood.supervisor.attempt import Hang, Lived
 from lastgood.supervisor.membership import Joined, Waiters
 from lastgood.supervisor.nodes import NodeInfo, SeveralNodes
 from lastgood.supervisor.placement import Notice
@@ -120,6 +121,40 @@ def test_the_lost_node_is_the_cause_and_not_the_ranks_that_lost_it() -> None:
     lived.ended.append(Ended(1, 2.0, 1, "ValueError: a bad batch"))
     cause = reported.cause(lived)
     assert cause is not None and (cause.kind, cause.rank) == ("exception", 1)
+
+
+def a_life(rank: int, silent_seconds: float, folder: Path, idle: bool = False) -> Lived:
+    """Of a node whose only rank has aborted at 1000 s, silent for so long; or goes on, and has done nothing."""
+    page = folder / str(rank)
+    heartbeat.create(str(page))
+    sign = 1000.0 - silent_seconds
+    shown = heartbeat.read(str(page))._replace(rank=rank, step=7, first=1.0, sign=sign, longest_seconds=2.0)
+    stuck = Stuck(Signs(rank, sign, "step", 7), "S", ['File "train.py", line 3 in load'])
+    life = Lived(0.0, failed=1000.0, over=1001.0, progress=[shown])
+    if idle:
+        life.suspected = Hang(stuck, None, {rank: "load"})
+    else:
+        life.ended = [Ended(rank, 1000.0, -signal.SIGABRT)]
+    return life
+
+
+@pytest.mark.parametrize(("aborts", "silent", "hangs"), [(1, 600.0, True), (1, 3.0, False), (2, 3.0, True)])
+def test_aborts_of_all_nodes_show_whether_a_rank_hangs(tmp_path: Path, aborts: int, silent: float, hangs: bool) -> None:
+    """Each node counted its own aborts, so with one rank a node the first that had waited was blamed; and of two ranks
+    the one that had waited, although the steps of both showed no progress for ten minutes."""
+    lives = [*(a_life(rank, silent, tmp_path) for rank in range(aborts)), a_life(aborts, silent, tmp_path, idle=True)]
+    reports = {node: merged.decoded(merged.encoded("h", 1, False, one)) for node, one in enumerate(lives)}
+    cause = reported.cause(merged.merged(reports, None))
+    assert cause is not None
+    assert (cause.kind, cause.rank) == (("hang", aborts) if hangs else ("signal", 0))
+
+
+def test_a_rank_that_is_ahead_of_one_that_aborted_does_not_hang(tmp_path: Path) -> None:
+    aborted, idle = a_life(0, 600.0, tmp_path), a_life(1, 600.0, tmp_path, idle=True)
+    aborted.progress = [one._replace(step=6) for one in aborted.progress]
+    reports = {0: merged.Report(host="h", ranks=1, asked=False, lived=aborted)}
+    reports[1] = merged.Report(host="h", ranks=1, asked=False, lived=idle)
+    assert merged.merged(reports, None).hang is None
 
 
 def test_a_signal_without_a_name_is_a_cause_too() -> None:

@@ -15,6 +15,7 @@ import os
 import select
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from .. import reporting
 from ..errors import TierDown
 from ..io import heartbeat, os_errors
 from ..io.oom_kills import OomKills, oom_kills
-from ..policy.blame import Ended, follows, may_have_timed_out, timed_out
+from ..policy.blame import Ended, aborted, follows, timed_out
 from ..policy.hang import Silent, Stuck, awaited, is_idle
 from ..policy.health import Finding, leaves
 from . import leftovers
@@ -87,6 +88,8 @@ class Lived:
     """rank -> the stack of the exception that ended it"""
     hang: Hang | None = None
     """None: no rank was hung"""
+    suspected: Hang | None = None
+    """a rank that did nothing when others had ended like followers: it hangs if these had waited (merged.py)"""
     lost: tuple[int | None, str] | None = None
     """the first rank of the nodes that were lost, and a text about them; no rank: the store of the nodes was lost"""
     grows: bool = False
@@ -296,14 +299,12 @@ class Attempt:
         """If a rank, of this node or another one, has waited for others until a timeout, note which of them it was."""
         failed = [_as_ended(one) for one in self._ranks if one.failed]
         live = [one for one in self._ranks if not one.failed and one.ended is None]
-        waited = self._published == "timeout" or any(map(timed_out, failed))
-        candidates = live
-        if not waited and self._published == "follower" and may_have_timed_out(failed):
-            waited, candidates = True, [one for one in live if self._has_done_nothing(one)]
-        if candidates and waited and all(map(follows, failed)):  # guard: timeouts-name-who-hangs
-            texts = stacks(live)
-            one = awaited(stuck(candidates, texts))
-            lived.hang = None if one is None else Hang(one, None, texts)
+        if not all(map(follows, failed)):
+            return
+        if self._published == "timeout" or any(map(timed_out, failed)):  # guard: timeouts-name-who-hangs
+            lived.hang = _awaited(live, live)
+        elif self._published == "follower" and (self._place.nodes > 1 or any(map(aborted, failed))):
+            lived.suspected = _awaited([one for one in live if self._has_done_nothing(one)], live)
 
     def _has_done_nothing(self, one: RankProcess) -> bool:
         """Whether a rank has shown no sign and used no processor since another one has failed, as far as is known."""
@@ -341,6 +342,13 @@ class Attempt:
             lived.ended.append(Ended(one.rank, at or one.ended.at_seconds, one.ended.code, error))
         if lived.failed is not None and lived.hang is None:
             lived.left = left_by(self._ranks)
+
+
+def _awaited(candidates: Sequence[RankProcess], live: Sequence[RankProcess]) -> Hang | None:
+    """The one of some ranks for which others have waited; None: none of them. `live`: all that have not ended."""
+    texts = stacks(live) if candidates else {}
+    one = awaited(stuck(candidates, texts))
+    return None if one is None else Hang(one, None, texts)
 
 
 def _note_out_of_memory(lived: Lived, before: OomKills | None) -> None:

@@ -75,6 +75,11 @@ MUTANTS: tuple[Mutant, ...] = (
         ("attempts before a remedy count after it", "remedy-begins-the-count-anew", Never()),
         ("the ranks that waited are named", "timeouts-name-who-hangs", Never()),
         ("one rank that aborts makes another one hang", "lone-abort-is-no-timeout", Swap("LEAST_ABORTS", "1")),
+        (
+            "ranks that abort hide the cause that is known",
+            "known-cause-is-no-timeout",
+            Swap("enough and all(map(follows, failed))", "enough"),
+        ),
         ("a rank that computes is named for aborts of others", "busy-rank-not-awaited", Instead("return True")),
         ("a rank that cannot write its stacks is killed", "stacks-asked-only-of-who-can", Remove()),
         (
