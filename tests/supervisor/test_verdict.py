@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -226,6 +227,26 @@ def test_a_node_without_which_the_others_go_on_joins_anew(board: Board, nodes: l
 def test_a_job_that_was_suspended_loses_no_node(nodes: list[SeveralNodes]) -> None:
     assert nodes[0].notice(10.0**9, []) is None and nodes[0].notice(10.0**9 + 0.3, []) is None
     assert nodes[0].notice(10.0**9 + 0.6, []) is not None, "but a node that goes on being silent is lost"
+
+
+def test_a_node_that_was_stopped_after_an_attempt_waits_for_the_others(
+    board: Board, nodes: list[SeveralNodes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had seen nothing of them for longer than a node may be silent, and took them for lost at once."""
+    later = time.monotonic() + 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    nodes[1].reports("of 1")
+    post = threading.Timer(0.1, board.keys.update, [{"0/report/2": "of 2"}])
+    post.start()
+    assert nodes[0].reports("of 0") == {0: "of 0", 1: "of 1", 2: "of 2"}
+    post.join()
+
+
+def test_an_error_of_many_megabytes_is_cut_off_in_verdicts() -> None:
+    """Each verdict has the errors of all attempts, and torch's store ends the connection that sends it 9 MiB."""
+    lived = Lived(0.0, ended=[Ended(0, 1.0, 1, "ValueError: " + 9_000_000 * "x")])
+    found = reported.outcome(lived, reported.cause(lived))
+    assert found.error.startswith("ValueError: xx") and len(found.error) == reported.ERROR_CHARACTERS
 
 
 def test_one_node_reports_each_change_of_the_spare_nodes_once(
