@@ -665,8 +665,21 @@ def test_status_shows_memory_with_and_without_an_agent(run: Run, tmp_path: Path,
 def test_stop_copies_removes_and_ends(run: Run, call_json) -> None:
     run.killed_at(2, attached=True)
     code, data = call_json("agent", "stop", str(run.home))
-    assert code == 0 and data["removed"] and not run.memory.exists() and steps(run.home) == [2]
+    assert code == 0, data
+    assert data["removed"] and not run.memory.exists() and steps(run.home) == [2]
     assert call_json("agent", "stop", str(run.home))[0] == 3, "there is none any more"
+
+
+HELD_ONCE = "from lastgood.agent import server; a = iter('-'); server.commit_unless_held = lambda *_: next(a, '')"
+"""An agent whose first attempt meets the lock of a killed process, which the system has not released yet."""
+
+
+def test_stop_tries_again_after_one_attempt_that_failed(run: Run, call_json) -> None:
+    """Right after a kill it ended with 5 where the attempt had begun before the locks were released."""
+    run.killed_at(2)
+    with agent(run.memory, prelude=HELD_ONCE):
+        code, data = call_json("agent", "stop", str(run.home))
+        assert code == 0 and data["removed"] and steps(run.home) == [2], data
 
 
 def test_stop_does_not_wait_for_an_agent_that_hangs(run: Run, call_json, monkeypatch) -> None:

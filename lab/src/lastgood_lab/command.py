@@ -296,12 +296,13 @@ def overhead(
     place: Place = None,
     rounds: Rounds = 5,
     blocks: Annotated[int, typer.Option(min=1, help="Blocks of ten steps in each segment.")] = 4,
+    width: Annotated[int, typer.Option(min=1, help="Width of the four layers; wider ones, longer steps.")] = 512,
     as_json: Json = False,
 ) -> Answer:
     """Measure what the heartbeat and the Sentinel add to a training step, by paired segments in one process."""
     from . import overhead as bench
 
-    return _measured(bench, bench.Options(out, place, rounds, blocks), out)
+    return _measured(bench, bench.Options(out, place, rounds, blocks, width), out)
 
 
 @app.command()
