@@ -132,7 +132,7 @@ class Attempt:
         self._published: Kind | None = None
         """why the attempt is over, as this node or another one has published it"""
         self._unreachable = False
-        """whether the store of the nodes has not answered while the ranks were ended"""
+        """whether the store of the nodes has not answered"""
         with os_errors.needed(f"the output of the ranks cannot be kept in {folder}", FULL):
             self._console = Console(job.outputs, folder)
         self._written = set[int]()
@@ -151,7 +151,10 @@ class Attempt:
                 self._start(pages)
                 lived.started = time.monotonic()
                 self._watch(lived, host, records, reader)
-            except StoreLost:
+            except TierDown as error:
+                self._unreachable = True
+                if not isinstance(error, StoreLost):
+                    raise
                 lived.failed = lived.failed or time.monotonic()
             finally:
                 reader.close()

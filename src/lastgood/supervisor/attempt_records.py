@@ -23,10 +23,9 @@ from ..run import advice, side_records
 from ..run.advice import Advice
 from . import attempt_log
 from .attempt_log import Attempt, Begun
+from .placement import TOUCH_SECONDS
 
 Result = TypeVar("Result")
-TOUCH_SECONDS = 1.0
-"""how often a sign of life is shown while the thread is waited for"""
 GOES_ON = "The job goes on."
 
 

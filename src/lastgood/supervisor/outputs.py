@@ -24,6 +24,7 @@ from pathlib import Path
 from string import Template
 
 from .. import reporting
+from .placement import TOUCH_SECONDS
 
 STDOUT, STDERR = 1, 2
 """bits of a redirection, and descriptors of the console"""
@@ -39,8 +40,6 @@ LAST_SECONDS = 5.0
 """how long the console has to take more of what is left when an attempt is over"""
 LONGEST_SECONDS = 30.0
 """how long it has in all: a process that a rank has left may go on writing"""
-TOUCH_SECONDS = 1.0
-"""how often a sign of life is shown meanwhile"""
 
 
 @dataclass(frozen=True)

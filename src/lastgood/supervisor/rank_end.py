@@ -14,10 +14,9 @@ from collections.abc import Callable, Sequence
 
 from .. import reporting
 from ..policy.blame import Ended
+from .placement import TOUCH_SECONDS
 from .watch import RankProcess
 
-TOUCH_SECONDS = 1.0
-"""how often a sign of life is shown while processes end"""
 SHORTEST_SECONDS, LONGEST_SECONDS = 0.001, 0.05
 """how long to wait between two looks at what ranks have started"""
 REPORT_SECONDS = 30.0

@@ -38,14 +38,11 @@ from .host_signs import HostSigns, collectors
 from .membership import Membership, Over, StoreLost
 from .merged import Report, Verdict
 from .nodes import SeveralNodes
-from .placement import NodeInfo, Nodes, Notice, OneNode, Placement
+from .placement import TOUCH_SECONDS, NodeInfo, Nodes, Notice, OneNode, Placement
 from .rank_start import defaults
 from .signals import Signals
 from .stack_reader import StackReader, py_spy
 from .zygote import Zygote
-
-PAUSE_SECONDS = 1.0
-"""how often a sign of life is shown while a restart is waited for"""
 
 
 class Supervisor:
@@ -153,7 +150,7 @@ class Supervisor:
         """Wait before a restart, in short parts: the other nodes wait for signs of life."""
         until = time.monotonic() + seconds
         while received.end is None and (left := until - time.monotonic()) > 0:
-            select.select([received.descriptor], [], [], min(left, PAUSE_SECONDS))
+            select.select([received.descriptor], [], [], min(left, TOUCH_SECONDS))
             received.drain()
             with contextlib.suppress(StoreLost):  # the next request raises it again
                 nodes.touch()
