@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lastgood.errors import Refused
-from lastgood.policy.blame import Ended, first_cause, had_waited, may_have_timed_out
+from lastgood.policy.blame import Ended, first_cause, had_waited, may_have_timed_out, timed_out
 from lastgood.policy.recovery import PREEMPTED, Answer, Budget, Outcome, answer, replayed_steps, without_progress
 
 CRASH = -9
@@ -218,6 +218,25 @@ def test_one_abort_is_a_timeout_where_its_steps_show_a_wait() -> None:
     assert may_have_timed_out(alone, [0]) and not may_have_timed_out(alone, [1])
     assert had_waited(600.0, 2.0) and not had_waited(600.0, 0.0), "no step was measured"
     assert not had_waited(9.0, 2.0) and not had_waited(2.0, 0.001), "a step may take longer at times"
+
+
+@pytest.mark.parametrize(
+    ("error", "waited"),
+    [
+        (LASTGOOD, True),
+        (STORE, True),
+        (PAIR, True),
+        ("torch.distributed.DistBackendError: Watchdog caught collective operation timeout", True),
+        ("DistStoreError: Timed out after 61 seconds waiting for clients. 1/2 clients joined.", True),
+        ("ReadTimeout: HTTPSConnectionPool(host='data', port=443): Read timed out. (read timeout=10)", False),
+        ("TimeoutExpired: Command 'gzip' timed out after 30 seconds", False),
+        ("RuntimeError: DataLoader timed out after 30 seconds", False),
+        ("TierDown: the disk failed: /nfs/run: Connection timed out", False),
+    ],
+)
+def test_only_what_ranks_wait_for_is_a_wait_of_ranks(error: str, waited: bool) -> None:
+    """A rank whose download had timed out made another one hang, in the line where that computed."""
+    assert timed_out(Ended(0, 1.0, 1, error)) == waited
 
 
 def test_regular_ends_are_no_failures() -> None:

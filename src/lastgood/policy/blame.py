@@ -22,6 +22,11 @@ FOLLOWERS = re.compile(
 """What errors of ranks say that fail because another one did."""
 TIMEOUTS = re.compile(r"time(d )?[ -]?out|has sent no message for|no answer in", re.IGNORECASE)
 """What errors of ranks say that have waited for another one for too long."""
+_BETWEEN_RANKS = re.compile(
+    r"([\w.]+\.)?(RuntimeError(?!: DataLoader )|\w*Dist\w*Error|RankFailed)\b|TierDown: the store of the process group"
+)
+"""How the errors of torch's collectives and stores begin, and those of saves of several ranks: a request of the script
+to a server, or a worker of a DataLoader, has timeouts too."""
 ABORTED = -6
 """SIGABRT: so NCCL ends a process whose peers are gone, or that has waited for one until its timeout."""
 LEAST_ABORTS = 2
@@ -71,7 +76,7 @@ def is_follower(error: str) -> bool:
 
 def timed_out(one: Ended) -> bool:
     """Whether a rank has failed because it had waited for another one until a timeout."""
-    return bool(TIMEOUTS.search(one.error))
+    return bool(TIMEOUTS.search(one.error) and _BETWEEN_RANKS.match(one.error))  # guard: only-collectives-are-waits
 
 
 def may_have_timed_out(failed: Sequence[Ended], waited: Collection[int]) -> bool:

@@ -74,6 +74,11 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a save after the first step sets the limit", "second-step-sets-the-limit", Swap("> 1", "> 0")),
         ("attempts before a remedy count after it", "remedy-begins-the-count-anew", Never()),
         ("the ranks that waited are named", "timeouts-name-who-hangs", Never()),
+        (
+            "a download that times out makes another rank hang",
+            "only-collectives-are-waits",
+            Swap(" and _BETWEEN_RANKS.match(one.error)", ""),
+        ),
         ("one rank that aborts makes another one hang", "lone-abort-is-no-timeout", Swap("LEAST_ABORTS", "1")),
         (
             "ranks that abort hide the cause that is known",
