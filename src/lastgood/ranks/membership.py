@@ -186,7 +186,7 @@ def main() -> None:
         failed = _failed(error)
     try:
         with contextlib.suppress(EOFError, OSError):
-            seconds: float | None = None  # until the first request: the supervisor imports torch, which may take minutes
+            seconds: float | None = None  # the supervisor imports torch before its first request, perhaps for minutes
             while _asks_in_time(connection, seconds):
                 seconds = settings.silent_seconds
                 request = msgspec.json.decode(framed.receive(connection), type=Request)
