@@ -14,7 +14,7 @@ from lastgood.io import heartbeat
 from lastgood.policy.blame import Ended
 from lastgood.policy.hang import Signs, Stuck
 from lastgood.policy.membership import Bounds, Past, Spares
-from lastgood.supervisor import merged, reported
+from lastgood.supervisor import long_values, merged, reported
 from lastgood.supervisor.attempt import Hang, Lived
 from lastgood.supervisor.membership import Joined, Waiters
 from lastgood.supervisor.nodes import NodeInfo, SeveralNodes
@@ -88,6 +88,14 @@ def test_a_report_longer_than_a_value_of_the_store_arrives_whole(nodes: list[Sev
     assert nodes[2].reports(long) is None and nodes[1].reports("of 1") is None
     assert nodes[0].reports("of 0") == {0: "of 0", 1: "of 1", 2: long}
     assert max(map(len, board.keys.values())) <= 1 << 20 < len(long)
+
+
+def test_a_node_that_sends_or_reads_a_long_report_shows_signs_of_life(board: Board) -> None:
+    """What eight ranks had noted took a minute on its way, in which the others took both nodes for lost."""
+    member, shown, long = Member(board, 0), list[int](), 3_000_000 * "x"
+    long_values.put(member, "key", long, lambda: shown.append(1))  # type: ignore[arg-type]
+    assert long_values.read(member, "key", board.keys["key"], lambda: shown.append(2)) == long  # type: ignore[arg-type]
+    assert shown == [1, 1, 1, 2, 2, 2]
 
 
 def test_a_lost_node_is_not_awaited_and_the_next_one_decides_for_it(nodes: list[SeveralNodes]) -> None:

@@ -291,13 +291,12 @@ class SeveralNodes:
         A node that shows no sign of life is not waited for. Raises TierDown, and Cancelled if this node is to end; and
         StoreLost where the store can move and most nodes are lost, because those may decide at another store.
         """
-        long_values.put(self._membership, f"{self._number}/report/{self.node}", mine)
+        long_values.put(self._membership, f"{self._number}/report/{self.node}", mine, self.touch)
         self._asked = self._signals.end is not None
         while self._decides:
             nodes = [one for one in range(len(self.infos)) if one not in self.lost]
-            keys = [f"{self._number}/report/{one}" for one in nodes]
-            asked = [f"{self._number}/over", f"{self._number}/verdict", *keys]
-            over, verdict, *found = self._poll(time.monotonic(), asked, [])
+            keys = [f"{self._number}/{one}" for one in ("over", "verdict", *(f"report/{node}" for node in nodes))]
+            over, verdict, *found = self._poll(time.monotonic(), keys, [])
             if verdict is not None:  # guard: standing-verdict-is-followed
                 return None
             if over is not None and self.node in self._note_lost(over).lost:
@@ -306,8 +305,9 @@ class SeveralNodes:
                 raise StoreLost("fewer than half of the nodes are left at this store")
             missing = {node for node, report in zip(nodes, found, strict=True) if report is None}
             if not missing:
-                texts = zip(nodes, keys, found, strict=True)
-                return {node: long_values.read(self._membership, key, text or "") for node, key, text in texts}
+                texts = zip(keys[2:], map(str, found), strict=True)
+                whole = [long_values.read(self._membership, key, text, self.touch) for key, text in texts]
+                return dict(zip(nodes, whole, strict=True))
             self.lost |= missing & set(self._silent(time.monotonic()))
             self._pause()
         return None
