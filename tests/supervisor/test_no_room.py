@@ -9,6 +9,7 @@ import errno
 import os
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -122,6 +123,18 @@ def test_a_store_that_cannot_be_held_is_no_taken_port(monkeypatch: pytest.Monkey
     monkeypatch.setattr(subprocess, "Popen", popen)
     with pytest.raises(TierDown, match="ulimit -u"):
         held_store.hold(["localhost:0"])
+
+
+def test_a_job_goes_on_when_nobody_reads_its_report(tmp_path: Path, ended, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`lastgood run ... | tee log`: the first line after the end of tee ended the job in place of the attempt."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as nobody, open(os.devnull, "w") as null:
+        monkeypatch.setattr(sys, "stderr", nobody)
+        again = f"if test -e {tmp_path}/began; then exit 0; fi; touch {tmp_path}/began; exit 1"
+        assert ended(program=("sh", "-c", again))[0] == 0
+        monkeypatch.undo()
+        os.dup2(null.fileno(), writing)  # what is left to write ends there
 
 
 def test_a_disk_that_is_full_at_a_later_attempt_ends_the_job(tmp_path: Path, ended) -> None:
