@@ -28,7 +28,9 @@ MUTANTS: tuple[Mutant, ...] = (
             "quarantine",
             "host_signs",
             "lost_supervisor",
+            "run_signals",
         ),
+        ("a job under nohup ends with its terminal", "nohup-outlives-its-terminal", Never()),
         ("a metric is looked at when a save is due", "metrics-checked-at-first-step", Remove()),
         (
             "what is no number ends the loop with a raw error",
