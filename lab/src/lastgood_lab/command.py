@@ -215,6 +215,14 @@ def peer(out: Out, place: Place = None, scale: Scale = 1.0, rounds: Rounds = 5, 
     return _measured(bench, bench.Options(out, place, scale, rounds), out)
 
 
+@app.command("slow-peer")
+def slow_peer(out: Out, place: Place = None, rounds: Rounds = 5, as_json: Json = False) -> Answer:
+    """Time the steps of a loop whose saves are copied to another node that is slow, or does not answer."""
+    from . import slow_peer as bench
+
+    return _measured(bench, bench.Options(out, place, rounds), out)
+
+
 @app.command()
 def tensors(
     out: Out,
