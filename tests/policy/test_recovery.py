@@ -140,7 +140,9 @@ def test_steps_that_are_trained_again_are_counted() -> None:
 
 
 def test_pauses_grow_to_a_bound() -> None:
-    budget = Budget(without_progress=99)
+    """The 1,026th failure in a row ended the supervisor with an OverflowError."""
+    budget = Budget(without_progress=10**6)
+    assert answer(outcomes(*[10] * 1100), budget).pause_seconds == 60.0
     assert [answer(outcomes(*[10] * count), budget).pause_seconds for count in (2, 3, 4, 20)] == [1.0, 2.0, 4.0, 60.0]
 
 
