@@ -67,7 +67,9 @@ def end_all(ranks: Sequence[RankProcess], touch: Callable[[], None]) -> None:
     waits = _Wait(touch)
     for one in ranks:
         if one.ended is None:
-            while not select.select([one.descriptor], [], [], TOUCH_SECONDS)[0]:
+            over = select.poll()
+            over.register(one.descriptor, select.POLLIN)
+            while not over.poll(1000 * TOUCH_SECONDS):
                 waits.goes_on(one)
             one.ended = how_ended(one)
             one.killed = True
