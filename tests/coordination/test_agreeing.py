@@ -710,8 +710,8 @@ class Asked(Nobody):
     def own_part(self, generation):
         return [0]
 
-    def ask(self, generation, task, code=""):
-        self.tasks.append(task)
+    def ask(self, generation, task, code="", of=None):
+        self.tasks.append((task, of))
 
     def answers(self):
         return self.findings
@@ -724,7 +724,7 @@ def test_files_of_another_node_are_read_there_and_not_sent(both, findings):
     leader.tier.nodes, leader.verifier.others = (), Asked(findings)
     with pytest.raises(Damaged) if findings else nullcontext():
         verify(leader)
-    assert leader.tier.of == {"r00000"} and leader.verifier.others.tasks == ["read"]
+    assert leader.tier.of == {"r00000"} and leader.verifier.others.tasks == [("read", [1])]
     assert (leader.known.newest_verified() is None) == bool(findings)
 
 

@@ -225,8 +225,8 @@ class Verifier:
         rest = ranks_read_by(silent, ranks, generation)
         mine = self.others.own_part(generation) if rest and hasattr(known.tier, "nodes") else None
         if mine is not None:  # guard: parts-elsewhere-read-there
-            self.others.ask(generation, "read")
-            rest = sorted({*mine} - {*ranks_read_by([ranks.rank], ranks, generation)})
+            self.others.ask(generation, "read", of=rest)
+            rest = [one for one in mine if one in rest]
         # guard: unconfirmed-ranks-read
         findings += read_all(known.tier, generation, arena, self._workers, stop, of=rest)
         if mine is not None:
