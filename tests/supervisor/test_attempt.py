@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -106,7 +107,10 @@ def test_a_node_whose_ranks_take_long_to_end_shows_signs_of_life(
         if len(shown) == 3:
             os.kill(lasting.pid, signal.SIGKILL)
 
+    at_last = threading.Timer(10.0, os.kill, [lasting.pid, signal.SIGKILL])  # if it shows nothing
+    at_last.start()
     rank_end.end_all([rank], touch)
+    at_last.cancel()
     os.close(rank.descriptor)
     assert kills == [lasting.pid] and len(shown) == 3
     assert rank.killed and rank.ended is not None and rank.ended.code == -signal.SIGKILL
