@@ -66,12 +66,11 @@ class OtherRanks:
 
     def confirm(self, generation: Generation, of: Collection[int], seconds: float, stop: Stop) -> bool:
         """As `copying.Others.confirm`. A rank that finds damage, cannot read, or does not answer confirms nothing."""
-        parts = [
-            [one for one in part if one in of] for part in node_opening.parts(self._front, self._group, generation)
-        ]
-        if parts[self._group.rank]:  # nobody else has these files
-            return False
         try:
+            parts = node_opening.parts(self._front, self._group, generation)
+            parts = [[one for one in part if one in of] for part in parts]
+            if parts[self._group.rank]:  # nobody else has these files
+                return False
             self._requests.ask(Request(at=generation.id, task="read", code="", parts=parts))
             return not any(self._requests.answers(most_seconds=seconds, stop=stop))  # guard: finding-confirms-nothing
         except Cancelled:
