@@ -1,6 +1,8 @@
 """A Lightning training that is killed at any point continues exactly with `trainer.fit(model)`."""
 
 import contextlib
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import lastgood
 from lastgood.errors import LastgoodError, Refused, TrainingDiverged
 from lastgood.integrations.lightning import LastgoodCallback
 from lastgood.io import heartbeat
+from lastgood.loop.preemption import Preempted
 from zygote import kill_and_compare, zygote_of
 
 pytestmark = [
@@ -164,6 +167,23 @@ def test_a_run_is_closed_when_training_fails(tmp_path):
     with pytest.raises(KeyError, match="out of luck"):
         fit(LastgoodCallback(tmp_path / "run", every_steps=1), Failing())
     assert fit(LastgoodCallback(tmp_path / "run", every_steps=1)).seen
+
+
+def test_a_preempted_training_makes_its_last_save(tmp_path):
+    """Lightning's handler of SIGTERM ended the training first, without the last save, and with exit code 0: a job that
+    was put off for another one was never started again."""
+
+    class PutOff(lightning.Callback):
+        def on_train_batch_end(self, trainer, *args):
+            if trainer.global_step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Preempted) as ended:
+        fit(LastgoodCallback(tmp_path / "run", every_steps=100, preemption=lastgood.Preemption()), PutOff())
+    assert ended.value.code == 75 and ended.value.durable == 3
+    signal.signal(signal.SIGTERM, before)  # it stays replaced after a request
+    assert max(one.step for one in lastgood.open(tmp_path / "run").generations()) == 3
 
 
 def test_fast_dev_run_does_not_change_the_run(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -69,6 +71,21 @@ def test_a_node_whose_survivors_may_save_waits_and_shows_signs_of_life(tmp_path:
         )
     assert lived.failed is not None and lived.over - lived.failed >= Survivor.seconds
     assert nodes.touched > 1
+
+
+def test_under_nohup_a_job_does_not_end_with_its_terminal() -> None:
+    """`nohup lastgood run ... &`: the job ended at logout with 129, because it took the SIGHUP that nohup ignores."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with signals.handled([signal.SIGTERM, signal.SIGHUP]) as received:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert received.taken() == []
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        with signals.handled([signal.SIGTERM, signal.SIGHUP]) as received:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert received.taken() == [signal.SIGHUP] and received.end == signal.SIGHUP
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_rank_that_was_just_forked_is_ended_with_the_others(tmp_path: Path) -> None:

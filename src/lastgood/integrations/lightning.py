@@ -95,6 +95,18 @@ class LastgoodCallback(Callback):
             trainer.fit_loop._data_fetcher
         )  # begin again: the iteration of setup_data has the position before the restore
 
+    def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
+        self._keep_signals(trainer)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._keep_signals(trainer)
+
+    def _keep_signals(self, trainer: Any) -> None:
+        """With `preemption`, remove Lightning's own handlers of signals, which it has put before those of the run: at
+        SIGTERM they end the training without the last save, and with exit code 0."""
+        if self.checkpointer is not None and self._options.get("preemption") is not None:
+            trainer._signal_connector.teardown()
+
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         if self._progress is not None:
             self._progress.loader.order.set_epoch(trainer.current_epoch)

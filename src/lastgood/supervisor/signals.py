@@ -53,9 +53,11 @@ class Signals:
 
 @contextlib.contextmanager
 def handled(ends: Sequence[int]) -> Iterator[Signals]:
-    """In the block, signals are received by what it yields."""
-    found = Signals(ends)
-    before = {number: signal.signal(number, found.received) for number in dict.fromkeys((*ends, *PASSED_ON))}
+    """In the block, signals are received by what it yields. SIGHUP stays ignored if it was, as under nohup."""
+    found, numbers = Signals(ends), dict.fromkeys((*ends, *PASSED_ON))
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        numbers.pop(signal.SIGHUP, None)
+    before = {number: signal.signal(number, found.received) for number in numbers}
     try:
         yield found
     finally:
