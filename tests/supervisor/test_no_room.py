@@ -15,6 +15,7 @@ import pytest
 
 from lastgood.cli import app
 from lastgood.io import processes
+from lastgood.policy.recovery import GAVE_UP
 from lastgood.supervisor import attempt
 from mounts import small_tmpfs
 
@@ -42,6 +43,18 @@ def ended(capsys: pytest.CaptureFixture[str]):
 
 def children() -> set[int]:
     return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
+
+
+FILLS = ': > "$TORCHELASTIC_ERROR_FILE"; head -c 2000000 /dev/zero > "$TORCHELASTIC_ERROR_FILE.x"; exit 1'
+
+
+def test_a_rank_that_cannot_write_its_error_names_the_full_disk(tmp_path: Path, ended) -> None:
+    """The output of the ranks had filled the disk of --log-dir. Their errors are there too, so neither traceback nor
+    error was kept, and the report read: exit code 1."""
+    with small_tmpfs(tmp_path / "logs", "1m") as logs:
+        options = ["--log-dir", logs, "--redirects", "3", "--max-restarts", "0"]
+        code, report = ended(*options, program=("sh", "-c", FILLS))
+    assert code == GAVE_UP and f"could not be written: the disk of {logs}" in report.replace("\n", ""), report
 
 
 @pytest.mark.parametrize(

@@ -164,6 +164,8 @@ def test_a_rank_that_ends_early_with_code_0_is_the_cause() -> None:
     cause = reported.cause(Lived(0.0, ended=[lost, left], stacks={0: "line 7"}))
     assert cause is not None and (cause.rank, cause.key, cause.stack) == (1, "exit exit code 0", "line 7")
     assert cause.what == f"exit code 0 while rank 0 went on, which then failed: {lost.error}"
+    soon = reported.cause(Lived(0.0, ended=[lost, Ended(1, 2.1, 0)]))
+    assert soon is not None and soon.rank == 1, "a process closes its connections before its end is noticed"
     late = reported.cause(Lived(0.0, ended=[lost, Ended(1, 3.0, 0)]))
     own = reported.cause(Lived(0.0, ended=[left, Ended(0, 2.0, 1, "ValueError: a bad batch")]))
     asked = reported.cause(Lived(0.0, ended=[lost, left], asked_by=signal.SIGINT))

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import select
+import shutil
 import signal
 import time
 from dataclasses import dataclass, field, replace
@@ -51,6 +52,8 @@ FOLLOWERS_SECONDS = 1.0
 cause, and takes longer to end."""
 EXIT_SECONDS = 0.5
 """How long a rank has to end once its program has failed with an exception: for what it has registered with atexit."""
+ERROR_BYTES = 2**16
+"""about how much room the error of a rank takes at most"""
 POLL_SECONDS = 0.1
 """how often the pages of the ranks are read"""
 
@@ -402,7 +405,16 @@ def _error(path: Path) -> tuple[str, str, float]:
         at = float(extra.get("monotonic", 0.0))
         return printable(message["message"]), printable(extra["py_callstack"]), at
     except (OSError, ValueError, KeyError, TypeError):
-        return "", "", 0.0
+        return _not_written(path), "", 0.0
+
+
+def _not_written(path: Path) -> str:
+    """Why a rank has left an error file without an error in it, as far as is known."""
+    try:
+        full = path.stat().st_size == 0 and shutil.disk_usage(path.parent).free < ERROR_BYTES
+    except OSError:
+        return ""
+    return f"NoSpace: its error could not be written: the disk of {path.parent} is full" if full else ""
 
 
 def printable(text: str) -> str:

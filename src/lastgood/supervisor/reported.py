@@ -24,6 +24,8 @@ from .watch import main_stack
 
 LINE_CHARACTERS = 160
 """of a cause in a report of one line"""
+CLOSING_SECONDS = 0.5
+"""how much later than the loss of its connections the end of a process may be noticed"""
 REPLAYED = "replayed steps"
 """the phase that is a part of others"""
 NOTICED = "last step to failure noticed"
@@ -77,7 +79,8 @@ def _left_others(first: Ended, lived: Lived) -> Ended | None:
     was asked to end. `first`: the rank that failed first."""
     if not follows(first) or lived.asked_by or lived.asked:  # guard: early-end-blamed-for-followers
         return None
-    left = [one for one in lived.ended if one.code == 0 and one.at_seconds < first.at_seconds]
+    until = first.at_seconds + CLOSING_SECONDS
+    left = [one for one in lived.ended if one.code == 0 and one.at_seconds < until]
     return min(left, key=lambda one: (one.at_seconds, one.rank), default=None)
 
 
