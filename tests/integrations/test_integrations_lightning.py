@@ -11,6 +11,8 @@ pytest.importorskip("lightning", reason="lightning is not installed")
 
 import lightning
 import torch
+from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.trainer.states import RunningStage
 
 import lastgood
 from lastgood.errors import LastgoodError, Refused, TrainingDiverged
@@ -139,6 +141,20 @@ def test_an_early_stopped_training_stays_stopped(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning:lightning")
+def test_a_training_that_was_out_of_time_continues_with_more(tmp_path, caplog):
+    """After `max_time`, a start with a longer one trained nothing, and gave no reason."""
+
+    class Late(lightning.Callback):
+        def on_train_batch_end(self, trainer, *args):
+            timer._start_time[RunningStage.TRAINING] -= 100.0
+
+    timer = Timer({"minutes": 1})
+    fit(LastgoodCallback(tmp_path / "run"), timer, Late())
+    assert not fit(LastgoodCallback(tmp_path / "run"), Timer({"minutes": 1})).seen
+    assert "a callback had stopped this training" in caplog.text
+    assert fit(LastgoodCallback(tmp_path / "run"), Timer({"hours": 1})).seen
+
+
 def test_a_second_saver_of_the_same_state_is_refused(tmp_path):
     callback = LastgoodCallback(tmp_path / "run")
     with pytest.raises(Refused, match="2 LastgoodCallbacks"):

@@ -106,7 +106,7 @@ def test_a_second_saver_of_the_same_state_is_refused(tmp_path):
 
 
 def test_a_trainer_that_stops_itself_at_sigterm_is_refused(tmp_path):
-    """With enable_jit_checkpoint=True a preempted training was saved as stopped: started again, it ended at once, done."""
+    """With enable_jit_checkpoint=True a preempted training was saved as stopped: its next start ended at once, done."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         stops = trainer(tmp_path, LastgoodCallback(tmp_path / "run"), enable_jit_checkpoint=True)
