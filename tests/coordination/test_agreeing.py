@@ -29,6 +29,8 @@ from lastgood.loop.schedule import AgreedSchedule
 from lastgood.policy.cadence import Every
 from lastgood.policy.tune import FIRST_STEPS, Auto
 from lastgood.ranks.torch_store import Clients, GroupStore
+from lastgood.records import Finding
+from lastgood.run.copying import Nobody
 from lastgood.run.follower import Follower
 from lastgood.run.known import Environment
 from lastgood.run.pipeline import Save
@@ -697,6 +699,33 @@ def test_rank_0_verifies_the_files_of_a_rank_that_does_not_answer(both, broken):
     with pytest.raises(Damaged) if broken else nullcontext():
         verify(leader)
     assert leader.tier.of == {"r00000", "r00001"} and (leader.known.newest_verified() is None) == broken
+
+
+class Asked(Nobody):
+    """Another node, whose ranks are asked to read what they have, and answer with findings."""
+
+    def __init__(self, findings):
+        self.findings, self.tasks = findings, []
+
+    def own_part(self, generation):
+        return [0]
+
+    def ask(self, generation, task, code="", of=None):
+        self.tasks.append((task, of))
+
+    def answers(self):
+        return self.findings
+
+
+@pytest.mark.parametrize("findings", [[], [Finding(kind="SumMismatch", what="it was flipped")]], ids=["good", "bad"])
+def test_files_of_another_node_are_read_there_and_not_sent(both, findings):
+    """They came through the store of the job. Beside a slow link each save waited for them, and the loop up to 9 s."""
+    leader, _, _ = both
+    leader.tier.nodes, leader.verifier.others = (), Asked(findings)
+    with pytest.raises(Damaged) if findings else nullcontext():
+        verify(leader)
+    assert leader.tier.of == {"r00000"} and leader.verifier.others.tasks == [("read", [1])]
+    assert (leader.known.newest_verified() is None) == bool(findings)
 
 
 class VerdictLosingBoard(Board):

@@ -97,8 +97,8 @@ def test_a_sentinel_sees_the_loss_of_each_step(tmp_path):
     callback = LastgoodCallback(tmp_path / "run", every_steps=1, sentinel=lastgood.Sentinel(every=1))
     with pytest.raises(TrainingDiverged, match="step 5"):
         fit(callback, Broken(), batch=1, accumulate_grad_batches=2)
-    first = next(one for one in lastgood.open(tmp_path / "run").generations() if one.step == 3)
-    assert first.commit.metrics["loss"] > 0.0
+    good = [one for one in lastgood.open(tmp_path / "run").generations() if one.restorable]
+    assert good and all(one.commit.metrics["loss"] > 0.0 for one in good)
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -959,26 +959,31 @@ def test_random_sequences_of_saves_on_slots_keep_the_promises(tmp_path, how):
 # ---- through the public functions ------------------------------------------------------------------------------
 
 
-def training(root: Path, steps: range, **options: Any) -> dict[str, Any]:
+def training(root: Path, steps: range, **options: Any) -> tuple[dict[str, Any], list[float]]:
+    """Train the steps that are left. Returns the state, and the loss of each step."""
+    losses = []
     torch.manual_seed(0)
     net = torch.nn.Linear(50, 50)
     state = {"net": net, "opt": torch.optim.AdamW(net.parameters(), lr=0.1)}
     with lastgood.Checkpointer(f"slots://{root}", state, cadence=lastgood.Every(steps=1), **options) as ckpt:
         assert ckpt.restore().step == steps.start
         for n in steps:
-            net(torch.randn(4, 50)).square().mean().backward()
+            loss = net(torch.randn(4, 50)).square().mean()
+            loss.backward()
+            losses.append(loss.item())
             state["opt"].step()
             state["opt"].zero_grad()
             ckpt.step(n + 1)
-    return state
+    return state, losses
 
 
 @pytest.mark.parametrize("persist", ["direct", "mmap"])
 @pytest.mark.parametrize("in_flight", [1, 3])
 def test_training_in_slots_continues_bit_for_bit(tmp_path: Path, persist: str, in_flight: int) -> None:
-    whole = training(tmp_path / "whole", range(20), persist=persist, in_flight=in_flight)
-    training(tmp_path / "cut", range(9), persist=persist, in_flight=in_flight)
-    cut = training(tmp_path / "cut", range(9, 20), persist=persist, in_flight=in_flight)
+    whole, losses = training(tmp_path / "whole", range(20), persist=persist, in_flight=in_flight)
+    _, before = training(tmp_path / "cut", range(9), persist=persist, in_flight=in_flight)
+    cut, after = training(tmp_path / "cut", range(9, 20), persist=persist, in_flight=in_flight)
+    assert before + after == losses
     assert torch.equal(whole["net"].weight, cut["net"].weight)
     run = lastgood.open(f"slots://{tmp_path / 'cut'}")
     assert run.generations()[-1].step == 20 and run.verify(20).good

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import socket
 import ssl
+import struct
 import threading
+import time
 
 import pytest
 
@@ -16,6 +20,7 @@ from lastgood.wire.messages import Hello, Join, Proof, Refusal, Welcome
 from lastgood.wire.port import Peer
 from lastgood.wire.security import MutualTls, Plain, SharedKey
 from lastgood.wire.serving import Bounds, Server
+from lastgood.wire.sockets import Deadline, connect
 from wired import (
     CLIENT,
     HOST,
@@ -275,6 +280,19 @@ def test_a_bulk_connection_that_never_comes_ends_the_handshake(signer, monkeypat
 
 
 # ---- files and addresses -----------------------------------------------------------------------------------------
+
+
+def test_a_connection_that_is_reset_before_tls_is_closed(signer):
+    """Beside an agent that was killed Python left the socket open: `wrap_socket` loses it where it is not connected."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        stream = connect(server.getsockname(), Deadline(time.monotonic, 60.0, "a test"))
+        other, _ = server.accept()
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # its close resets
+        other.close()
+    assert stream.waits(60_000)
+    with contextlib.closing(stream), pytest.raises(PeerDown, match="ended"):
+        signer().node(CLIENT).wrap(stream, Deadline(time.monotonic, 60.0, "a test"), server=False)
+    gc.collect()  # pytest fails for a socket that nobody has closed
 
 
 def test_a_private_key_that_others_can_read_is_refused(signer):

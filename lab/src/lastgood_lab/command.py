@@ -215,6 +215,14 @@ def peer(out: Out, place: Place = None, scale: Scale = 1.0, rounds: Rounds = 5, 
     return _measured(bench, bench.Options(out, place, scale, rounds), out)
 
 
+@app.command("slow-peer")
+def slow_peer(out: Out, place: Place = None, rounds: Rounds = 5, as_json: Json = False) -> Answer:
+    """Time the steps of a loop whose saves are copied to another node that is slow, or does not answer."""
+    from . import slow_peer as bench
+
+    return _measured(bench, bench.Options(out, place, rounds), out)
+
+
 @app.command()
 def tensors(
     out: Out,
@@ -296,12 +304,13 @@ def overhead(
     place: Place = None,
     rounds: Rounds = 5,
     blocks: Annotated[int, typer.Option(min=1, help="Blocks of ten steps in each segment.")] = 4,
+    width: Annotated[int, typer.Option(min=1, help="Width of the four layers; wider ones, longer steps.")] = 512,
     as_json: Json = False,
 ) -> Answer:
     """Measure what the heartbeat and the Sentinel add to a training step, by paired segments in one process."""
     from . import overhead as bench
 
-    return _measured(bench, bench.Options(out, place, rounds, blocks), out)
+    return _measured(bench, bench.Options(out, place, rounds, blocks, width), out)
 
 
 @app.command()

@@ -74,6 +74,14 @@ class Network:
         """Bring the link of a node up again."""
         _ip("link", "set", self._end(node), "up")
 
+    def slow_down(self, node: int, megabits: int) -> None:
+        """Limit the link of a node to so many megabits a second, in each direction. Needs the command `tc`."""
+        self._queue(node, "add", "tbf", "rate", f"{megabits}mbit", "burst", "64kb", "latency", "20ms")
+
+    def speed_up(self, node: int) -> None:
+        """End what `slow_down` has begun."""
+        self._queue(node, "del")
+
     def processes(self, node: int) -> list[int]:
         """The processes that run in the namespace of a node."""
         listed = subprocess.run(["ip", "netns", "pids", self.name(node)], check=True, capture_output=True, text=True)
@@ -105,6 +113,12 @@ class Network:
 
     def _end(self, node: int) -> str:
         return f"lg{self._mark}n{node}"
+
+    def _queue(self, node: int, act: str, *arguments: str) -> None:
+        """Change the queue of the packets that a node sends, and of those that it receives."""
+        for where, device in ((["-n", self.name(node)], INTERFACE), ([], self._end(node))):
+            command = ["tc", *where, "qdisc", act, "dev", device, "root", *arguments]
+            subprocess.run(command, check=True, capture_output=True)
 
     def _add(self, node: int) -> None:
         name, end = self.name(node), self._end(node)

@@ -43,12 +43,14 @@ Row = Mapping[str, Any]
 @dataclass(frozen=True)
 class Options:
     """`out`: for the journal and the report. `place`: for the runs; None: in `out`. `rounds`: processes
-    (or pairs of them), one after another. `blocks`: of a segment."""
+    (or pairs of them), one after another. `blocks`: of a segment. `width`: of the four layers; wider ones, longer
+    steps."""
 
     out: Path
     place: Path | None = None
     rounds: int = 5
     blocks: int = BLOCKS
+    width: int = WIDTH
 
 
 class Block(NamedTuple):
@@ -65,7 +67,7 @@ def run(options: Options, progress: Progress) -> list[Row]:
     """Take the measurements that are missing in the journal in `out`; returns all rows, also those of earlier runs."""
     journal = Journal(options.out / "overhead.journal.jsonl", {"hardware": hardware()})
     keys = [
-        {"ranks": ranks, "round": number, "blocks": options.blocks}
+        {"ranks": ranks, "round": number, "blocks": options.blocks, "width": options.width}
         for number in range(options.rounds)
         for ranks in WORLDS
     ]
@@ -73,16 +75,18 @@ def run(options: Options, progress: Progress) -> list[Row]:
         if journal.get(**key) is None:
             load = os.getloadavg()[0]
             with working_place(options) as place:
-                segments = world(key["ranks"], _measured, place, options.blocks, limit_seconds=LIMIT_SECONDS)[0]
+                segments = world(
+                    key["ranks"], _measured, place, options.blocks, options.width, limit_seconds=LIMIT_SECONDS
+                )[0]
             journal.put({"load": load, "segments": segments}, **key)
             progress(f"round {key['round'] + 1}/{options.rounds}  {key['ranks']} ranks")
     return [{**key, **(journal.get(**key) or {})} for key in keys]
 
 
-def _measured(rank: int, size: int, place: Path, blocks: int) -> list[dict[str, list[float]]]:
+def _measured(rank: int, size: int, place: Path, blocks: int, width: int) -> list[dict[str, list[float]]]:
     """On each rank: the segments, of which each item has one of every variant."""
     torch.manual_seed(0)
-    network: nn.Module = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(LAYERS)))
+    network: nn.Module = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(LAYERS)))
     model = network if size == 1 else nn.parallel.DistributedDataParallel(network)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     state = {"model": model, "optimizer": optimizer}
@@ -108,7 +112,8 @@ def _measured(rank: int, size: int, place: Path, blocks: int) -> list[dict[str, 
 def _blocks(
     ckpt: lastgood.Checkpointer, model: nn.Module, optimizer: torch.optim.Optimizer, count: int
 ) -> Iterator[Block]:
-    inputs, steps, n = torch.randn(BATCH, WIDTH), lastgood.Sentinel().every, 0
+    inputs = torch.randn(BATCH, next(model.parameters()).shape[1])
+    steps, n = lastgood.Sentinel().every, 0
     for _ in range(count):
         begun, begun_cpu, call, call_cpu = time.perf_counter(), time.thread_time(), 0.0, 0.0
         for _ in range(steps):
@@ -148,7 +153,8 @@ def report(rows: Sequence[Row], options: Options) -> Report:
         name="overhead",
         title="Heartbeat and Sentinel, beside a step without them",
         about=(
-            f"What each adds, medians of {options.rounds * SEGMENTS} pairs of segments, (least-most). A segment has "
+            f"What each adds to a step of a network of {LAYERS} layers of width {options.width}, medians of "
+            f"{options.rounds * SEGMENTS} pairs of segments, (least-most). A segment has "
             f"{options.blocks} blocks of {lastgood.Sentinel().every} steps; it counts with its median block. With two "
             "ranks, of which rank 0 is shown, the Sentinel's all-reduce over gloo is in it, once a block."
         ),

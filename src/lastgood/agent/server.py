@@ -51,6 +51,9 @@ FIRST_SECONDS = 2.0
 """How long a new agent waits for the training process that has started it to attach."""
 FINDINGS_LIMIT = 200
 """So many findings fit into an answer that is sent at once."""
+FAILURES_TO_END = 2
+"""So many failures answer who has asked for the end. One is not enough: the attempt may have begun before the request,
+and the system may not have released the locks of a process that was killed a moment ago."""
 CONNECTIONS_LIMIT = 256
 """So many processes may be connected at once; others are refused."""
 
@@ -62,8 +65,8 @@ class Client:
         self.connection, self.data = connection, b""
         self.attached = self.waits = False
         """whether it is a training process; whether its request is answered once the copies have stopped"""
-        self.ends = False
-        """whether it has asked for the end"""
+        self.ends = 0
+        """how many failures to end end its request; 0: it has not asked for the end"""
         self.sending: Future[str] | None = None
         """the end of the sending that it has asked for: why that failed; empty if it did not"""
         self.work: Future[Done] | None = None
@@ -220,7 +223,7 @@ class Server:
         elif request.call == "end" and self._attached():
             self._send(client, "a training process is attached; end it first")
         elif request.call == "end":
-            client.ends, self._next_at, self._failures = True, 0.0, 0
+            client.ends, self._next_at, self._failures = FAILURES_TO_END, 0.0, 0
         else:
             self._send(client)
 
@@ -248,11 +251,13 @@ class Server:
             self._send(client, error, findings)
         self._answer_waiting()
 
-    def _refuse_to_end(self, error: str) -> None:
-        """Answer those who have asked for the end; with "": it has come."""
+    def _refuse_to_end(self, error: str, failures: int = FAILURES_TO_END) -> None:
+        """Note so many failures for those who have asked for the end, and answer who has seen enough; with "": it has
+        come."""
         for client in [one for one in self._clients.values() if one.ends]:
-            client.ends = False
-            self._send(client, error)
+            client.ends = max(0, client.ends - failures)  # guard: end-tried-again
+            if not client.ends:
+                self._send(client, error)
 
     def _send(
         self, client: Client, error: str = "", findings: Sequence[Finding] = (), peers: KnownPeers | None = None
@@ -353,7 +358,7 @@ class Server:
             # The first attempt often comes before the system has released the locks of a killed process.
             if self._failures > 1 and reporting.is_reported(self._failures):
                 reporting.warning(f"{self._folder}: attempt {self._failures}: {missing or self._held}")
-            self._refuse_to_end(f"not everything could be copied: {missing}" if missing else self._held)
+            self._refuse_to_end(f"not everything could be copied: {missing}" if missing else self._held, 1)
         self._answer_waiting()
 
     def _end(self) -> None:
@@ -366,8 +371,8 @@ class Server:
         except FileNotFoundError:  # nothing was ever saved here, or somebody has removed it
             lock = None
         except OSError:
-            self._next_at = time.monotonic() + PAUSES_SECONDS[-1]
-            self._refuse_to_end(HELD)
+            self._refuse_to_end(HELD, 1)
+            self._next_at = time.monotonic() + PAUSES_SECONDS[0 if self._asked_to_end() else -1]
             return
         removed = self._folder + memory_place.REMOVED
         try:

@@ -55,6 +55,8 @@ START_SECONDS = 60.0
 LIVED_SECONDS = 5.0
 """An agent that has lived longer is replaced at once. The sooner one ends after another, the less often it is tried."""
 POLL_SECONDS = 0.2
+PING_SECONDS = 1.0
+"""An agent that has not answered for so long is asked whether it lives."""
 SEND_SECONDS = 600.0
 """How long an agent may take to send the files of one generation."""
 LINGER_SECONDS = 600.0
@@ -216,7 +218,7 @@ def answered(folder: str, request: Request, stop: Callable[[], bool], ends_hung:
 
 
 def waited_for(waiting: Generator[None, None, Result], stop: Callable[[], bool]) -> Result:
-    """Run `answering`, or what uses it, to its end, and return the result. Raises Cancelled once `stop()` is true."""
+    """Run `answering`, or its user, to the end, and return the result. Raises Cancelled once `stop()` is true."""
     with contextlib.closing(waiting):
         while not stop():
             try:
@@ -226,35 +228,38 @@ def waited_for(waiting: Generator[None, None, Result], stop: Callable[[], bool])
     raise Cancelled("it was stopped")
 
 
-def answering(folder: str, request: Request, ends_hung: bool = True) -> Generator[None, None, Answer]:
+def answering(
+    folder: str, request: Request, ends_hung: bool = True, life_seconds: float | None = None
+) -> Generator[None, None, Answer]:
     """Ask the agent of a folder for what takes long; yields each POLL_SECONDS, and at last returns the answer.
 
-    While the generator is paused the agent goes on; `close()` stops it. `ends_hung` (default True): whether an agent
-    that does not answer is killed, so that it makes nobody wait again. Raises OSError if there is no agent, if it ends,
-    or if it does not answer for ATTACH_SECONDS whether it lives; ValueError for an answer that is none.
+    While the generator is paused the agent goes on; `close()` stops it. `life_seconds`: how long it may take to say
+    that it lives (None: ATTACH_SECONDS). `ends_hung` (default True): whether it is killed if it does not, so that
+    nobody waits again. Raises OSError if there is no agent, if it ends, or if it is silent (TimeoutError); ValueError
+    for an answer that is none.
     """
     with contextlib.closing(connected(folder)) as connection:
         connection.sendall(_encoded(request))
         came = select.poll()
         came.register(connection, select.POLLIN)
-        alive_until = time.monotonic() + ATTACH_SECONDS
+        ping_at = time.monotonic() + PING_SECONDS
         while not came.poll(POLL_SECONDS * 1000):
             yield
-            if time.monotonic() > alive_until:  # guard: hung-agent-not-waited-for
+            if time.monotonic() > ping_at:  # guard: hung-agent-not-waited-for
                 try:
-                    status(folder)
+                    status(folder, life_seconds)
                 except TimeoutError:
                     if ends_hung:
                         kill(connection)
                         raise TimeoutError("it did not answer, and was ended; another one is started") from None
                     raise
-                alive_until = time.monotonic() + ATTACH_SECONDS
+                ping_at = time.monotonic() + PING_SECONDS
         return _answer(connection)
 
 
-def status(folder: str) -> Answer | None:
-    """The state of the agent of a folder; None if none listens. Raises as `asked` if it does not answer."""
-    return _asked_if_any(folder, Request(protocol=PROTOCOL, call="status"))
+def status(folder: str, life_seconds: float | None = None) -> Answer | None:
+    """The state of the agent of a folder; None if none listens. Raises as `asked` if it does not answer in time."""
+    return _asked_if_any(folder, Request(protocol=PROTOCOL, call="status"), life_seconds)
 
 
 def peers_of(folder: str) -> KnownPeers | None:
@@ -269,13 +274,14 @@ def peers_of(folder: str) -> KnownPeers | None:
     return answer.peers if answer is not None else None
 
 
-def _asked_if_any(folder: str, request: Request) -> Answer | None:
-    """As `asked`, over a connection for this request; None if no agent listens."""
+def _asked_if_any(folder: str, request: Request, life_seconds: float | None = None) -> Answer | None:
+    """As `asked`, over a connection for this request; None if no agent listens. It may take `life_seconds`."""
     try:
         connection = connected(folder)
     except OSError:
         return None
     with contextlib.closing(connection):
+        connection.settimeout(ATTACH_SECONDS if life_seconds is None else life_seconds)
         return asked(connection, request)
 
 

@@ -6,6 +6,7 @@ the locks of the places meanwhile. What the agent cannot do, the training proces
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Generator
 from concurrent.futures import Executor
 from typing import Literal
@@ -23,6 +24,9 @@ from .agent_link import PROTOCOL
 from .agent_messages import Answer, Request, Work
 from .reader import Reading
 
+LIFE_SECONDS = 1.0
+"""How long an agent that is asked whether it lives may take to say so. A save may wait for it."""
+
 Stop = Callable[[], bool]
 
 
@@ -32,6 +36,8 @@ class AgentWork:
     def __init__(self, own: Disk | None) -> None:
         self._own = own
         self._failures = 0
+        self._silent_until = 0.0
+        """until when, by the monotonic clock, an agent that did not answer is not asked; 0.0: it has answered"""
 
     def read_all(
         self,
@@ -98,12 +104,23 @@ class AgentWork:
         return agent_link.waited_for(self._asked(own, work), stop)
 
     def _asked(self, own: Disk, work: Work) -> Generator[None, None, Answer | None]:
-        """Let the agent do a work, as `agent_link.answering`. Returns None if this process has to do it."""
+        """Let the agent do a work, as `agent_link.answering`. Returns None if this process has to do it.
+
+        An agent that does not answer is not asked for ATTACH_SECONDS, and is killed if it does not answer then.
+        """
+        if time.monotonic() < self._silent_until:  # guard: silent-agent-holds-no-save
+            return None
+        was_silent = self._silent_until > 0.0
+        request = Request(protocol=PROTOCOL, call="work", work=work)
         try:
-            answer = yield from agent_link.answering(own.root, Request(protocol=PROTOCOL, call="work", work=work))
-            error = answer.error
+            answer = yield from agent_link.answering(own.root, request, was_silent, LIFE_SECONDS)
+            self._silent_until, error = 0.0, answer.error
         except (FileNotFoundError, ConnectionError, NotWritable):
+            self._silent_until = 0.0
             return None  # there is no agent now, or another user's: `AgentLink.check` reports that, or starts one
+        except TimeoutError as failure:
+            self._silent_until = 0.0 if was_silent else time.monotonic() + agent_link.ATTACH_SECONDS
+            error = f"{type(failure).__name__}: {failure}"
         except (OSError, ValueError) as failure:
             error = f"{type(failure).__name__}: {failure}"
         if not error:

@@ -78,8 +78,9 @@ class Others(Protocol):
     def packed_part(self, generation: Generation) -> Collection[int] | None:
         """The ranks that wrote the generation whose files this process puts into a pack; None: all of them."""
 
-    def ask(self, generation: Generation, task: Task, code: str = "") -> None:
-        """Ask the others to do their part. `code`: of the parity, as "8+2"."""
+    def ask(self, generation: Generation, task: Task, code: str = "", of: Collection[int] | None = None) -> None:
+        """Ask the others to do their part. `code`: of the parity, as "8+2". `of`: only with the files that these ranks
+        wrote; None: with all."""
 
     def answers(self) -> list[Finding]:
         """Wait until they have done so. Returns their findings; raises what has failed."""
@@ -97,7 +98,7 @@ class Nobody:
     def packed_part(self, generation: Generation) -> None:
         """All ranks."""
 
-    def ask(self, generation: Generation, task: Task, code: str = "") -> None:
+    def ask(self, generation: Generation, task: Task, code: str = "", of: Collection[int] | None = None) -> None:
         """Nobody is there to ask."""
 
     def answers(self) -> list[Finding]:

@@ -62,9 +62,14 @@ class OtherRanks:
         """The ranks that wrote the generation whose files this process puts into a pack."""
         return self._parts(generation, "pack")[self._group.rank]
 
-    def ask(self, generation: Generation, task: copying.Task, code: str = "") -> None:
-        """Ask the other ranks to do their part. `code`: of the parity. Raises TierDown."""
-        self._requests.ask(Request(at=generation.id, task=task, code=code, parts=self._parts(generation, task)))
+    def ask(
+        self, generation: Generation, task: copying.Task, code: str = "", of: Collection[int] | None = None
+    ) -> None:
+        """As `copying.Others.ask`. Raises TierDown."""
+        parts = self._parts(generation, task)
+        if of is not None:
+            parts = [[one for one in part if one in of] for part in parts]
+        self._requests.ask(Request(at=generation.id, task=task, code=code, parts=parts))
 
     def answers(self) -> list[Finding]:
         """Wait until the other ranks have done what they were asked last; returns their findings.

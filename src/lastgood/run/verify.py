@@ -2,7 +2,8 @@
 
 With several ranks each rank reads the files that it has written itself, and posts whether they are good. The
 coordinator, which marks the generation, reads its own files and those of every rank that did not post in time that they
-are good. Then it asks the other ranks to write the parity of their files too (part_copies.py).
+are good; where these lie on other nodes, it asks the ranks there to read them (part_copies.py). Then it asks the other
+ranks to write the parity of their files too.
 """
 
 from __future__ import annotations
@@ -33,8 +34,6 @@ from .reader import disagreeing, read_all
 
 LEAST_WAIT_SECONDS = 0.1
 """The coordinator waits at least so long for the posts of the other ranks."""
-ELSEWHERE_WAIT_SECONDS = 5.0
-"""The same where it cannot read their files from its own disk."""
 POLL_SECONDS = 0.01
 """The pause between two polls for these posts."""
 
@@ -212,7 +211,8 @@ class Verifier:
         """Read a generation and return the findings.
 
         With several ranks, the coordinator reads its own part, and the parts that no other rank has reported as good in
-        time. It waits for the reports of the others for about as long as its own part took.
+        time. It waits for the reports of the others for about as long as its own part took. Parts on other nodes are
+        read there: through the store of the job their bytes would delay what every save waits for.
         """
         known, ranks, now = self._known, self._ranks, self._known.environment.monotonic_seconds
         if not isinstance(ranks, RankGroup):
@@ -220,13 +220,17 @@ class Verifier:
         begun = now()
         # guard: rank-zero-reads-own-files
         findings = own_findings(known, ranks, generation, arena, self._workers, stop, also)
-        elsewhere = hasattr(known.tier, "nodes")  # files on other nodes would come through the store of the job
-        least_seconds = ELSEWHERE_WAIT_SECONDS if elsewhere else LEAST_WAIT_SECONDS
-        reported = self._reported_good(ranks, generation, max(now() - begun, least_seconds), stop)
-        good = {ranks.rank, *reported}
-        rest = ranks_read_by(set(range(ranks.size)) - good, ranks, generation)  # guard: only-unconfirmed-ranks-reread
+        reported = self._reported_good(ranks, generation, max(now() - begun, LEAST_WAIT_SECONDS), stop)
+        silent = set(range(ranks.size)) - {ranks.rank, *reported}  # guard: only-unconfirmed-ranks-reread
+        rest = ranks_read_by(silent, ranks, generation)
+        mine = self.others.own_part(generation) if rest and hasattr(known.tier, "nodes") else None
+        if mine is not None:  # guard: parts-elsewhere-read-there
+            self.others.ask(generation, "read", of=rest)
+            rest = [one for one in mine if one in rest]
         # guard: unconfirmed-ranks-read
         findings += read_all(known.tier, generation, arena, self._workers, stop, of=rest)
+        if mine is not None:
+            findings += self.others.answers()
         return findings or disagreeing(known.tier, generation)
 
     def _reported_good(

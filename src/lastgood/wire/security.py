@@ -173,6 +173,8 @@ class MutualTls:
         context = self._context(server)
         try:
             stream.raw.settimeout(deadline.left())
+            # Python leaves the socket open if it finds in `wrap_socket` that the other side has reset the connection.
+            stream.raw.getpeername()  # guard: reset-connection-closed
             sock = context.wrap_socket(stream.raw, server_side=server, do_handshake_on_connect=False)
         except OSError as error:
             raise certificate_error(stream.name, error) from error

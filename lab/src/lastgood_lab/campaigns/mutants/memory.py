@@ -163,6 +163,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("what a run has lost since counts as had", "lacking-place-has-not-everything", Remove()),
         ("an agent without a run ends as if all were copied", "agent-without-run-fails", Never()),
         ("the fields of another version are an error", "version-compared-before-fields", Never()),
+        ("agent stop fails beside a lock that is not released yet", "end-tried-again", Swap(" - failures", " - 2")),
         ("a folder has two agents", "one-agent-for-a-folder", Swap("LOCK", "str(os.getpid())")),
         ("a fork keeps the connection of its parent open", "link-not-inherited-by-fork", Remove()),
         ("an agent that does not answer goes on beside the new one", "silent-agent-killed", Remove()),
@@ -187,6 +188,7 @@ MUTANTS: tuple[Mutant, ...] = (
             Remove(),
         ),
         ("an agent that hangs is waited for", "hung-agent-not-waited-for", Never()),
+        ("each save waits again for an agent that does not answer", "silent-agent-holds-no-save", Never()),
         ("an agent copies while the run is opened", "agent-attached-before-opening", Remove()),
     ),
     *table(

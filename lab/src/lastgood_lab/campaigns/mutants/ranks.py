@@ -99,8 +99,9 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "rank 0 reads the files of confirmed ranks again",
             "only-unconfirmed-ranks-reread",
-            Swap(" - good", " - {ranks.rank}"),
+            Swap(", *reported", ""),
         ),
+        ("files of other nodes are verified through the store", "parts-elsewhere-read-there", Never()),
         ("a plan is used after a rank's structure has changed", "stale-plan-refused", Remove()),
         ("a save continues although ranks know different holders of tensors", "equal-knowledge-required", Remove()),
         ("a retry does not wait for the end of the first attempt", "retry-waits-for-first-try", Never()),

@@ -95,6 +95,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a server accepts another mode or digest", "wire-server-compares-mode", Never()),
         ("a client does not compare the name in a certificate", "wire-client-checks-certificate-name", Remove()),
         ("a server does not compare the name in a certificate", "wire-server-checks-certificate-name", Remove()),
+        ("a connection that is reset before TLS stays open", "reset-connection-closed", Remove()),
         ("any name in a certificate counts", "wire-certificate-names-node", Never()),
         ("peers need no certificate", "wire-certificate-required", Swap("CERT_REQUIRED", "CERT_NONE")),
         ("a node of another version gets no answer", "other-version-answered", Never()),
