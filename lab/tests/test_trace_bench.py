@@ -58,6 +58,7 @@ def test_a_trace_is_replayed_through_real_processes(
     monkeypatch.setattr(trace_bench, "CONTENDERS", ("PCcheck",))
     monkeypatch.setattr(trace_bench, "CALM_SECONDS", 0.5)
     monkeypatch.setattr(trace_cluster, "ATTACH_SECONDS", 0.0)
+    monkeypatch.setattr(trace_cluster, "DETECT_SECONDS", 0.5)
     trace = tmp_path / "trace.csv"
     trace.write_text(",Time,GPUs\n0,0,8\n1,20,7\n2,90,7\n")
     code, text, err = bench("trace", "--out", tmp_path, "--trace", trace, "--compress", 10, "--device-seconds", 0.01)

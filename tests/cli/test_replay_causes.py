@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -95,3 +96,22 @@ def test_a_value_that_follows_the_loss_does_not_hide_the_next_hint(differing) ->
 def test_a_metric_alone_points_to_what_is_outside_the_state(differing) -> None:
     assert differing() == {}
     assert "metric" in usual_cause({}) and "The state of this step is the same" in usual_cause({})
+
+
+def test_a_difference_on_another_rank_is_found_and_the_rank_named() -> None:
+    """Values and random numbers of rank 0 alone were compared: another sample order on rank 1 was called the same."""
+    tier = access.for_reading(Path(__file__).parents[1] / "golden" / "ranks")
+    generation = max(commit.survey(tier).generations.values(), key=lambda one: one.id)
+    first, second = Content(tier, generation), Content(tier, generation)
+    assert compared(first, second)["same"]
+    second.tensors()["rng.numpy.state.key"].own.clear()  # as if rank 1 drew like rank 0
+    other = msgspec.structs.replace(second.manifests[1], values={**second.values(1), "cursor": 7})
+    second.manifests[1] = other
+    data = compared(first, second)
+    assert not data["same"]
+    groups = by_group(data, first, second)
+    assert groups == {"order of samples": ["cursor on rank 1"], "random numbers": ["rng.numpy.state.key on rank 1"]}
+    second.manifests[0] = msgspec.structs.replace(first.manifests[0], values={**first.values(0), "cursor": 7})
+    assert [one for one in compared(first, second)["values"] if one["path"] == "cursor"] == [
+        {"path": "cursor", "second": 7}
+    ]

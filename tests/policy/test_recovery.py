@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lastgood.errors import Refused
-from lastgood.policy.blame import Ended, first_cause, may_have_timed_out, timed_out
+from lastgood.policy.blame import Ended, first_cause, had_waited, may_have_timed_out, timed_out
 from lastgood.policy.recovery import PREEMPTED, Answer, Budget, Outcome, answer, replayed_steps, without_progress
 
 CRASH = -9
@@ -141,7 +141,9 @@ def test_steps_that_are_trained_again_are_counted() -> None:
 
 
 def test_pauses_grow_to_a_bound() -> None:
-    budget = Budget(without_progress=99)
+    """The 1,026th failure in a row ended the supervisor with an OverflowError."""
+    budget = Budget(without_progress=10**6)
+    assert answer(outcomes(*[10] * 1100), budget).pause_seconds == 60.0
     assert [answer(outcomes(*[10] * count), budget).pause_seconds for count in (2, 3, 4, 20)] == [1.0, 2.0, 4.0, 60.0]
 
 
@@ -214,10 +216,38 @@ def test_a_rank_that_has_waited_for_another_in_vain_has_timed_out() -> None:
 def test_several_aborts_may_be_a_timeout_and_one_alone_is_none() -> None:
     """An assertion in C++ ends a rank by SIGABRT too, while the others are healthy: it is the cause then."""
     aborted = [Ended(0, 1.0, -6), Ended(1, 1.1, -6)]
-    assert may_have_timed_out(aborted) and may_have_timed_out([*aborted, Ended(2, 1.0, 1, CLOSED)])
-    assert not may_have_timed_out(aborted[:1]) and not may_have_timed_out([aborted[0], Ended(1, 1.0, 1, CLOSED)])
-    assert not may_have_timed_out([*aborted, Ended(2, 1.2, -9)]), "the cause is known"
-    assert not may_have_timed_out([Ended(0, 1.0, -6, "ValueError: bad batch"), Ended(1, 1.0, 134)])
+    assert may_have_timed_out(aborted, []) and may_have_timed_out([*aborted, Ended(2, 1.0, 1, CLOSED)], [])
+    assert not may_have_timed_out(aborted[:1], []) and not may_have_timed_out(
+        [aborted[0], Ended(1, 1.0, 1, CLOSED)], []
+    )
+    assert not may_have_timed_out([*aborted, Ended(2, 1.2, -9)], [0, 1]), "the cause is known"
+    assert not may_have_timed_out([Ended(0, 1.0, -6, "ValueError: bad batch"), Ended(1, 1.0, 134)], [0, 1])
+
+
+def test_one_abort_is_a_timeout_where_its_steps_show_a_wait() -> None:
+    alone = [Ended(0, 700.0, -6), Ended(1, 700.1, 1, CLOSED)]
+    assert may_have_timed_out(alone, [0]) and not may_have_timed_out(alone, [1])
+    assert had_waited(600.0, 2.0) and not had_waited(600.0, 0.0), "no step was measured"
+    assert not had_waited(9.0, 2.0) and not had_waited(2.0, 0.001), "a step may take longer at times"
+
+
+@pytest.mark.parametrize(
+    ("error", "waited"),
+    [
+        (LASTGOOD, True),
+        (STORE, True),
+        (PAIR, True),
+        ("torch.distributed.DistBackendError: Watchdog caught collective operation timeout", True),
+        ("DistStoreError: Timed out after 61 seconds waiting for clients. 1/2 clients joined.", True),
+        ("ReadTimeout: HTTPSConnectionPool(host='data', port=443): Read timed out. (read timeout=10)", False),
+        ("TimeoutExpired: Command 'gzip' timed out after 30 seconds", False),
+        ("RuntimeError: DataLoader timed out after 30 seconds", False),
+        ("TierDown: the disk failed: /nfs/run: Connection timed out", False),
+    ],
+)
+def test_only_what_ranks_wait_for_is_a_wait_of_ranks(error: str, waited: bool) -> None:
+    """A rank whose download had timed out made another one hang, in the line where that computed."""
+    assert timed_out(Ended(0, 1.0, 1, error)) == waited
 
 
 def test_regular_ends_are_no_failures() -> None:

@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,12 +15,13 @@ import pytest
 
 from lastgood.io import heartbeat
 from lastgood.policy.hang import Signs
-from lastgood.supervisor import arguments, reported, signals
+from lastgood.supervisor import arguments, merged, rank_end, reported, signals
 from lastgood.supervisor.attempt import Attempt
 from lastgood.supervisor.attempt_records import AttemptRecords
 from lastgood.supervisor.host_signs import HostSigns
 from lastgood.supervisor.placement import NodeInfo, Notice, OneNode, Placement
 from lastgood.supervisor.stack_reader import StackReader
+from lastgood.supervisor.watch import RankProcess
 from lastgood.supervisor.zygote import Fork
 
 
@@ -73,21 +76,6 @@ def test_a_node_whose_survivors_may_save_waits_and_shows_signs_of_life(tmp_path:
     assert nodes.touched > 1
 
 
-def test_under_nohup_a_job_does_not_end_with_its_terminal() -> None:
-    """`nohup lastgood run ... &`: the job ended at logout with 129, because it took the SIGHUP that nohup ignores."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with signals.handled([signal.SIGTERM, signal.SIGHUP]) as received:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert received.taken() == []
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        with signals.handled([signal.SIGTERM, signal.SIGHUP]) as received:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert received.taken() == [signal.SIGHUP] and received.end == signal.SIGHUP
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
 def test_a_rank_that_was_just_forked_is_ended_with_the_others(tmp_path: Path) -> None:
     """A rank failed while the last one was being forked. That one had no process group yet, so it was not killed, and
     the job waited for half a minute until it had failed to find the others."""
@@ -99,6 +87,40 @@ def test_a_rank_that_was_just_forked_is_ended_with_the_others(tmp_path: Path) ->
         lived = one.run(HostSigns([], 0.0, ""), AttemptRecords(), StackReader(None))
     assert [one.code for one in lived.ended] == [137]
     assert not (tmp_path / "went on").exists(), "the second rank was left until it ended by itself"
+
+
+def test_a_node_whose_ranks_take_long_to_end_shows_signs_of_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To free the memory of a large rank takes longer than a node may be silent: the others took it for lost, and after
+    30 s its membership had ended."""
+    monkeypatch.setattr(rank_end, "TOUCH_SECONDS", 0.01)
+    lasting = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    lasting.returncode = 0  # its end is learned here
+    rank, kills = a_rank(lasting.pid, tmp_path), list[int]()
+    monkeypatch.setattr(signal, "pidfd_send_signal", lambda *_: None)  # as if its memory were being freed
+    monkeypatch.setattr(os, "killpg", lambda pid, _: kills.append(pid))
+    shown = list[float]()
+
+    def touch() -> None:
+        shown.append(time.monotonic())
+        if len(shown) == 3:
+            os.kill(lasting.pid, signal.SIGKILL)
+
+    at_last = threading.Timer(10.0, os.kill, [lasting.pid, signal.SIGKILL])  # if it shows nothing
+    at_last.start()
+    rank_end.end_all([rank], touch)
+    at_last.cancel()
+    os.close(rank.descriptor)
+    assert kills == [lasting.pid] and len(shown) == 3
+    assert rank.killed and rank.ended is not None and rank.ended.code == -signal.SIGKILL
+
+
+def a_rank(pid: int, folder: Path) -> RankProcess:
+    """A process as rank 0."""
+    heartbeat.create(str(folder / "page"))
+    shown = heartbeat.read(str(folder / "page"))
+    return RankProcess(0, pid, os.pidfd_open(pid), folder, folder / "page", shown)
 
 
 ABORTS = """
@@ -128,7 +150,7 @@ def test_aborts_without_an_error_may_be_the_timeout_of_a_wait(tmp_path: Path, re
         nodes = OneNode(NodeInfo(host="", ranks=3, node_rank=None, address=""), job.master)
         one = Attempt(job, 0, tmp_path, received, None, nodes.begin(0), nodes)  # type: ignore[arg-type]
         lived = one.run(HostSigns([], 0.0, ""), AttemptRecords(), StackReader(None))
-    cause = reported.cause(lived)
+    cause = reported.cause(merged.merged({0: merged.decoded(merged.encoded("", 3, False, lived))}, None))
     assert cause is not None
     if rest == "sleeps":
         assert (cause.kind, cause.rank) == ("hang", 2) and "others have waited for it" in cause.what

@@ -208,7 +208,7 @@ def test_the_end_that_another_node_records_is_that_of_the_attempt(run: str) -> N
     with side_records.opened(run) as tier:
         attempt_log.begin(tier, beginning("a", 1.0))
         records.settled(lambda: None)
-        records.end(run, ending("a"), lambda _: None)
+        records.end(run, ending("a"), lambda _: None, lambda: None)
         ended, lost, running = attempt_log.history(tier, opened=True)
     assert [one.cause for one in ended] == [None] and not lost and not running
 
@@ -219,7 +219,7 @@ def test_an_end_without_a_beginning_hides_no_lost_attempt(run: str) -> None:
     records.begin(beginning("b", 2.0), run)
     with side_records.opened(run) as tier:
         attempt_log.begin(tier, beginning("a", 1.0))
-        records.end(run, ending("b"), lambda _: None)
+        records.end(run, ending("b"), lambda _: None, lambda: None)
         assert [one.job for one in attempt_log.history(tier, opened=True).lost] == ["a"]
 
 
@@ -240,7 +240,7 @@ def test_a_script_with_two_runs_leaves_no_lost_attempt(run: str, tmp_path: Path)
     records.settled(lambda: None)
     with side_records.opened(second) as tier:
         attempt_log.begin(tier, beginning("lost", 0.5))
-    records.end(second, ending("a"), lambda _: None)
+    records.end(second, ending("a"), lambda _: None, lambda: None)
     for place, lost in (run, []), (second, ["lost"]):
         found = attempt_log.history(access.for_reading(place), opened=True)
         assert [one.job for one in found.ended] == ["a"] and [one.job for one in found.lost] == lost
@@ -261,7 +261,7 @@ def test_ends_that_could_not_be_recorded_at_first_are_recorded_later(run: str, t
         if began_at == 2.0:
             begun.unlink()
             (tmp_path / "aside").rename(begun)
-        records.end(run, ending("a"), lambda _: None)
+        records.end(run, ending("a"), lambda _: None, lambda: None)
     found = attempt_log.history(access.for_reading(run), opened=True)
     assert [one.job for one in found.ended] == ["a", "lost", "a"] and not found.lost
     assert [one.job for one in records.earlier] == ["lost"]

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 import subprocess
+import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from harness import reports
 from lastgood.cli import app
+from lastgood.errors import TierDown
 from lastgood.io import processes
-from lastgood.policy.recovery import GAVE_UP
-from lastgood.supervisor import attempt
+from lastgood.supervisor import attempt, held_store
 from mounts import small_tmpfs
 
 SLEEP = ("sleep", "1000")
@@ -43,18 +47,6 @@ def ended(capsys: pytest.CaptureFixture[str]):
 
 def children() -> set[int]:
     return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
-
-
-FILLS = ': > "$TORCHELASTIC_ERROR_FILE"; head -c 2000000 /dev/zero > "$TORCHELASTIC_ERROR_FILE.x"; exit 1'
-
-
-def test_a_rank_that_cannot_write_its_error_names_the_full_disk(tmp_path: Path, ended) -> None:
-    """The output of the ranks had filled the disk of --log-dir. Their errors are there too, so neither traceback nor
-    error was kept, and the report read: exit code 1."""
-    with small_tmpfs(tmp_path / "logs", "1m") as logs:
-        options = ["--log-dir", logs, "--redirects", "3", "--max-restarts", "0"]
-        code, report = ended(*options, program=("sh", "-c", FILLS))
-    assert code == GAVE_UP and f"could not be written: the disk of {logs}" in report.replace("\n", ""), report
 
 
 @pytest.mark.parametrize(
@@ -105,6 +97,44 @@ def test_no_more_processes_end_the_job_as_they_do_with_a_zygote(
     monkeypatch.setattr(subprocess, "Popen", popen)
     code, report = ended("--nproc-per-node", 2)
     assert code == 5 and "rank 1 cannot be started" in report and "ulimit -u" in report
+
+
+def test_a_limit_that_permits_no_thread_ends_the_job_before_ranks_start(ended, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that writes the records was started with the first record: a traceback of RuntimeError, exit code 1,
+    and a job that had trained was over."""
+
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    code, report = ended()
+    assert code == 5 and "records of attempts" in report and "ulimit -u" in report
+
+
+def test_a_store_that_cannot_be_held_is_no_taken_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit of processes was reported as `another process has the port`, and the job began with a store less."""
+    with socket.create_server(("", 0)) as taken, reports() as texts:
+        assert held_store.hold([f"localhost:{taken.getsockname()[1]}"]) is None
+    assert len(texts) == 1 and "in use" in texts[0]
+
+    def popen(*arguments: object, **settings: object) -> subprocess.Popen[bytes]:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    with pytest.raises(TierDown, match="ulimit -u"):
+        held_store.hold(["localhost:0"])
+
+
+def test_a_job_goes_on_when_nobody_reads_its_report(tmp_path: Path, ended, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`lastgood run ... | tee log`: the first line after the end of tee ended the job in place of the attempt."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as nobody, open(os.devnull, "w") as null:
+        monkeypatch.setattr(sys, "stderr", nobody)
+        again = f"if test -e {tmp_path}/began; then exit 0; fi; touch {tmp_path}/began; exit 1"
+        assert ended(program=("sh", "-c", again))[0] == 0
+        monkeypatch.undo()
+        os.dup2(null.fileno(), writing)  # what is left to write ends there
 
 
 def test_a_disk_that_is_full_at_a_later_attempt_ends_the_job(tmp_path: Path, ended) -> None:

@@ -190,6 +190,17 @@ def test_a_late_rank_is_only_reported_unless_a_limit_was_given(
     assert hangs(watch, ranks, 1000.0, 2000.0)[0].rank == 1
 
 
+def test_a_second_late_rank_is_reported_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One line an attempt named the first late rank, also for those that were late after it."""
+    ranks, reader = starting(tmp_path), AtTheStart(0)
+    watch = ProgressWatch(Limits(long_seconds=100.0), 2, reader)
+    assert hangs(watch, ranks, 1000.0, 1300.0) == []
+    reader.elsewhere = {1}
+    assert hangs(watch, ranks, 1300.0, 1600.0) == []
+    lines = [line.message.partition(" has not opened")[0] for line in caplog.records]
+    assert [line for line in lines if line.startswith("rank")] == ["rank 0", "rank 1"]
+
+
 def test_a_rank_that_was_seen_once_between_two_waits_is_not_late(tmp_path: Path) -> None:
     ranks, reader = starting(tmp_path), AtTheStart()
     watch = ProgressWatch(Limits(long_seconds=100.0, ends_late=True), 2, reader)

@@ -370,7 +370,7 @@ def test_a_command_ends_with_its_supervisor_too(tmp_path: Path) -> None:
         "--no-python",
         "sh",
         "-c",
-        f"echo $$ > {tmp_path}/pid.new; mv {tmp_path}/pid.new {tmp_path}/pid; sleep 600",
+        f"echo $$ > {tmp_path}/pid.new; mv {tmp_path}/pid.new {tmp_path}/pid; exec sleep 600",
     ]
     job = subprocess.Popen([*SUPERVISOR, *command])
     until((tmp_path / "pid").exists)

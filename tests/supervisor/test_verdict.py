@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from lastgood.policy.blame import Ended
 from lastgood.policy.hang import Signs, Stuck
 from lastgood.policy.membership import Bounds, Past, Spares
 from lastgood.policy.recovery import PREEMPTED
-from lastgood.supervisor import reported
+from lastgood.supervisor import long_values, merged, reported
 from lastgood.supervisor.attempt import Hang, Lived
 from lastgood.supervisor.membership import Joined, Waiters
 from lastgood.supervisor.nodes import NodeInfo, SeveralNodes
@@ -90,6 +91,14 @@ def test_a_report_longer_than_a_value_of_the_store_arrives_whole(nodes: list[Sev
     assert max(map(len, board.keys.values())) <= 1 << 20 < len(long)
 
 
+def test_a_node_that_sends_or_reads_a_long_report_shows_signs_of_life(board: Board) -> None:
+    """What eight ranks had noted took a minute on its way, in which the others took both nodes for lost."""
+    member, shown, long = Member(board, 0), list[int](), 3_000_000 * "x"
+    long_values.put(member, "key", long, lambda: shown.append(1))  # type: ignore[arg-type]
+    assert long_values.read(member, "key", board.keys["key"], lambda: shown.append(2)) == long  # type: ignore[arg-type]
+    assert shown == [1, 1, 1, 2, 2, 2]
+
+
 def test_a_lost_node_is_not_awaited_and_the_next_one_decides_for_it(nodes: list[SeveralNodes]) -> None:
     assert nodes[2].reports("of 2") is None
     assert nodes[1].reports("of 1") is None and nodes[1].verdict(None) is None, "node 0 is silent"
@@ -122,6 +131,40 @@ def test_the_lost_node_is_the_cause_and_not_the_ranks_that_lost_it() -> None:
     lived.ended.append(Ended(1, 2.0, 1, "ValueError: a bad batch"))
     cause = reported.cause(lived)
     assert cause is not None and (cause.kind, cause.rank) == ("exception", 1)
+
+
+def a_life(rank: int, silent_seconds: float, folder: Path, idle: bool = False) -> Lived:
+    """Of a node whose only rank has aborted at 1000 s, silent for so long; or goes on, and has done nothing."""
+    page = folder / str(rank)
+    heartbeat.create(str(page))
+    sign = 1000.0 - silent_seconds
+    shown = heartbeat.read(str(page))._replace(rank=rank, step=7, first=1.0, sign=sign, longest_seconds=2.0)
+    stuck = Stuck(Signs(rank, sign, "step", 7), "S", ['File "train.py", line 3 in load'])
+    life = Lived(0.0, failed=1000.0, over=1001.0, progress=[shown])
+    if idle:
+        life.suspected = Hang(stuck, None, {rank: "load"})
+    else:
+        life.ended = [Ended(rank, 1000.0, -signal.SIGABRT)]
+    return life
+
+
+@pytest.mark.parametrize(("aborts", "silent", "hangs"), [(1, 600.0, True), (1, 3.0, False), (2, 3.0, True)])
+def test_aborts_of_all_nodes_show_whether_a_rank_hangs(tmp_path: Path, aborts: int, silent: float, hangs: bool) -> None:
+    """Each node counted its own aborts, so with one rank a node the first that had waited was blamed; and of two ranks
+    the one that had waited, although the steps of both showed no progress for ten minutes."""
+    lives = [*(a_life(rank, silent, tmp_path) for rank in range(aborts)), a_life(aborts, silent, tmp_path, idle=True)]
+    reports = {node: merged.decoded(merged.encoded("h", 1, False, one)) for node, one in enumerate(lives)}
+    cause = reported.cause(merged.merged(reports, None))
+    assert cause is not None
+    assert (cause.kind, cause.rank) == (("hang", aborts) if hangs else ("signal", 0))
+
+
+def test_a_rank_that_is_ahead_of_one_that_aborted_does_not_hang(tmp_path: Path) -> None:
+    aborted, idle = a_life(0, 600.0, tmp_path), a_life(1, 600.0, tmp_path, idle=True)
+    aborted.progress = [one._replace(step=6) for one in aborted.progress]
+    reports = {0: merged.Report(host="h", ranks=1, asked=False, lived=aborted)}
+    reports[1] = merged.Report(host="h", ranks=1, asked=False, lived=idle)
+    assert merged.merged(reports, None).hang is None
 
 
 def test_a_signal_without_a_name_is_a_cause_too() -> None:
@@ -221,6 +264,26 @@ def test_a_node_without_which_the_others_go_on_joins_anew(board: Board, nodes: l
 def test_a_job_that_was_suspended_loses_no_node(nodes: list[SeveralNodes]) -> None:
     assert nodes[0].notice(10.0**9, []) is None and nodes[0].notice(10.0**9 + 0.3, []) is None
     assert nodes[0].notice(10.0**9 + 0.6, []) is not None, "but a node that goes on being silent is lost"
+
+
+def test_a_node_that_was_stopped_after_an_attempt_waits_for_the_others(
+    board: Board, nodes: list[SeveralNodes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had seen nothing of them for longer than a node may be silent, and took them for lost at once."""
+    later = time.monotonic() + 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    nodes[1].reports("of 1")
+    post = threading.Timer(0.1, board.keys.update, [{"0/report/2": "of 2"}])
+    post.start()
+    assert nodes[0].reports("of 0") == {0: "of 0", 1: "of 1", 2: "of 2"}
+    post.join()
+
+
+def test_an_error_of_many_megabytes_is_cut_off_in_verdicts() -> None:
+    """Each verdict has the errors of all attempts, and torch's store ends the connection that sends it 9 MiB."""
+    lived = Lived(0.0, ended=[Ended(0, 1.0, 1, "ValueError: " + 9_000_000 * "x")])
+    found = reported.outcome(lived, reported.cause(lived))
+    assert found.error.startswith("ValueError: xx") and len(found.error) == reported.ERROR_CHARACTERS
 
 
 def test_one_node_reports_each_change_of_the_spare_nodes_once(

@@ -195,6 +195,7 @@ def died_beside_left_out(
             assert save is not None
             save.committed()
             ckpt.wait()  # each save has its copies
+    dist.barrier()  # rank 0 has waited for the copies
     survives = [one for one in ("process", "node", "domain") if save.durable(one)]
     result = {"step": found.step, "losses": losses, "sources": [*found.sources], "survives": survives, "texts": texts}
     (home.parent / f"{rank}.json").write_text(json.dumps(result))

@@ -22,7 +22,7 @@ from .journal import Journal
 from .replay import Costs, published, replay
 from .report import Progress, Report, Table, hardware, spread
 from .trace_account import Account, Note, account
-from .trace_cluster import ATTACH_SECONDS, Alone, Cluster, Nodes
+from .trace_cluster import ATTACH_SECONDS, DETECT_SECONDS, Alone, Cluster, Nodes
 from .trace_job import NONE, NOTES, OURS, Spec
 from .usage import working_place
 
@@ -59,7 +59,13 @@ def run(options: Options, progress: Progress) -> list[Row]:
     found = list[Row]()
     for name in CONTENDERS:
         key = {"contender": name, "compress": options.compress, "seconds": seconds, "interval": options.interval}
-        key |= {"model": options.model, "scale": options.scale, "work": options.work, "device": options.device_seconds}
+        key |= {
+            "detect": DETECT_SECONDS,
+            "model": options.model,
+            "scale": options.scale,
+            "work": options.work,
+            "device": options.device_seconds,
+        }
         row = journal.get(**key)
         if row is None:
             plain = _plain(options, name)
@@ -151,8 +157,9 @@ def report(rows: Sequence[Row], options: Options) -> Report:
             f"{options.compress:g}; a save every {options.interval} steps, in each of which the processor waits for "
             f"{options.device_seconds:g} s, as for a device. One machine is killed at each drop. "
             "lastgood: two nodes of one rank and one in reserve, each with an agent; a save lies in the memory of both "
-            f"nodes, and is copied to a directory every {BELOW_STEPS} steps. The others: one process, started again; "
-            f"after {ATTACH_SECONDS} s if its state is on a disk, which is attached to another machine."
+            f"nodes, and is copied to a directory every {BELOW_STEPS} steps. A node is lost after "
+            f"{DETECT_SECONDS:g} s without a sign of life. The others: one process, started again after the same "
+            f"{DETECT_SECONDS:g} s, and {ATTACH_SECONDS} s more if its state is on a disk, which is attached elsewhere."
         ),
         tables=[
             Table("Replayed", [*head, "a save, s"], lines),

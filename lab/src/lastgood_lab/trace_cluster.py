@@ -1,8 +1,9 @@
 """The clusters of `lastgood bench trace`: real processes that are killed and started again. Measures nothing.
 
-`Alone` is one training process of a paper's policy, on a machine that is replaced: it is started again, after its disk
-was attached to the new machine. `Nodes` are three `lastgood run`, each with an agent and a memory of its own: one
-serves the store, one more trains, and one waits in reserve. A node is lost with everything on it, and replaced.
+`Alone` is one training process of a paper's policy, on a machine that is replaced: it is started again, once the loss
+is noticed, and its disk is attached to the new machine. `Nodes` are three `lastgood run`, each with an agent and a
+memory of its own: one serves the store, one more trains, and one waits in reserve. A node is lost with everything on
+it, and replaced.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from .trace_job import NOTES, PEER, Spec
 ATTACH_SECONDS = 5.5
 """until the disk of a lost machine is attached to another one (PCcheck, section 5.2.3)"""
 STORE = "node0"
-CONF = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=5"
+DETECT_SECONDS = 5.0
+"""until the loss of a machine is noticed, which shows no sign of life: as `lastgood run` is told, and for the others"""
+CONF = f"last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt={DETECT_SECONDS:.0f}"
 LOSS_SECONDS = 10.0
 """in which the processes of a lost node must be gone"""
 
@@ -70,7 +73,7 @@ class Alone:
             self._process.kill()
             self._process.wait()
             self._process = None
-        self._due = time.monotonic() + (ATTACH_SECONDS if self._on_disk else 0.0)
+        self._due = time.monotonic() + DETECT_SECONDS + (ATTACH_SECONDS if self._on_disk else 0.0)
 
     def poll(self) -> None:
         if self._process is None and time.monotonic() >= self._due:

@@ -9,12 +9,15 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ..format import layout
 from ..limits import CHUNK_BYTES
+from ..policy.reshard import Tensor
+from ..policy.survival import listed
 from ..run import access, read_places
 from ..run.content import Content
 from ..run.watched import Watched
@@ -29,6 +32,9 @@ if TYPE_CHECKING:
     import numpy as np
 
     Array = np.ndarray[Any, Any]
+
+_Side = tuple[Content, Tensor]
+"""a generation, and a tensor of it"""
 
 
 def diff(
@@ -47,7 +53,12 @@ def diff(
 
 
 def compared(one: Content, two: Content) -> dict[str, Any]:
-    """Compare every tensor and every value of two generations. Tensors with equal content digests are not read."""
+    """Compare every tensor and every value of two generations. Tensors with equal content digests are not read.
+
+    Of all ranks where both generations have equally many; else of rank 0 alone, where ranks hold content of their own.
+    A difference that not all ranks have names those that have it, as `ranks`.
+    """
+    ranks = range(len(one.manifests) if len(one.manifests) == len(two.manifests) else 1)
     ours, theirs = one.names(), two.names()
     rows = []
     for name in sorted(ours.keys() | theirs.keys(), key=natural):
@@ -66,16 +77,50 @@ def compared(one: Content, two: Content) -> dict[str, Any]:
             found = differences(x, y, a.dtype)
             row |= {"status": "differs" if found["differing"] else "same", "dtype": a.dtype, "shape": a.shape, **found}
         rows.append(row)
-    before, after = _leaves(one), _leaves(two)
-    changed = [
-        {"path": path}
-        | ({"first": before[path]} if path in before else {})
-        | ({"second": after[path]} if path in after else {})
-        for path in dict.fromkeys([*before, *after])
-        if path not in before or path not in after or before[path] != after[path]
-    ]
+        if a is not None and b is not None and "first" not in row:
+            rows += _own_rows(name, (one, a), (two, b), ranks)
+    changed = _changed(one, two, ranks)
     same = not changed and all(row["status"] == "same" for row in rows)
     return {"same": same, "tensors": rows, "values": changed}
+
+
+def _own_rows(name: str, one: _Side, two: _Side, ranks: range) -> list[dict[str, Any]]:
+    """A row for each rank that holds content of its own under this name, and differs there. Both have one type and
+    shape."""
+    rows = []
+    for rank, box in sorted(one[1].own.keys() | two[1].own.keys()):
+        if rank not in ranks:
+            continue
+        row: dict[str, Any] = {"name": name, "ranks": [rank]}
+        pieces = [
+            tensor.own.get((rank, box)) or next((piece for piece in tensor.stored if piece.box == box), None)
+            for _, tensor in (one, two)
+        ]
+        if pieces[0] is None or pieces[1] is None:  # the others are divided in another way
+            rows.append(row | {"status": "only in the second" if pieces[0] is None else "only in the first"})
+            continue
+        if one[0].algorithm == two[0].algorithm and pieces[0].piece.digest == pieces[1].piece.digest:
+            continue
+        found = differences(one[0].piece(pieces[0]), two[0].piece(pieces[1]), one[1].dtype)
+        if found["differing"]:
+            rows.append(row | {"status": "differs", "dtype": one[1].dtype, "shape": box.shape, **found})
+    return rows
+
+
+def _changed(one: Content, two: Content, ranks: range) -> list[dict[str, Any]]:
+    """The values that differ, each change once, with the ranks that have it unless all have."""
+    found = dict[bytes, tuple[dict[str, Any], list[int]]]()
+    for rank in ranks:
+        if one.values(rank) == two.values(rank):
+            continue
+        before, after = _leaves(one, rank), _leaves(two, rank)
+        for path in dict.fromkeys([*before, *after]):
+            if path in before and path in after and before[path] == after[path]:
+                continue
+            first = {"first": before[path]} if path in before else {}
+            change = {"path": path} | first | ({"second": after[path]} if path in after else {})
+            found.setdefault(msgspec.json.encode(change), (change, []))[1].append(rank)
+    return [change | ({"ranks": having} if len(having) < len(ranks) else {}) for change, having in found.values()]
 
 
 def compared_view(data: Mapping[str, Any]) -> RenderableType:
@@ -92,16 +137,20 @@ def compared_view(data: Mapping[str, Any]) -> RenderableType:
             for key in ("max_abs", "relative_l2")
             if key in row
         ]
-        table.add_row(clean(row["name"]), row["dtype"], f"{row['differing']:,}", f"{row['elements']:,}", *far)
+        table.add_row(
+            clean(row["name"]) + on_ranks(row), row["dtype"], f"{row['differing']:,}", f"{row['elements']:,}", *far
+        )
     if table.row_count:
         parts += [table, Text()]
     for status in ("other type or shape", "only in the first", "only in the second"):
         for row in groups.get(status, []):
             sides = [f"{row[side][0]} {shape_text(row[side][1])}" for side in ("first", "second") if side in row]
-            parts.append(Text(f"{clean(row['name'])}: {status}" + (f" ({' -> '.join(sides)})" if sides else "")))
+            parts.append(
+                Text(f"{clean(row['name'])}{on_ranks(row)}: {status}" + (f" ({' -> '.join(sides)})" if sides else ""))
+            )
     for row in data["values"]:
         sides = [value_text(row[side]) if side in row else "absent" for side in ("first", "second")]
-        parts.append(Text(f"{clean(row['path'])}: {' -> '.join(sides)}"))
+        parts.append(Text(f"{clean(row['path'])}{on_ranks(row)}: {' -> '.join(sides)}"))
     counts = ", ".join(
         f"{len(rows):,} {status.replace('differs', 'differ')}"
         for status, rows in sorted(groups.items(), key=lambda g: g[0] != "same")
@@ -111,8 +160,13 @@ def compared_view(data: Mapping[str, Any]) -> RenderableType:
     return Group(*parts, Text(end, style="bold"))
 
 
-def _leaves(content: Content) -> dict[str, Any]:
-    return {path: leaf for path, leaf in leaves_of(content.values()) if not is_place(leaf)}
+def on_ranks(row: Mapping[str, Any]) -> str:
+    """Which ranks have a difference, as the end of its name; empty: all have it."""
+    return f" on {listed(row['ranks'])}" if "ranks" in row else ""
+
+
+def _leaves(content: Content, rank: int) -> dict[str, Any]:
+    return {path: leaf for path, leaf in leaves_of(content.values(rank)) if not is_place(leaf)}
 
 
 def differences(first: bytearray, second: bytearray, dtype: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from ..run.content import Content
+from .compare import on_ranks
 from .value_tree import parts_of
 
 _ARITHMETIC = (
@@ -55,21 +56,27 @@ def usual_cause(groups: Collection[str]) -> str:
 
 
 def by_group(compared: Mapping[str, Any], one: Content, two: Content) -> dict[str, list[str]]:
-    """Group -> the names that differ, in the order of HINTS; groups without a difference are left out.
+    """Group -> the names that differ, in the order of HINTS, with the ranks where not all differ; groups without a
+    difference are left out.
 
     `compared`: as `compare.compared` returns it for the two generations.
     """
-    owners = dict(_owners(two.values())) | dict(_owners(one.values()))
+    owners = dict[str, str]()
+    for content in (two, one):
+        for rank in range(len(content.manifests)):  # stages of a pipeline hold different names
+            owners |= _owners(content.values(rank))
     may_be_infinite = one.not_demanded() | two.not_demanded()
     found: dict[str, list[str]] = {group: [] for group in HINTS}
     for row in compared["tensors"]:
         if row["status"] != "same":
             group = _group(row["name"], owners)
             is_buffer = group == "parameters" and row["name"] in may_be_infinite
-            found["buffers" if is_buffer else group or "other tensors"].append(row["name"])
+            found["buffers" if is_buffer else group or "other tensors"].append(row["name"] + on_ranks(row))
     for row in compared["values"]:
         group = _group(row["path"], owners)
-        found[group if group in ("order of samples", "random numbers") else "values"].append(row["path"])
+        found[group if group in ("order of samples", "random numbers") else "values"].append(
+            row["path"] + on_ranks(row)
+        )
     return {group: names for group, names in found.items() if names}
 
 

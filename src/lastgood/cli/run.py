@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 
 import typer
@@ -25,4 +26,5 @@ def run(context: typer.Context) -> int:
 
 
 def _report(line: str) -> None:
-    print(f"lastgood: {line}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # the reader of stderr may have ended: that ends no job
+        print(f"lastgood: {line}", file=sys.stderr, flush=True)

@@ -23,7 +23,7 @@ from ..extras import needed
 from ..loop.checkpointer import Checkpointer
 from ..state.adapters import adapters_entry
 from ..state.objects import load_rng, read_rng
-from .options import checkpointer_options, require, require_one_restore, require_path
+from .options import LOSS, checkpointer_options, require, require_one_restore, require_path, wants_loss
 from .order import OrderedLoader, order_seed
 
 with needed("lightning", "lastgood.integrations.lightning"):
@@ -49,8 +49,9 @@ class LastgoodCallback(Callback):
     The state consists of module, optimizers, schedules, precision plugin, datamodule, the progress of the loops, other
     callbacks, logged metrics and their running means, torchmetrics of the module, random number generators, and the
     position in the data. Entries that `on_save_checkpoint` hooks add to a checkpoint are saved too. The mean loss of
-    the batches of each step is its metric "loss", if the module optimizes automatically, for `sentinel=Sentinel()` and
-    `retention=Keep(best=("loss", "min", 3))`; of several processes the best is chosen by that of rank 0.
+    the batches of each step is its metric "loss", if the module optimizes automatically, and `sentinel=Sentinel()`, a
+    `retention=Keep(best=("loss", "min", 3))`, `lastgood run --records` or `lastgood replay` uses it; of several
+    processes the best is chosen by that of rank 0.
 
     `fit` raises Refused if something else saves or restores the same state: a second LastgoodCallback, or `ckpt_path`
     when the run holds a generation. ModelCheckpoint may write its `.ckpt` files. It also raises Refused for several
@@ -69,6 +70,7 @@ class LastgoodCallback(Callback):
         self._saved = 0  # newest step that was saved or restored
         self._rng: dict[str, Any] | None = None  # to be set before the first batch after a restore
         self._phase = ExitStack()  # in it while a validation runs
+        self._adds_loss = False  # whether anything uses the loss
         self._loss: Any = 0.0  # of the step that is trained, added up over its batches
         self._batches = 0
 
@@ -91,6 +93,8 @@ class LastgoodCallback(Callback):
         found = self.checkpointer.restore()
         self._newest = self._saved = found.step
         self._rng = read_rng() if found.generation is not None else None
+        # What a module returns that optimizes by itself need not be a loss.
+        self._adds_loss = wants_loss(self._options) and pl_module.automatic_optimization
         iter(
             trainer.fit_loop._data_fetcher
         )  # begin again: the iteration of setup_data has the position before the restore
@@ -125,15 +129,14 @@ class LastgoodCallback(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        # What a module returns that optimizes by itself need not be a loss.
-        if self.checkpointer is not None and pl_module.automatic_optimization and isinstance(loss, torch.Tensor):
+        if self._adds_loss and isinstance(loss, torch.Tensor):
             self._loss, self._batches = self._loss + loss.detach().mean(), self._batches + 1
 
     def _metrics(self) -> dict[str, Any]:
         """The metrics of the step that was trained."""
         loss, batches = self._loss, self._batches
         self._loss, self._batches = 0.0, 0
-        return {"loss": loss / batches} if batches else {}
+        return {LOSS: loss / batches} if batches else {}
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         if self._progress is not None:
@@ -162,7 +165,7 @@ class LastgoodCallback(Callback):
     def _close(self, error: BaseException | None) -> None:
         self._phase.close()
         checkpointer, self.checkpointer, self._progress = self.checkpointer, None, None
-        self._loss, self._batches = 0.0, 0
+        self._adds_loss, self._loss, self._batches = False, 0.0, 0
         if checkpointer is not None:
             checkpointer.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 

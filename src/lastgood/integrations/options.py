@@ -7,10 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import NotARun, Refused
+from ..loop import replaying
 from ..loop.opened import open_run
 from ..loop.options import near_option, option_names
 from ..policy.cadence import Every
-from ..run import paths
+from ..run import job_logs, paths
+
+LOSS = "loss"
+"""the metric that integrations give with each step, if anything uses it (`wants_loss`)"""
 
 
 def checkpointer_options(every_steps: int | None, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -28,6 +32,19 @@ def checkpointer_options(every_steps: int | None, options: Mapping[str, Any]) ->
         return dict(options)
     require("cadence" not in options, "every_steps and cadence both define when to save", "Give one of them.")
     return {**options, "cadence": Every(steps=every_steps)}
+
+
+def wants_loss(options: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether anything uses the loss of each step: a Sentinel, `Keep(best=)` of the run or of a tier, the logs of
+    `lastgood run --records`, or `lastgood replay`. Otherwise no step has to add it up, and no save to wait for it.
+
+    `options`: as `checkpointer_options` returns them.
+    """
+    keeps = [options.get("retention"), *(getattr(one, "retention", None) for one in options.get("tiers") or ())]
+    best = [getattr(one, "best", None) for one in keeps]
+    if options.get("sentinel") is not None or any(one is not None and one[0] == LOSS for one in best):
+        return True
+    return bool(environ.get(job_logs.VARIABLE) or environ.get(replaying.VARIABLE))
 
 
 def require_path(path: str | os.PathLike[str]) -> str:

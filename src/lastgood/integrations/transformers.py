@@ -22,7 +22,7 @@ from ..extras import needed
 from ..loop.checkpointer import Checkpointer
 from ..state.adapters import adapters_entry
 from ..state.objects import load_rng, read_rng
-from .options import checkpointer_options, require, require_one_restore, require_path
+from .options import LOSS, checkpointer_options, require, require_one_restore, require_path, wants_loss
 from .order import OrderedLoader, order_seed
 
 with needed("transformers", "lastgood.integrations.transformers"):
@@ -52,8 +52,9 @@ class LastgoodCallback(TrainerCallback):
 
     The state consists of weights, optimizer, schedule, loss scale, random number generators, TrainerState, callbacks
     that are `ExportableState`, the running loss, and the position in the data. The loss of each step, as
-    `Trainer.training_step` returns it, is its metric "loss", for `sentinel=Sentinel()` and
-    `retention=Keep(best=("loss", "min", 3))`; of several processes the best is chosen by that of rank 0.
+    `Trainer.training_step` returns it, is its metric "loss" where `sentinel=Sentinel()`, a
+    `retention=Keep(best=("loss", "min", 3))`, `lastgood run --records` or `lastgood replay` uses it; of several
+    processes the best is chosen by that of rank 0.
 
     `train()` raises Refused if something else saves or restores the same state: a second LastgoodCallback, a
     `save_strategy` that stores optimizer state, or `resume_from_checkpoint` when the run holds a generation. It also
@@ -70,6 +71,7 @@ class LastgoodCallback(TrainerCallback):
         self._saved = 0  # newest step that was saved or restored
         self._rng: dict[str, Any] | None = None  # to be set before the first step after a restore
         self._progress: _Progress | None = None
+        self._adds_loss = False  # whether anything uses the loss
         self._loss: Any = None  # of the step that is trained, added up over its batches; None: of none yet
 
     @property
@@ -102,6 +104,7 @@ class LastgoodCallback(TrainerCallback):
         found = self.checkpointer.restore()
         self._newest = self._saved = found.step
         self._rng = read_rng() if self.resumed else None
+        self._adds_loss = wants_loss(self._options)
         return found.step
 
     def phase(self, name: str) -> AbstractContextManager[None]:
@@ -110,14 +113,14 @@ class LastgoodCallback(TrainerCallback):
 
     def note_loss(self, loss: Any) -> None:
         """Add the loss of a batch, which the Trainer has divided by the number of batches in a step."""
-        if self.checkpointer is not None:
+        if self._adds_loss:
             loss = loss.detach().mean()  # it may have a dimension of length 1
             self._loss = loss if self._loss is None else self._loss + loss
 
     def _metrics(self) -> dict[str, Any]:
         """The metrics of the step that was trained."""
         loss, self._loss = self._loss, None
-        return {} if loss is None else {"loss": loss}
+        return {} if loss is None else {LOSS: loss}
 
     def save_last(self, step: int) -> None:
         """Save the state after the last step, if it is not saved yet."""
@@ -127,6 +130,7 @@ class LastgoodCallback(TrainerCallback):
 
     def _detach(self) -> None:
         self.checkpointer = self._progress = self._rng = self._loss = None
+        self._adds_loss = False
 
     # ---- events --------------------------------------------------------------------------------------------
 

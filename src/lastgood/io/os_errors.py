@@ -67,11 +67,12 @@ IN_A_RUN = (
     Row(NOT_PERMITTED, NotWritable, "not permitted:", "Nothing was changed.", "Check the owner and the mount."),
 )
 _AT_ANY_OTHER = Row(frozenset(), TierDown, "the disk failed:")
+_NO_THREAD = "can't start new thread"
+"""what Python says where the limit permits no further thread; such a limit is one of processes, too"""
+_MORE_PROCESSES = "Raise the limit of processes: ulimit -u, pids.max of the cgroup."
 TO_START = (
     Row(USED_UP, NoSpace, ""),
-    Row(
-        frozenset({errno.EAGAIN}), TierDown, "", "", "Raise the limit of processes: ulimit -u, pids.max of the cgroup."
-    ),
+    Row(frozenset({errno.EAGAIN}), TierDown, "", "", _MORE_PROCESSES),
     Row(frozenset({errno.EMFILE, errno.ENFILE}), TierDown, "", "", "Raise the limit of open files: ulimit -n."),
     Row(frozenset({errno.ENOMEM}), TierDown, "", "", "Free memory on this machine, or give the container more."),
 )
@@ -118,20 +119,37 @@ def translated(path: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def needed(what: str, full: str) -> Iterator[None]:
-    """Raise each OSError of the block, which makes what a job needs before its ranks run, as NoSpace or TierDown.
+    """Raise each OSError of the block, which makes what a job needs before its ranks run, as NoSpace or TierDown; and
+    that it can start no thread, as `threads` does.
 
     `what`: what cannot be then, with the place. `full`: the remedy if that place is full.
     """
+    safe = "No rank of this attempt is left, and every committed generation is untouched."
     try:
-        yield
+        with threads(what, safe):
+            yield
     except OSError as error:
         row = _row(TO_START, error)
         at = f": {error.filename}" if error.filename is not None and os.fspath(error.filename) not in what else ""
         raise row.error(
             f"{what}: {error.strerror or error}{at}",
-            safe="No rank of this attempt is left, and every committed generation is untouched.",
+            safe=safe,
             todo=row.todo or (full if row.error is NoSpace else "Mend that, and start the job again."),
         ) from error
+
+
+@contextlib.contextmanager
+def threads(what: str, safe: str) -> Iterator[None]:
+    """Raise as TierDown that the block can start no thread, because there may be no more: Python raises a RuntimeError.
+
+    `what`: what cannot be then. `safe`: what is safe then.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if str(error) != _NO_THREAD:
+            raise
+        raise TierDown(f"{what}: {error}", safe=safe, todo=_MORE_PROCESSES) from error
 
 
 def _row(table: tuple[Row, ...], error: OSError) -> Row:

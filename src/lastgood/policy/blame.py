@@ -7,7 +7,7 @@ connections and timeouts; the report of an attempt names the first cause.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from .recovery import PREEMPTED
@@ -25,10 +25,18 @@ TIMEOUTS = re.compile(
     re.IGNORECASE,
 )
 """What errors of ranks say that have waited for another one for too long."""
+_BETWEEN_RANKS = re.compile(
+    r"([\w.]+\.)?(RuntimeError(?!: DataLoader )|\w*Dist\w*Error|RankFailed)\b|TierDown: the store of the process group|"
+    r"TimedOut: rank \d+: posted nothing"
+)
+"""How the errors of torch's collectives and stores begin, and those of saves of several ranks: a request of the script
+to a server, or a worker of a DataLoader, has timeouts too."""
 ABORTED = -6
 """SIGABRT: so NCCL ends a process whose peers are gone, or that has waited for one until its timeout."""
 LEAST_ABORTS = 2
 """One rank that aborts may have a fault of its own, as an assertion in C++; a timeout ends all that have waited."""
+WAITED_TIMES, WAITED_SECONDS = 5.0, 5.0
+"""One that has shown no step for so many times its longest one, and at least for so long, has waited as well."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +70,7 @@ def first_cause(ended: Sequence[Ended]) -> Ended | None:
 
 def follows(one: Ended) -> bool:
     """Whether a rank looks as if it had failed only because another one did."""
-    return is_follower(one.error) or _aborted(one)
+    return is_follower(one.error) or aborted(one)
 
 
 def is_follower(error: str) -> bool:
@@ -72,16 +80,29 @@ def is_follower(error: str) -> bool:
 
 def timed_out(one: Ended) -> bool:
     """Whether a rank has failed because it had waited for another one until a timeout."""
-    return bool(TIMEOUTS.search(one.error))
+    return bool(TIMEOUTS.search(one.error) and _BETWEEN_RANKS.match(one.error))  # guard: only-collectives-are-waits
 
 
-def may_have_timed_out(failed: Sequence[Ended]) -> bool:
+def may_have_timed_out(failed: Sequence[Ended], waited: Collection[int]) -> bool:
     """Whether the ranks that have failed may have waited for another one until NCCL's timeout, which leaves no error.
 
-    Their aborts do not show it: one that goes on, and did nothing since, may be the one for which they have waited.
+    Aborts alone do not show it: one that goes on, and did nothing since, may be the one for which they have waited.
+    `failed`: of all nodes. `waited`: those of them whose steps show that they had waited (`had_waited`).
     """
-    return sum(map(_aborted, failed)) >= LEAST_ABORTS and all(map(follows, failed))  # guard: lone-abort-is-no-timeout
+    aborts = [one.rank for one in failed if aborted(one)]
+    enough = len(aborts) >= LEAST_ABORTS or not {*waited}.isdisjoint(aborts)  # guard: lone-abort-is-no-timeout
+    return enough and all(map(follows, failed))  # guard: known-cause-is-no-timeout
 
 
-def _aborted(one: Ended) -> bool:
+def had_waited(silent_seconds: float, longest_seconds: float) -> bool:
+    """Whether the steps of a rank show that it had waited when it ended.
+
+    `silent_seconds`: from its newest sign of life until its end. `longest_seconds`: the longest time between two signs
+    before; 0.0: not known, so that nothing is shown.
+    """
+    return 0.0 < WAITED_TIMES * longest_seconds < silent_seconds and silent_seconds > WAITED_SECONDS
+
+
+def aborted(one: Ended) -> bool:
+    """Whether SIGABRT has ended a rank, and no exception."""
     return one.code == ABORTED and not one.error

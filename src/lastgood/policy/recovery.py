@@ -40,6 +40,8 @@ STORE = "store"
 """the `cause` of an attempt that ended because the store of the nodes was lost, and no node"""
 CAUSES = ("exception", "exit", HANG, "node", "signal", STORE)
 """the kinds of causes: those that have a name begin with one of these, as "signal SIGKILL" """
+_MOST_DOUBLINGS = 32
+"""of the pause before a restart: a float has an end, and a job with many permitted failures has not"""
 USAGE = 2
 """the exit code of argparse for arguments that a script does not take"""
 
@@ -179,7 +181,8 @@ def answer(
     if same >= budget.without_progress:  # guard: no-endless-restarts
         where = "before a state was restored" if last.restored_step is None else f"after step {last.restored_step}"
         return Answer("end", f"{same} attempts in a row failed {where}, and nothing newer was saved")
-    pause = min(budget.pause_seconds * 2 ** (same - 2), budget.longest_pause_seconds) if same > 1 else 0.0
+    doublings = min(same - 2, _MOST_DOUBLINGS)
+    pause = min(budget.pause_seconds * 2**doublings, budget.longest_pause_seconds) if same > 1 else 0.0
     if last.saved_newer:
         return Answer("restart", f"it has saved step {last.saved_step}", pause)
     return Answer("restart", f"failure {same} of {budget.without_progress} without a newer saved step", pause)

@@ -186,7 +186,9 @@ def main() -> None:
         failed = _failed(error)
     try:
         with contextlib.suppress(EOFError, OSError):
-            while _asks_in_time(connection, settings.silent_seconds):
+            seconds: float | None = None  # the supervisor imports torch before its first request, perhaps for minutes
+            while _asks_in_time(connection, seconds):
+                seconds = settings.silent_seconds
                 request = msgspec.json.decode(framed.receive(connection), type=Request)
                 try:
                     answer = failed if member is None else member.answer(request)
@@ -195,6 +197,7 @@ def main() -> None:
                 with answering:
                     framed.send(connection, msgspec.json.encode(answer))
     finally:
+        connection.close()
         if settings.stores:  # the threads of store_list.py: a probe of a store that is stopped waits in torch for ever
             raised = sys.exc_info()[1]
             if raised is not None:
@@ -202,9 +205,9 @@ def main() -> None:
             os._exit(raised is not None)
 
 
-def _asks_in_time(connection: socket.socket, seconds: float) -> bool:
+def _asks_in_time(connection: socket.socket, seconds: float | None) -> bool:
     """Wait for the next request. Returns False if the supervisor is stopped or hangs: this node must not go on showing
-    torch that it is there, because the other nodes would wait for it."""
+    torch that it is there, because the other nodes would wait for it. `seconds`: None: it shows nothing yet."""
     return bool(select.select([connection], [], [], seconds)[0])
 
 

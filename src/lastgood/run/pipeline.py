@@ -34,6 +34,7 @@ from ..limits import WORKERS
 from ..records import Generation, GenerationId
 from . import node_opening, paths
 from .chunk_queue import ChunkQueue
+from .copied_places import CopiedPlaces
 from .flight import Flight
 from .follower import Follower
 from .known import Environment
@@ -73,6 +74,7 @@ class Pipeline:
         self._work: list[Future[None]] = []
         self._abandoned: list[tuple[int, Future[None]]] = []
         """steps whose save failed before its start, each with the job that removes their files"""
+        self._copied = CopiedPlaces(ranks) if isinstance(ranks, RankGroup) else None
         opening = ranks.topic("open")
         with opening.failing(), contextlib.ExitStack() as storage:
             disk = storage.enter_context(opened_front(path, options, ranks, opening))
@@ -233,7 +235,7 @@ class Pipeline:
                     flight.pinned = True
                     self.run.known.pinned.add(flight.at)
         if save.is_committed() and self.places.below:
-            save.note_places(self.run.tier.place, self.places.add(save.committed().id))
+            self._note_places(save, save.committed(), self.places.add(save.committed().id))
         if not milestone and not metrics:
             return save
         labelled = Save(save.step)
@@ -247,7 +249,7 @@ class Pipeline:
                 if isinstance(self.run, RunWriter):
                     generation = self.run.label(generation.id, milestone, metrics)
                 copies = {**save.copies_on_nodes(), **self.places.add(generation.id)}
-                labelled.note_places(self.run.tier.place, copies)
+                self._note_places(labelled, generation, copies)
             except BaseException as error:  # noqa: BLE001 - reported by the training thread
                 labelled.note_outcome(None, error)
                 if save.is_committed():  # otherwise the failure of the save itself is reported
@@ -384,7 +386,7 @@ class Pipeline:
             # Writing to memory is a copy: one thread that reads each piece once takes the least of the processor.
             used = None if paths.in_memory(self.run.tier.place) else writers
             generation = save(self.run, flight.request, self.run.rank_writer(used), flight.topic)
-            handle.note_places(self.run.tier.place, self.places.offer(generation, flight.pinned))
+            self._note_places(handle, generation, self.places.offer(generation, flight.pinned))
             # Only the coordinator learns of the copies, and raises for all ranks if none is made.
             volatile = self._ranks.is_coordinator and paths.in_memory(self.run.tier.place)
             self.outcomes.durable(flight.at.step, in_memory=volatile)
@@ -406,6 +408,13 @@ class Pipeline:
         upkeep = self._upkeep_thread.submit(self._after_save)
         with self._state:
             self._work.append(upkeep)
+
+    def _note_places(self, save: Save, generation: Generation, copies: Mapping[str, Future[None] | None]) -> None:
+        save.note_places(self.run.tier.place, copies)
+        if self._copied is not None and self._ranks.is_coordinator:
+            self._copied.watch(generation.id, copies)
+        elif self._copied is not None:
+            save.note_posted(self._copied)
 
     def _overtake(self, newer: Flight) -> None:
         """Cancel the older saves that are not pinned; this frees their memory and their space on the disk."""

@@ -15,6 +15,7 @@ from ..errors import Overtaken, TimedOut, TornSnapshot
 from ..policy.arguments import require, require_seconds
 from ..records import Generation
 from . import paths
+from .copied_places import CopiedPlaces
 
 Survives = Literal["process", "power", "node", "domain"]
 
@@ -41,6 +42,8 @@ class Save:
         """entered while a caller waits for this save"""
         self._places: dict[str, Future[None] | None] = {}
         """the places of the save: None for the one where it is committed first, the end of its copy for the others"""
+        self._posted: CopiedPlaces | None = None
+        """shows, at a rank other than 0, to which places rank 0 has copied the save"""
 
     @classmethod
     def of(cls, generation: Generation, place: str) -> Save:
@@ -66,8 +69,8 @@ class Save:
         `survives`: "process", which every place survives; "power" (default), which every place survives but memory;
         "node", the loss of a machine with its disks, or "domain", that of a rack or a zone, which object stores
         survive, and copies in the memory of other nodes, if no node of the job was left out of them. Of several ranks,
-        only rank 0 knows of copies to further places; what is in memory first is durable there alone. Raises Refused
-        for another text.
+        rank 0 makes the copies to further places, and the others ask the store of the job, a call of about a
+        millisecond. Raises Refused for another text.
         """
         kinds = get_args(Survives)
         require(survives in kinds, f"survives={survives!r}", f"Give one of {', '.join(kinds)}.")
@@ -81,7 +84,9 @@ class Save:
         """The places that have the generation, the nearest first: paths and URLs, as in messages."""
         if not self.is_committed():
             return []
-        return [place for place, copied in self._places.items() if copied is None or _succeeded(copied)]
+        places = [place for place, copied in self._places.items() if copied is None or _succeeded(copied)]
+        posted = [] if self._posted is None else self._posted.of(self.committed().id)
+        return list(dict.fromkeys([*places, *posted]))
 
     def copying(self, place: str) -> bool:
         """Whether the generation exists, and its copy to `place` is under way."""
@@ -154,6 +159,10 @@ class Save:
     def note_written(self) -> None:
         """Called by the pipeline: every byte has been written."""
         self._written.set()
+
+    def note_posted(self, posted: CopiedPlaces) -> None:
+        """Called by the pipeline, at a rank other than 0: where to find what rank 0 has copied."""
+        self._posted = posted
 
     def note_places(self, first: str, copies: Mapping[str, Future[None] | None]) -> None:
         """Called by the pipeline: where the save is committed first, and the copies to other places.

@@ -9,21 +9,21 @@ Invariant: after `run` no process of the attempt is left.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
 import select
-import shutil
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from .. import reporting
+from ..errors import TierDown
 from ..io import heartbeat, os_errors
 from ..io.oom_kills import OomKills, oom_kills
-from ..policy.blame import Ended, follows, may_have_timed_out, timed_out
+from ..policy.blame import Ended, aborted, follows, timed_out
 from ..policy.hang import Silent, Stuck, awaited, is_idle
 from ..policy.health import Finding, leaves
 from . import leftovers
@@ -35,6 +35,7 @@ from .membership import StoreLost
 from .outputs import Console
 from .placement import Kind, Nodes, Notice, Placement
 from .progress_watch import ProgressWatch
+from .rank_end import end_all, how_ended
 from .rank_start import RankStart
 from .signals import Signals
 from .slow_watch import SlowWatch
@@ -52,8 +53,6 @@ FOLLOWERS_SECONDS = 1.0
 cause, and takes longer to end."""
 EXIT_SECONDS = 0.5
 """How long a rank has to end once its program has failed with an exception: for what it has registered with atexit."""
-ERROR_BYTES = 2**16
-"""about how much room the error of a rank takes at most"""
 POLL_SECONDS = 0.1
 """how often the pages of the ranks are read"""
 
@@ -89,6 +88,8 @@ class Lived:
     """rank -> the stack of the exception that ended it"""
     hang: Hang | None = None
     """None: no rank was hung"""
+    suspected: Hang | None = None
+    """a rank that did nothing when others had ended like followers: it hangs if these had waited (merged.py)"""
     lost: tuple[int | None, str] | None = None
     """the first rank of the nodes that were lost, and a text about them; no rank: the store of the nodes was lost"""
     grows: bool = False
@@ -130,6 +131,8 @@ class Attempt:
         """when the ranks that are left are ended; whether they were asked to end"""
         self._published: Kind | None = None
         """why the attempt is over, as this node or another one has published it"""
+        self._unreachable = False
+        """whether the store of the nodes has not answered"""
         with os_errors.needed(f"the output of the ranks cannot be kept in {folder}", FULL):
             self._console = Console(job.outputs, folder)
         self._written = set[int]()
@@ -148,13 +151,17 @@ class Attempt:
                 self._start(pages)
                 lived.started = time.monotonic()
                 self._watch(lived, host, records, reader)
-            except StoreLost:
+            except TierDown as error:
+                self._unreachable = True
+                if not isinstance(error, StoreLost):
+                    raise
                 lived.failed = lived.failed or time.monotonic()
             finally:
                 reader.close()
-                self._kill(lived)
+                end_all(self._ranks, self._show_life)
+                lived.killed = any(one.killed for one in self._ranks)
                 lived.over = time.monotonic()
-                self._console.close()
+                self._console.close(self._show_life)
                 self._read(lived)
                 _note_out_of_memory(lived, killed_before)
                 for one in self._ranks:
@@ -183,7 +190,7 @@ class Attempt:
                 if descriptor in self._live:
                     one = self._live.pop(descriptor)
                     self._poll.unregister(descriptor)
-                    one.ended = _ended(one)
+                    one.ended = how_ended(one)
             self._console.copy()
             self._note_failures(lived)
             records.shown([one.shown for one in self._ranks])
@@ -295,14 +302,12 @@ class Attempt:
         """If a rank, of this node or another one, has waited for others until a timeout, note which of them it was."""
         failed = [_as_ended(one) for one in self._ranks if one.failed]
         live = [one for one in self._ranks if not one.failed and one.ended is None]
-        waited = self._published == "timeout" or any(map(timed_out, failed))
-        candidates = live
-        if not waited and self._published == "follower" and may_have_timed_out(failed):
-            waited, candidates = True, [one for one in live if self._has_done_nothing(one)]
-        if candidates and waited and all(map(follows, failed)):  # guard: timeouts-name-who-hangs
-            texts = stacks(live)
-            one = awaited(stuck(candidates, texts))
-            lived.hang = None if one is None else Hang(one, None, texts)
+        if not all(map(follows, failed)):
+            return
+        if self._published == "timeout" or any(map(timed_out, failed)):  # guard: timeouts-name-who-hangs
+            lived.hang = _awaited(live, live)
+        elif self._published == "follower" and (self._place.nodes > 1 or any(map(aborted, failed))):
+            lived.suspected = _awaited([one for one in live if self._has_done_nothing(one)], live)
 
     def _has_done_nothing(self, one: RankProcess) -> bool:
         """Whether a rank has shown no sign and used no processor since another one has failed, as far as is known."""
@@ -320,23 +325,14 @@ class Attempt:
             else:
                 signal.pidfd_send_signal(one.descriptor, number)
 
-    def _kill(self, lived: Lived) -> None:
-        """End every process of the attempt, those in the process groups of the ranks too."""
-        # No rank was reaped yet, so no other process has its number.
-        for one in self._ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(one.pid, signal.SIGKILL)
-            with contextlib.suppress(ProcessLookupError):  # a rank that was just forked has no group of its own yet
-                signal.pidfd_send_signal(one.descriptor, signal.SIGKILL)  # guard: rank-without-group-killed
-        for one in self._ranks:
-            if one.ended is None:
-                select.select([one.descriptor], [], [])
-                one.ended = _ended(one)
-                one.killed = lived.killed = True
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(one.pid, 0)
-                while True:  # what the rank had started became a child of this process (adopt_orphans)
-                    os.waitpid(-one.pid, 0)  # guard: processes-of-ranks-awaited
+    def _show_life(self) -> None:
+        """Show the other nodes that this one lives, while it ends its ranks. Raises nothing: the next request raises
+        again that their store is lost."""
+        if not self._unreachable:
+            try:
+                self._nodes.touch()
+            except TierDown:
+                self._unreachable = True  # a store that does not answer is not asked again: each time takes long
 
     def _read(self, lived: Lived) -> None:
         for one in self._ranks:
@@ -351,12 +347,11 @@ class Attempt:
             lived.left = left_by(self._ranks)
 
 
-def _ended(one: RankProcess) -> Ended:
-    """How a rank has ended. It stays a zombie, so that its number is not given to another process (`_kill`)."""
-    found = os.waitid(os.P_PIDFD, one.descriptor, os.WEXITED | os.WNOWAIT)
-    assert found is not None
-    code = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
-    return Ended(one.rank, time.monotonic(), code)
+def _awaited(candidates: Sequence[RankProcess], live: Sequence[RankProcess]) -> Hang | None:
+    """The one of some ranks for which others have waited; None: none of them. `live`: all that have not ended."""
+    texts = stacks(live) if candidates else {}
+    one = awaited(stuck(candidates, texts))
+    return None if one is None else Hang(one, None, texts)
 
 
 def _note_out_of_memory(lived: Lived, before: OomKills | None) -> None:
@@ -405,16 +400,7 @@ def _error(path: Path) -> tuple[str, str, float]:
         at = float(extra.get("monotonic", 0.0))
         return printable(message["message"]), printable(extra["py_callstack"]), at
     except (OSError, ValueError, KeyError, TypeError):
-        return _not_written(path), "", 0.0
-
-
-def _not_written(path: Path) -> str:
-    """Why a rank has left an error file without an error in it, as far as is known."""
-    try:
-        full = path.stat().st_size == 0 and shutil.disk_usage(path.parent).free < ERROR_BYTES
-    except OSError:
-        return ""
-    return f"NoSpace: its error could not be written: the disk of {path.parent} is full" if full else ""
+        return "", "", 0.0
 
 
 def printable(text: str) -> str:

@@ -110,7 +110,7 @@ class Attempt(Record, frozen=True, kw_only=True):
     answer: str
     """what followed, and why"""
     nodes: int = 1
-    """those that have reported; `ranks` are theirs"""
+    """those that have reported; `ranks` are those of all nodes, also of lost ones"""
     slow: list[Slow] = msgspec.field(default_factory=list)
     findings: list[Finding] = msgspec.field(default_factory=list)
     """signs that a host may fail, each once for each supervisor"""

@@ -1,37 +1,43 @@
 """Writes the records of a supervisor's attempts into the run of its job: that each has begun, then how it has ended.
 
 Before it writes the first one, it records the end of what earlier supervisors have left without one (attempt_log.py).
-The beginning is written in a thread, because a slow place must not keep the ranks from being watched. A record that
-cannot be written is reported, and the job goes on.
+All is written in a thread, because a slow place must keep neither the ranks from being watched nor this node from
+showing that it lives. A record that cannot be written is reported, and the job goes on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
+from typing import TypeVar
 
 from msgspec.structs import replace
 
 from .. import reporting
 from ..errors import LastgoodError
+from ..io import os_errors
 from ..io.heartbeat import Progress
 from ..ports import Tier
 from ..run import advice, side_records
 from ..run.advice import Advice
 from . import attempt_log
 from .attempt_log import Attempt, Begun
+from .placement import TOUCH_SECONDS
 
-TOUCH_SECONDS = 1.0
-"""how often a sign of life is shown while a record is waited for"""
+Result = TypeVar("Result")
+GOES_ON = "The job goes on."
 
 
 class AttemptRecords:
-    """The records of one supervisor, of one attempt after another."""
+    """The records of one supervisor, of one attempt after another. Raises TierDown if there can be no thread."""
 
     def __init__(self) -> None:
         self.earlier = list[Attempt]()
         """the attempts of earlier supervisors of the run, oldest first; empty until this one has seen a rank open it"""
         self._thread = ThreadPoolExecutor(1, "lastgood-records")
+        with os_errors.needed("the thread that writes the records of attempts cannot be started", ""):
+            self._thread.submit(int)  # it lives from now on, so that no limit keeps it from being started later
         self._writes = list[Future[int]]()
         """each a record of the beginning of this attempt, and its number; 0: it could not be written"""
         self._begun: Begun | None = None
@@ -64,27 +70,45 @@ class AttemptRecords:
             self._begun = replace(self._begun, restored_step=min(one.restored_step for one in ranks))
             self._note(self._run, self._begun)
 
+    def done(self, work: Callable[[], Result], touch: Callable[[], None]) -> Result:
+        """Do something that may take long, after what is being written. Returns what it returns; raises what it raises,
+        and what `touch` raises, which is called meanwhile."""
+        doing = self._thread.submit(work)
+        try:
+            while wait([doing], TOUCH_SECONDS).not_done:
+                touch()
+        finally:
+            wait([doing])  # what was begun is whole before anything else is done
+        return doing.result()
+
     def settled(self, touch: Callable[[], None]) -> None:
         """Wait until what is being written is written. `touch`: is called meanwhile."""
-        while wait(self._writes, TOUCH_SECONDS).not_done:
-            touch()
+        self.done(int, touch)
 
-    def end(self, run: str, attempt: Attempt, advised: Callable[[Sequence[Advice]], Advice | None]) -> None:
+    def end(
+        self,
+        run: str,
+        attempt: Attempt,
+        advised: Callable[[Sequence[Advice]], Advice | None],
+        touch: Callable[[], None],
+    ) -> None:
         """Write the record of an attempt that has ended, and advice for the next restore.
 
         `run`: that the ranks have opened last; empty: it is not known. `advised`: this advice, from that which is in
-        the run.
+        the run. `touch`: as for `done`.
         """
-        if not run:
-            return
+        if run:
+            self.done(partial(self._end, run, attempt, advised), touch)
+
+    def _end(self, run: str, attempt: Attempt, advised: Callable[[Sequence[Advice]], Advice | None]) -> None:
         # Not the newest: if nothing was written, that is of an attempt that is lost.
         begun = max((one.result() for one in self._writes), default=0)
         try:
             if self._run not in ("", run):  # guard: closed-run-has-the-end-too
-                with side_records.opened(self._run) as tier:
+                with os_errors.threads(self._run, GOES_ON), side_records.opened(self._run) as tier:
                     attempt_log.append(tier, attempt, begun)
                 begun = 0
-            with side_records.opened(run) as tier:
+            with os_errors.threads(run, GOES_ON), side_records.opened(run) as tier:
                 if self._begun is None:
                     begun = side_records.newest(tier, attempt_log.BEGUN)
                 attempt_log.append(tier, attempt, begun)
@@ -100,7 +124,7 @@ class AttemptRecords:
     def _write(self, run: str, begun: Begun) -> int:
         """Record a beginning, after the ends that are missing. Returns its number; 0 if that failed."""
         try:
-            with side_records.opened(run) as tier:
+            with os_errors.threads(run, GOES_ON), side_records.opened(run) as tier:
                 if run not in self._closed:  # guard: lost-attempts-closed-first
                     self.earlier = _closed(tier, begun)
                     self._closed.add(run)

@@ -14,6 +14,7 @@ import subprocess
 from collections.abc import Sequence
 
 from .. import reporting
+from ..io import os_errors
 from . import program
 
 MODULE = "lastgood.ranks.store_server"
@@ -42,14 +43,25 @@ class HeldStore:
 
 
 def hold(endpoints: Sequence[str]) -> HeldStore | None:
-    """Hold the store of the first endpoint that is of this machine, and whose port is free; None: there is none."""
-    here = [(number, one) for number, one in enumerate(endpoints) if _is_here(parted(one)[0])]
-    for number, endpoint in here:
-        with contextlib.suppress(OSError):  # another node of this machine may hold it, as in tests
-            return HeldStore(number, _listening(parted(endpoint)[1]))
-    if here:
-        ports = ", ".join(endpoint for _, endpoint in here)
-        reporting.warning(f"this node holds no store: another process has the port of {ports}")
+    """Hold the store of the first endpoint that is of this machine, and whose port is free; None: there is none, which
+    is reported if one is of this machine.
+
+    Raises NoSpace or TierDown if the process cannot be started.
+    """
+    why = list[str]()
+    for number, endpoint in enumerate(endpoints):
+        host, port = parted(endpoint)
+        if not _is_here(host):
+            continue
+        try:
+            listening = _listening(port)
+        except OSError as error:  # another node of this machine may hold it, as in tests
+            why.append(f"{endpoint}: {error.strerror or error}")
+            continue
+        with os_errors.needed(f"the process of the store at {endpoint} cannot be started", ""):
+            return HeldStore(number, listening)
+    if why:
+        reporting.warning(f"this node holds no store: it cannot listen at {'; '.join(why)}")
     return None
 
 
@@ -75,7 +87,7 @@ def _is_here(host: str) -> bool:
 
 
 def _listening(port: int) -> socket.socket:
-    """A socket that takes connections to all addresses of this machine. Raises OSError if the port is in use."""
+    """A socket that takes connections to all addresses of this machine. Raises OSError, as if the port is in use."""
     if socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):
             return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=512)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from .membership import Membership
 
 PIECE_CHARACTERS = 1 << 20
@@ -10,20 +12,24 @@ IN_PIECES = "in pieces: "
 """How the value of such a key begins, before the number of the others."""
 
 
-def put(membership: Membership, key: str, value: str) -> None:
-    """Set a key of the round to a value. Raises TierDown."""
+def put(membership: Membership, key: str, value: str, touch: Callable[[], None]) -> None:
+    """Set a key of the round to a value. `touch`: shows between the pieces that this node lives. Raises TierDown."""
     if len(value) <= PIECE_CHARACTERS:
         membership.put({key: value})
         return
     starts = range(0, len(value), PIECE_CHARACTERS)
     for number, start in enumerate(starts):
         membership.put({f"{key}/{number}": value[start : start + PIECE_CHARACTERS]})
+        touch()
     membership.put({key: f"{IN_PIECES}{len(starts)}"})
 
 
-def read(membership: Membership, key: str, value: str) -> str:
-    """The value that was set so. `value`: what the key has in the store. Raises TierDown."""
+def read(membership: Membership, key: str, value: str, touch: Callable[[], None]) -> str:
+    """The value that was set so. `value`: what the key has in the store. `touch`: as for `put`. Raises TierDown."""
     if not value.startswith(IN_PIECES):
         return value
-    pieces = (membership.read([f"{key}/{one}"])[0] for one in range(int(value.removeprefix(IN_PIECES))))
-    return "".join(one or "" for one in pieces)
+    pieces = list[str]()
+    for one in range(int(value.removeprefix(IN_PIECES))):
+        pieces.append(membership.read([f"{key}/{one}"])[0] or "")
+        touch()
+    return "".join(pieces)

@@ -5,13 +5,14 @@ Times are seconds since the attempt began while they travel, because the clocks 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
 import msgspec
 
 from ..io.heartbeat import Progress
+from ..policy.blame import Ended, had_waited, may_have_timed_out
 from ..policy.hang import behind
 from ..policy.recovery import Act, Outcome
 from ..records import Record
@@ -65,10 +66,12 @@ def shifted(lived: Lived, seconds: float) -> Lived:
         known = {name: getattr(one, name) for name in _TIMES}
         return one._replace(**{name: at + seconds for name, at in known.items() if at is not None})
 
-    hang = lived.hang
-    if hang is not None and hang.behind.signs.since is not None:
-        signs = replace(hang.behind.signs, since=hang.behind.signs.since + seconds)
-        hang = replace(hang, behind=replace(hang.behind, signs=signs))
+    def of_hang(one: Hang | None) -> Hang | None:
+        if one is None or one.behind.signs.since is None:
+            return one
+        signs = replace(one.behind.signs, since=one.behind.signs.since + seconds)
+        return replace(one, behind=replace(one.behind, signs=signs))
+
     return replace(
         lived,
         began=lived.began + seconds,
@@ -77,7 +80,8 @@ def shifted(lived: Lived, seconds: float) -> Lived:
         over=lived.over + seconds,
         ended=[replace(one, at_seconds=one.at_seconds + seconds) for one in lived.ended],
         progress=[moved(one) for one in lived.progress],
-        hang=hang,
+        hang=of_hang(lived.hang),
+        suspected=of_hang(lived.suspected),
     )
 
 
@@ -95,7 +99,7 @@ def merged(reports: Mapping[int, Report], lost: tuple[int | None, str] | None) -
         ended=[ended for one in lives for ended in one.ended],
         progress=[shown for one in lives for shown in one.progress],
         stacks={rank: text for one in lives for rank, text in one.stacks.items()},
-        hang=_hang([one.hang for one in lives if one.hang is not None]),
+        hang=_hang([one.hang for one in lives if one.hang is not None]) or _awaited(lives),
         lost=lost,
         grows=any(one.grows for one in lives),
         asked_by=max(one.asked_by for one in lives),
@@ -106,10 +110,30 @@ def merged(reports: Mapping[int, Report], lost: tuple[int | None, str] | None) -
     )
 
 
-def _hang(hangs: list[Hang]) -> Hang | None:
+def _hang(hangs: Sequence[Hang]) -> Hang | None:
     """The rank that is behind among those that are behind on their nodes, and the stacks of all."""
     if not hangs:
         return None
     last = behind([one.behind for one in hangs])
     silent = next((one.silent for one in hangs if one.silent is not None), None)
     return Hang(last, silent, {rank: text for one in hangs for rank, text in one.stacks.items()})
+
+
+def _awaited(lives: Sequence[Lived]) -> Hang | None:
+    """The rank that did nothing when others had aborted, if these show that they had waited for it. Only here the ranks
+    of all nodes are known."""
+    found = _hang([one.suspected for one in lives if one.suspected is not None])
+    if found is None:
+        return None
+    shown = {one.rank: one for lived in lives for one in lived.progress}
+    failed = [one for lived in lives for one in lived.ended if one.failed]
+    step = found.behind.signs.step
+    waited = [one.rank for one in failed if shown[one.rank].step >= step and _had_waited(one, shown[one.rank])]
+    return found if may_have_timed_out(failed, waited) else None
+
+
+def _had_waited(one: Ended, shown: Progress) -> bool:
+    """Whether a rank that has failed had waited in a step, as it has shown."""
+    if shown.sign is None or shown.phase_began is not None or shown.closed is not None:
+        return False
+    return had_waited(one.at_seconds - shown.sign, shown.longest_seconds)

@@ -82,7 +82,7 @@ class SeveralNodes:
         """an id of the job, the same on all nodes of the round"""
         self._seen = dict[int, tuple[str, float]]()
         """node -> its newest sign of life, and when it came"""
-        self._next = self._next_alive = self._next_waiting = self._next_others = 0.0
+        self._next = self._polled = self._next_alive = self._next_waiting = self._next_others = 0.0
         self._others = list[Signs]()
         self.spares: policy.Spares | None = None
         """the nodes in reserve, as this node has last seen them; None: none are expected, or it has not looked"""
@@ -194,7 +194,7 @@ class SeveralNodes:
         """The place of this node in an attempt; a Notice if the attempt is over before it began. Raises TierDown."""
         self._number, self._grows, self._asked, now = number, False, False, time.monotonic()
         self._seen = {one: ("", now) for one in range(len(self.infos))}
-        self._next, self._next_alive, self._next_others = now, 0.0, 0.0
+        self._next, self._polled, self._next_alive, self._next_others = now, now, 0.0, 0.0
         self._next_waiting = now + WAITING_SECONDS
         if self._carried is not None and self._carried.number == number:  # guard: attempt-before-move-is-decided
             return Notice(kind="moved")
@@ -229,8 +229,6 @@ class SeveralNodes:
         """
         if now < self._next:
             return None
-        if now - self._next > self._timeout_seconds / 2:  # guard: suspended-node-blames-nobody
-            self._seen = {one: (value, now) for one, (value, _) in self._seen.items()}
         self._next = now + POLL_SECONDS
         over = self._poll(now, [f"{self._number}/over"], signs)[0]
         if over is None and (silent := self._silent(now)):
@@ -293,14 +291,12 @@ class SeveralNodes:
         A node that shows no sign of life is not waited for. Raises TierDown, and Cancelled if this node is to end; and
         StoreLost where the store can move and most nodes are lost, because those may decide at another store.
         """
-        long_values.put(self._membership, f"{self._number}/report/{self.node}", mine)
+        long_values.put(self._membership, f"{self._number}/report/{self.node}", mine, self.touch)
         self._asked = self._signals.end is not None
         while self._decides:
             nodes = [one for one in range(len(self.infos)) if one not in self.lost]
-            keys = [f"{self._number}/report/{one}" for one in nodes]
-            over, verdict, *found = self._poll(
-                time.monotonic(), [f"{self._number}/over", f"{self._number}/verdict", *keys], []
-            )
+            keys = [f"{self._number}/{one}" for one in ("over", "verdict", *(f"report/{node}" for node in nodes))]
+            over, verdict, *found = self._poll(time.monotonic(), keys, [])
             if verdict is not None:  # guard: standing-verdict-is-followed
                 return None
             if over is not None and self.node in self._note_lost(over).lost:
@@ -309,8 +305,9 @@ class SeveralNodes:
                 raise StoreLost("fewer than half of the nodes are left at this store")
             missing = {node for node, report in zip(nodes, found, strict=True) if report is None}
             if not missing:
-                texts = zip(nodes, keys, found, strict=True)
-                return {node: long_values.read(self._membership, key, text or "") for node, key, text in texts}
+                texts = zip(keys[2:], map(str, found), strict=True)
+                whole = [long_values.read(self._membership, key, text, self.touch) for key, text in texts]
+                return dict(zip(nodes, whole, strict=True))
             self.lost |= missing & set(self._silent(time.monotonic()))
             self._pause()
         return None
@@ -408,6 +405,9 @@ class SeveralNodes:
 
     def _poll(self, now: float, keys: list[str], signs: Sequence[Signs]) -> list[str | None]:
         """Show a sign of life, read those of the nodes that this one watches, and read keys."""
+        if now - self._polled - POLL_SECONDS > self._timeout_seconds / 2:  # guard: suspended-node-blames-nobody
+            self._seen = {one: (value, now) for one, (value, _) in self._seen.items()}
+        self._polled = now
         if now >= self._next_alive:
             self._next_alive = now + self._timeout_seconds / 10
             self._count += 1

@@ -18,12 +18,13 @@ import os
 import select
 import stat
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
 
 from .. import reporting
+from .placement import TOUCH_SECONDS
 
 STDOUT, STDERR = 1, 2
 """bits of a redirection, and descriptors of the console"""
@@ -127,16 +128,20 @@ class Console:
         for one in self._tails:
             self._copy(one, last=False)
 
-    def close(self) -> None:
-        """Copy what is left, after the ranks have ended, unless the console takes nothing for LAST_SECONDS."""
+    def close(self, touch: Callable[[], None]) -> None:
+        """Copy what is left, after the ranks have ended, unless the console takes nothing for LAST_SECONDS.
+
+        `touch`: is called meanwhile, at least each TOUCH_SECONDS.
+        """
         now = time.monotonic()
         left, until, end = [*self._tails], now + LAST_SECONDS, now + LONGEST_SECONDS
         while left and time.monotonic() < min(until, end):
+            touch()
             one = left[0]
             if self._copy(one, last=True):
                 until = time.monotonic() + LAST_SECONDS
             elif self._unwritten[one.stream]:
-                select.select([], [self._descriptors[one.stream]], [], LAST_SECONDS)
+                select.select([], [self._descriptors[one.stream]], [], TOUCH_SECONDS)
             elif one.ended:
                 left.pop(0)
         for tail in self._tails:

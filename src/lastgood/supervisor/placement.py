@@ -16,6 +16,8 @@ from ..policy import membership as policy
 from ..policy.hang import Signs
 from ..records import Record
 
+TOUCH_SECONDS = 1.0
+"""how often this node shows that it lives while it waits for something of its own: others would take it for lost"""
 Kind = Literal["failure", "follower", "timeout", "hang", "lost", "grow", "moved"]
 
 

@@ -4,6 +4,7 @@ Invariants
   1. The process ends when its supervisor ends, however that happens.
   2. An exception that ends the program is written to the rank's error file at once, before other ranks can notice it.
      Once it is printed too, the supervisor is shown that the program has failed, and need not wait for its end.
+     Where it cannot be written, as on a full disk, the exit code is all that the supervisor learns.
 """
 
 from __future__ import annotations
@@ -136,21 +137,28 @@ def _noting(path: str) -> Hook:
         if ends:
             _write_error(path, kind, error, trace)
         sys.__excepthook__(kind, error.with_traceback(trace), trace)
-        if ends:
+        if ends and os.path.exists(path):  # else its end is awaited: nothing else shows the cause
             heartbeat.note_failed()
 
     return hook
 
 
 def _write_error(path: str, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Write the error file, unless the program has written it. `path`: of the file; empty: there is none."""
+    """Write the error file, unless the program has written it. `path`: of the file; empty: there is none.
+
+    Where it cannot be written, as on a full disk, the error is only printed: the rank ends as it would have.
+    """
     if not path or os.path.exists(path):
         return
     lines = "".join(traceback.format_exception(kind, error, _from_program(trace)))
     extra = {"py_callstack": lines, "timestamp": str(int(time.time())), "monotonic": time.monotonic()}
     what = f"{kind.__name__}: {error}" if str(error) else kind.__name__
-    with open(path, "w") as file:
-        json.dump({"message": {"message": what, "extraInfo": extra}}, file)
+    try:
+        with open(path, "w") as file:
+            json.dump({"message": {"message": what, "extraInfo": extra}}, file)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.remove(path)  # a part of it shows no cause
 
 
 def _from_program(trace: TracebackType | None) -> TracebackType | None:

@@ -98,7 +98,9 @@ class ProgressWatch:
         self._looked_at: float | None = None
         self._resumed_at = 0.0
         """when this process went on after it had been stopped, and with it perhaps the whole job"""
-        self._reported_late, self._newest = False, list[Signs]()
+        self._reported_late, self._arrived_at = set[int](), 0.0
+        """the late ranks that were reported; when one was late last, from when on waits for others count again"""
+        self._newest = list[Signs]()
         """what all ranks have shown, those of other nodes if it was known"""
 
     def silent(
@@ -117,20 +119,22 @@ class ProgressWatch:
         for one in ranks:
             self._note_phase(one.rank, one.shown, now)
             found.append(self._stopped_too(one, self.shown(one, now, ended), now))
-        self._newest = found = [self._counted(one, now) for one in found]
+        self._newest = found = [self._counted(one) for one in found]
         return hang.silent(found, now, self._limits, self._completed, all_known=others is not None)
 
     def is_reported(self, silent: Silent) -> bool:
-        """Whether this is only reported, once: it looks as if ranks waited for one that has not opened its run, and no
-        limit was given for that."""
+        """Whether this is only reported, once for each late rank: it looks as if ranks waited for one that has not
+        opened its run, and no limit was given for that."""
         if silent.where != ARRIVED or self._limits.ends_late:
             return False
         here = [] if self._arrivals is None else self._arrivals.late()
         late = here or [Stuck(one) for one in self._newest if hang.is_late(one)]
         if late:
-            one = hang.behind(late)
+            self._arrived_at = self._looked_at or 0.0
+        if new := [one for one in late if one.signs.rank not in self._reported_late]:
+            one = hang.behind(new)
             reporting.warning(f"rank {one.signs.rank} {hang.described(one, silent, ends=False)}")
-            self._reported_late = True
+            self._reported_late.add(one.signs.rank)
         return True
 
     def behind(self, ranks: Sequence[RankProcess], texts: dict[int, str], now: float) -> Stuck:
@@ -138,12 +142,12 @@ class ProgressWatch:
         shown = {one.rank: self.shown(one, now) for one in ranks}
         return hang.behind([replace(one, signs=shown[one.signs.rank]) for one in stuck(ranks, texts)])
 
-    def _counted(self, sign: Signs, now: float) -> Signs:
+    def _counted(self, sign: Signs) -> Signs:
         """The same signs, with the time for which they count."""
         if sign.since is None:
             return sign
-        over = self._reported_late and sign.where == ARRIVED and not sign.stopped
-        return replace(sign, since=now if over else max(sign.since, self._resumed_at))
+        arrived = sign.where == ARRIVED and not sign.stopped
+        return replace(sign, since=max(sign.since, self._resumed_at, self._arrived_at if arrived else 0.0))
 
     def shown(self, one: RankProcess, now: float, ended: bool = False) -> Signs:
         """What a rank has shown, and since when it may wait for others before its run is open. As `signs`."""

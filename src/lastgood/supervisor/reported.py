@@ -26,6 +26,8 @@ LINE_CHARACTERS = 160
 """of a cause in a report of one line"""
 CLOSING_SECONDS = 0.5
 """how much later than the loss of its connections the end of a process may be noticed"""
+ERROR_CHARACTERS = 4000
+"""of an error in an Outcome: each verdict has all of them, and a value of torch's store has 8 MiB at most"""
 REPLAYED = "replayed steps"
 """the phase that is a part of others"""
 NOTICED = "last step to failure noticed"
@@ -114,7 +116,7 @@ def outcome(lived: Lived, found: Cause | None, host: str = "") -> Outcome:
         saved_step=max((one.saved_step for one in lived.progress), default=0),
         code=_code(lived, first_cause(lived.ended), found),
         cause=found.key if found is not None else "",
-        error=found.what if found is not None and found.kind == "exception" else "",
+        error=found.what[:ERROR_CHARACTERS] if found is not None and found.kind == "exception" else "",
         batches_known=_skip(last) is not None,
         host=host,
     )

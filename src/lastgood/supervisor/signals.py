@@ -53,9 +53,9 @@ class Signals:
 
 @contextlib.contextmanager
 def handled(ends: Sequence[int]) -> Iterator[Signals]:
-    """In the block, signals are received by what it yields. SIGHUP stays ignored if it was, as under nohup."""
+    """In the block, signals are received by what it yields. SIGHUP stays ignored where it is, as `nohup` starts it."""
     found, numbers = Signals(ends), dict.fromkeys((*ends, *PASSED_ON))
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # guard: nohup-outlives-its-terminal
         numbers.pop(signal.SIGHUP, None)
     before = {number: signal.signal(number, found.received) for number in numbers}
     try:

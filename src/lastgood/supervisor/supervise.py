@@ -15,7 +15,6 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -39,14 +38,11 @@ from .host_signs import HostSigns, collectors
 from .membership import Membership, Over, StoreLost
 from .merged import Report, Verdict
 from .nodes import SeveralNodes
-from .placement import NodeInfo, Nodes, Notice, OneNode, Placement
+from .placement import TOUCH_SECONDS, NodeInfo, Nodes, Notice, OneNode, Placement
 from .rank_start import defaults
 from .signals import Signals
 from .stack_reader import StackReader, py_spy
 from .zygote import Zygote
-
-PAUSE_SECONDS = 1.0
-"""how often a sign of life is shown while a restart is waited for"""
 
 
 class Supervisor:
@@ -155,7 +151,7 @@ class Supervisor:
         """Wait before a restart, in short parts: the other nodes wait for signs of life."""
         until = time.monotonic() + seconds
         while received.end is None and (left := until - time.monotonic()) > 0:
-            select.select([received.descriptor], [], [], min(left, PAUSE_SECONDS))
+            select.select([received.descriptor], [], [], min(left, TOUCH_SECONDS))
             received.drain()
             with contextlib.suppress(StoreLost):  # the next request raises it again
                 nodes.touch()
@@ -232,14 +228,10 @@ class Supervisor:
 
         `began`, `began_at`: when the attempt began, by the clock of this process, and of the day.
         """
-        self._records.settled(nodes.touch)
+        self._records.settled(nodes.touch)  # the others would take this node for lost
         lived = merged.shifted(merged.merged(reports, nodes.lost_text()), began)
         run = next((one.run for one in lived.progress if one.run), self._run)
-        with ThreadPoolExecutor(1, "lastgood-commit") as committing:
-            saved = committing.submit(_save_just_in_time, lived, nodes.world, run)
-            while not wait([saved], PAUSE_SECONDS).done:
-                nodes.touch()  # the others would take this node for lost
-            saved.result()
+        self._records.done(partial(_save_just_in_time, lived, nodes.world, run), nodes.touch)
         leaving = [node for node, one in reports.items() if one.asked]
         follows_round = nodes.next_round(leaving)
         lived.asked = follows_round.act != "end" if leaving else lived.grows
@@ -275,7 +267,7 @@ class Supervisor:
             job_summary.add(self._job.records, record, follows.restart)
         if cause is not None or follows.restart:
             self._report(reported.sentence(record, len(outcomes)) + ("" if run else reported.stack(cause)))
-        self._records.end(run, record, partial(reported.advice, lived, record, follows))
+        self._records.end(run, record, partial(reported.advice, lived, record, follows), nodes.touch)
         return Verdict(
             outcomes=outcomes,
             act=follows.act,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from .. import reporting
 from ..errors import LastgoodError
-from ..io import rank_notes
+from ..io import os_errors, rank_notes
 from ..policy import survival
 from ..run.survivor_notes import Note, Written, decoded
 from ..run.survivor_save import commit_for_all
@@ -71,7 +71,8 @@ def committed(left: Left, ranks: int, run: str, lost: str = "") -> int | None:
     written = [one for one in found.written if one.step == step]
     notes = [found.notes[rank][step] for rank in range(ranks)]
     try:
-        generation = commit_for_all(notes, written)
+        with os_errors.threads(run, "What was committed before is safe."):
+            generation = commit_for_all(notes, written)
     except LastgoodError as error:
         reporting.threat(f"{run}: the just-in-time save of step {step} failed: {error}")
         return None

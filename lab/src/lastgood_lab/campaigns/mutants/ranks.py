@@ -101,6 +101,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "only-unconfirmed-ranks-reread",
             Swap(", *reported", ""),
         ),
+        ("a place whose copy has failed is shown to other ranks", "failed-copy-not-posted", Never()),
         ("files of other nodes are verified through the store", "parts-elsewhere-read-there", Never()),
         ("a plan is used after a rank's structure has changed", "stale-plan-refused", Remove()),
         ("a save continues although ranks know different holders of tensors", "equal-knowledge-required", Remove()),

@@ -15,6 +15,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "suspects",
             "leftovers",
             "supervise",
+            "attempt",
             "heartbeat",
             "membership",
             "verdict",
@@ -27,7 +28,9 @@ MUTANTS: tuple[Mutant, ...] = (
             "quarantine",
             "host_signs",
             "lost_supervisor",
+            "run_signals",
         ),
+        ("a job under nohup ends with its terminal", "nohup-outlives-its-terminal", Never()),
         ("a metric is looked at when a save is due", "metrics-checked-at-first-step", Remove()),
         (
             "what is no number ends the loop with a raw error",
@@ -55,6 +58,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a rank outlives its supervisor", "child-dies-with-parent", Remove()),
         ("a rank that was just forked is not ended", "rank-without-group-killed", Remove()),
         ("what ranks have started is left", "processes-of-ranks-awaited", Remove()),
+        ("a node whose ranks take long to end is taken for lost", "node-that-ends-ranks-shows-life", Remove()),
         ("a job counts as done although a rank was killed", "killed-rank-is-no-success", Swap("lived.killed", "False")),
         (
             "a rank of slow steps is taken for hung",
@@ -73,7 +77,17 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a save after the first step sets the limit", "second-step-sets-the-limit", Swap("> 1", "> 0")),
         ("attempts before a remedy count after it", "remedy-begins-the-count-anew", Never()),
         ("the ranks that waited are named", "timeouts-name-who-hangs", Never()),
+        (
+            "a download that times out makes another rank hang",
+            "only-collectives-are-waits",
+            Swap(" and _BETWEEN_RANKS.match(one.error)", ""),
+        ),
         ("one rank that aborts makes another one hang", "lone-abort-is-no-timeout", Swap("LEAST_ABORTS", "1")),
+        (
+            "ranks that abort hide the cause that is known",
+            "known-cause-is-no-timeout",
+            Swap("enough and all(map(follows, failed))", "enough"),
+        ),
         ("a rank that computes is named for aborts of others", "busy-rank-not-awaited", Instead("return True")),
         ("a rank that cannot write its stacks is killed", "stacks-asked-only-of-who-can", Remove()),
         (

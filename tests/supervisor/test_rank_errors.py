@@ -1,0 +1,39 @@
+"""What a rank leaves of the error that ends it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import resource, sys
+from lastgood.io import heartbeat
+from lastgood.supervisor import program
+
+path = sys.argv[1]
+if sys.argv[2] == "no room":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+heartbeat.note_failed = lambda: print("is shown as failed")
+sys.excepthook = program._noting(path)
+try:
+    {}
+except SystemExit as error:
+    program._write_error(path, SystemExit, error, None)
+    raise
+"""
+
+
+@pytest.mark.parametrize("where", ["", "no room", "gone"])
+@pytest.mark.parametrize(("ends", "last"), [("raise ValueError('bad')", "ValueError: bad"), ("sys.exit('why')", "why")])
+def test_an_error_that_cannot_be_noted_is_printed_as_ever(tmp_path: Path, where: str, ends: str, last: str) -> None:
+    """A rank that failed because its disk was full printed an error of lastgood's own hook before its own error."""
+    error_file = tmp_path / ("gone/error.json" if where == "gone" else "error.json")
+    command = [sys.executable, "-c", SCRIPT.format(ends), str(error_file), where]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and done.stderr.splitlines()[-1] == last
+    assert "excepthook" not in done.stderr and "OSError" not in done.stderr and "No such file" not in done.stderr
+    assert error_file.exists() == (where == "")
+    assert ("is shown as failed" in done.stdout) == (where == "" and "ValueError" in ends)
