@@ -140,7 +140,6 @@ def test_an_early_stopped_training_stays_stopped(tmp_path):
     assert not fit(LastgoodCallback(tmp_path / "run"), StopAt(7)).seen
 
 
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning:lightning")
 def test_a_training_that_was_out_of_time_continues_with_more(tmp_path, caplog):
     """After `max_time`, a start with a longer one trained nothing, and gave no reason."""
 
@@ -155,6 +154,7 @@ def test_a_training_that_was_out_of_time_continues_with_more(tmp_path, caplog):
     assert fit(LastgoodCallback(tmp_path / "run"), Timer({"hours": 1})).seen
 
 
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning:lightning")
 def test_a_second_saver_of_the_same_state_is_refused(tmp_path):
     callback = LastgoodCallback(tmp_path / "run")
     with pytest.raises(Refused, match="2 LastgoodCallbacks"):
