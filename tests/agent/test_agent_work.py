@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 import lastgood
 from agents import state, until
 from cli_runs import writing
-from harness import flip, one_place, steps
+from harness import flip, one_place, reported, steps
 from lastgood.agent import works
 from lastgood.agent.server import Server
 from lastgood.errors import Cancelled
@@ -28,6 +29,7 @@ from lastgood.records import Generation
 from lastgood.run import access, agent_link, memory_place, reader, verify
 from lastgood.run.agent_link import PROTOCOL
 from lastgood.run.agent_messages import Request, Work
+from lastgood.run.agent_work import AgentWork
 from lastgood.run.copying import Copying
 from lastgood.run.paths import Place
 from training import Training
@@ -129,6 +131,43 @@ def test_an_agent_that_hangs_is_not_waited_for(job: Job, monkeypatch) -> None:
             assert steps(job.home) == [10] and one_place(job.home).generations()[0].verified
         finally:
             os.kill(process, signal.SIGCONT)
+
+
+def test_a_silent_agent_is_not_asked_again_at_once(job: Job, monkeypatch) -> None:
+    """Each reading waited for it, and a save for the reading."""
+    asked = []
+
+    def silent(folder: str, request: Request, *_: object) -> Iterator[None]:
+        asked.append(request.work.task)
+        raise TimeoutError("it is silent")
+        yield
+
+    with job.opened() as ckpt:
+        job.save(ckpt, 1)
+        ckpt.wait()
+        monkeypatch.setattr(agent_link, "answering", silent)
+        run = ckpt._pipeline.run
+        agent, arena = AgentWork(run.tier.own), ckpt._pipeline.upkeep.arena()
+        for _ in range(2):
+            assert agent.read_all(run.tier, run.lineage()[0], arena, ckpt._pipeline.workers, lambda: False) == []
+    assert asked[0] == "read" and asked.count("read") == 1
+
+
+@pytest.mark.parametrize("hangs", [False, True], ids=["slow", "hangs"])
+def test_a_silent_agent_is_killed_only_if_it_hangs(job: Job, monkeypatch, hangs: bool) -> None:
+    """Two readings without a sign of life in time were enough, on a machine with much else to do."""
+    with job.opened() as ckpt:
+        process, agent = state(job.memory).process, AgentWork(ckpt._pipeline.run.tier.own)
+        agent._may_hang, agent._silent_until = True, time.monotonic() + 60.0
+        if hangs:
+            monkeypatch.setattr(agent_link, "ATTACH_SECONDS", 0.3)
+            os.kill(process, signal.SIGSTOP)
+        with reported("it did not answer, and was ended") if hangs else contextlib.nullcontext():
+            agent.end_hung()
+        monkeypatch.undo()
+        assert hangs or (agent._silent_until == 0.0 and state(job.memory).process == process)
+        if hangs:
+            until(lambda: not os.path.exists(f"/proc/{process}/exe"))
 
 
 def test_work_stops_when_its_training_process_ends(job: Job, ends_of: Ends, monkeypatch) -> None:

@@ -29,11 +29,12 @@ from lastgood.loop.schedule import AgreedSchedule
 from lastgood.policy.cadence import Every
 from lastgood.policy.tune import FIRST_STEPS, Auto
 from lastgood.ranks.torch_store import Clients, GroupStore
-from lastgood.records import Finding
-from lastgood.run.copying import Nobody
 from lastgood.run.follower import Follower
 from lastgood.run.known import Environment
+from lastgood.run.part_copies import OtherRanks, PartServer
 from lastgood.run.pipeline import Save
+from lastgood.run.thread_pools import Workers
+from lastgood.run.verify import never
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
 from lastgood.testing import Clock
@@ -701,31 +702,52 @@ def test_rank_0_verifies_the_files_of_a_rank_that_does_not_answer(both, broken):
     assert leader.tier.of == {"r00000", "r00001"} and (leader.known.newest_verified() is None) == broken
 
 
-class Asked(Nobody):
-    """Another node, whose ranks are asked to read what they have, and answer with findings."""
+class OwnFiles:
+    """The disk of the node of rank 0, in a run whose nodes have disks of their own."""
 
-    def __init__(self, findings):
-        self.findings, self.tasks = findings, []
-
-    def own_part(self, generation):
-        return [0]
-
-    def ask(self, generation, task, code="", of=None):
-        self.tasks.append((task, of))
-
-    def answers(self):
-        return self.findings
+    def list(self, folder):
+        return {"r00000.safetensors": None}
 
 
-@pytest.mark.parametrize("findings", [[], [Finding(kind="SumMismatch", what="it was flipped")]], ids=["good", "bad"])
-def test_files_of_another_node_are_read_there_and_not_sent(both, findings):
+@pytest.fixture
+def others(both):
+    """Rank 1, as rank 0 asks it to read its files."""
+    leader, follower, _ = both
+    asked = OtherRanks(leader.ranks, "front", leader.tier)
+    server = PartServer(follower.tier, "front", [], follower.ranks, Workers(1, "read"))
+    yield asked
+    asked.end()
+    server.close()
+
+
+def test_files_of_another_node_are_read_there_and_not_sent(both, others):
     """They came through the store of the job. Beside a slow link each save waited for them, and the loop up to 9 s."""
+    leader, follower, _ = both
+    leader.tier.own, leader.verifier.others = OwnFiles(), others
+    verify(leader)
+    assert (leader.tier.of, follower.tier.of) == ({"r00000"}, {"r00001"})
+    assert leader.known.newest_verified().step == 1
+
+
+def test_damage_that_another_node_finds_is_confirmed_before_it_is_marked(both, others):
+    """One flipped bit in the COMMIT of one node marked a good generation as damaged on all of them."""
+    leader, _, blobs = both
+    leader.tier.own, leader.verifier.others = OwnFiles(), others
+    good = blobs[1].read_bytes()
+    blobs[1].write_bytes(good[:-1] + b"?")
+    (generation,) = leader.known.survey.generations.values()
+    assert not others.confirm(generation, [1], 60.0, never)
+    assert not others.confirm(generation, [0, 1], 60.0, never), "nobody else has the files of rank 0"
+    blobs[1].write_bytes(good)
+    assert others.confirm(generation, [1], 60.0, never)
+
+
+def test_a_node_that_does_not_answer_confirms_nothing(both):
     leader, _, _ = both
-    leader.tier.nodes, leader.verifier.others = (), Asked(findings)
-    with pytest.raises(Damaged) if findings else nullcontext():
-        verify(leader)
-    assert leader.tier.of == {"r00000"} and leader.verifier.others.tasks == [("read", [1])]
-    assert (leader.known.newest_verified() is None) == bool(findings)
+    leader.tier.own = OwnFiles()
+    leader.verifier.others = OtherRanks(leader.ranks, "front", leader.tier)
+    verify(leader)
+    assert leader.tier.of == {"r00000", "r00001"} and leader.known.newest_verified().step == 1
 
 
 class VerdictLosingBoard(Board):

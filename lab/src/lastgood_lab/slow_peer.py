@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
 import signal
 import statistics
 import time
@@ -40,7 +41,7 @@ PEERS = (FREE, SLOW, SILENT)
 MEGABITS = 80
 NODES = 2
 SHARD_BYTES = 32_000_000
-STEPS, STEPS_A_SAVE = 100, 5
+STEPS, STEPS_A_SAVE = 500, 5
 DEVICE_SECONDS = 0.04
 PLACED_SECONDS = 120.0
 Row = Mapping[str, Any]
@@ -71,11 +72,14 @@ def run(options: Options, progress: Progress) -> list[Row]:
 
     Raises Refused where network namespaces cannot be made.
     """
-    if lacks := namespaces.missing():
+    lacks = namespaces.missing() or ("" if shutil.which("tc") else "needs tc: apt-get install iproute2")
+    if lacks:
         raise Refused(f"this bench {lacks}", safe="Nothing was measured.", todo="")
     journal = Journal(options.out / "slow-peer.journal.jsonl", {"hardware": hardware()})
     keys: list[dict[str, Any]] = [
-        {"peer": peer, "round": number} for number in range(options.rounds) for peer in rotated(PEERS, number)
+        {"peer": peer, "round": number, "steps": STEPS, "bytes": SHARD_BYTES, "device_seconds": DEVICE_SECONDS}
+        for number in range(options.rounds)
+        for peer in rotated(PEERS, number)
     ]
     for key in keys:
         if journal.get(**key) is None:
@@ -100,19 +104,23 @@ def _measured(network: namespaces.Network, place: Path, memory: Path, peer: str)
             ours, theirs = CONTEXT.Pipe()
             _started(CONTEXT.Process(target=_trained, args=(seat, theirs)), theirs, held)
             pipes.append(held.enter_context(closing(ours)))
-        _answers(pipes)
+        _received(pipes)
         agent = agent_link.process_of(memory_place.folder_of(place / "run", seats[1].environment))
         assert agent is not None, "the node has an agent once its saves are copied"
         if peer == SLOW:
             network.slow_down(1, MEGABITS)
         if peer == SILENT:
             os.kill(agent, signal.SIGSTOP)
-        found = _answers(pipes)[0]
+        _go_on(pipes)
+        found = _received(pipes)[0]
         if peer == SLOW:
             network.speed_up(1)
         with suppress(ProcessLookupError):  # an agent that does not answer is replaced
             os.kill(agent, signal.SIGCONT)
-        return {**found, "placed_seconds": _answers(pipes)[0]}
+        _go_on(pipes)
+        placed_seconds = _received(pipes)[0]
+        _go_on(pipes)
+        return {**found, "placed_seconds": placed_seconds}
 
 
 def _seat(network: namespaces.Network, rank: int, store: tuple[str, int], place: Path, memory: Path) -> Seat:
@@ -133,12 +141,15 @@ def _started(process: Any, theirs: Connection, held: ExitStack) -> None:
     held.callback(process.kill)
 
 
-def _answers(pipes: Sequence[Connection]) -> list[Any]:
-    """The answer of each rank, once all have sent one; then they go on. Raises EOFError if one has died."""
-    answers = [one.recv() for one in pipes]
+def _received(pipes: Sequence[Connection]) -> list[Any]:
+    """The answer of each rank, which then waits. Raises EOFError if one has died."""
+    return [one.recv() for one in pipes]
+
+
+def _go_on(pipes: Sequence[Connection]) -> None:
+    """Let the ranks go on, which wait after an answer."""
     for one in pipes:
         one.send("on")
-    return answers
 
 
 # ---- a rank ------------------------------------------------------------------------------------------------------
@@ -164,13 +175,13 @@ def _trained(seat: Seat, pipe: Connection) -> None:
         ckpt.restore()
         ckpt.save(1)
         ckpt.wait()
-        _go_on(pipe, None)
+        _answer(pipe, None)
         found, newest = _loop(ckpt, shard)
-        _go_on(pipe, found)
-        _go_on(pipe, _placed_seconds(newest) if seat.rank == 0 else 0.0)
+        _answer(pipe, found)
+        _answer(pipe, _placed_seconds(newest) if seat.rank == 0 else 0.0)
 
 
-def _go_on(pipe: Connection, answer: Any) -> None:
+def _answer(pipe: Connection, answer: Any) -> None:
     pipe.send(answer)
     pipe.recv()
 

@@ -61,6 +61,7 @@ SEND_SECONDS = 600.0
 """How long an agent may take to send the files of one generation."""
 LINGER_SECONDS = 600.0
 """How long an agent keeps memory in which everything is copied, for the next training process."""
+ENDED = "it did not answer, and was ended; another one is started"
 
 
 class AgentLink:
@@ -218,7 +219,7 @@ def answered(folder: str, request: Request, stop: Callable[[], bool], ends_hung:
 
 
 def waited_for(waiting: Generator[None, None, Result], stop: Callable[[], bool]) -> Result:
-    """Run `answering`, or its user, to the end, and return the result. Raises Cancelled once `stop()` is true."""
+    """Run `answering`, or its user, to the end; returns the result. Raises Cancelled once `stop()` is true."""
     with contextlib.closing(waiting):
         while not stop():
             try:
@@ -233,10 +234,9 @@ def answering(
 ) -> Generator[None, None, Answer]:
     """Ask the agent of a folder for what takes long; yields each POLL_SECONDS, and at last returns the answer.
 
-    While the generator is paused the agent goes on; `close()` stops it. `life_seconds`: how long it may take to say
-    that it lives (None: ATTACH_SECONDS). `ends_hung` (default True): whether it is killed if it does not, so that
-    nobody waits again. Raises OSError if there is no agent, if it ends, or if it is silent (TimeoutError); ValueError
-    for an answer that is none.
+    While the generator is paused the agent goes on; `close()` stops it. An agent that does not say in `life_seconds`
+    (None: ATTACH_SECONDS) that it lives is killed if `ends_hung` (default True), so that nobody waits again. Raises
+    TimeoutError then, OSError if there is none or it ends, and ValueError for an answer that is none.
     """
     with contextlib.closing(connected(folder)) as connection:
         connection.sendall(_encoded(request))
@@ -248,25 +248,24 @@ def answering(
             if time.monotonic() > ping_at:  # guard: hung-agent-not-waited-for
                 try:
                     status(folder, life_seconds)
-                except TimeoutError:
-                    if ends_hung:
+                except OSError as error:
+                    if ends_hung and isinstance(error, TimeoutError):
                         kill(connection)
-                        raise TimeoutError("it did not answer, and was ended; another one is started") from None
-                    raise
+                        raise TimeoutError(ENDED) from None
+                    if not came.poll(0):  # else it has ended after its answer
+                        raise
                 ping_at = time.monotonic() + PING_SECONDS
         return _answer(connection)
 
 
 def status(folder: str, life_seconds: float | None = None) -> Answer | None:
-    """The state of the agent of a folder; None if none listens. Raises as `asked` if it does not answer in time."""
+    """The state of the agent of a folder; None if none listens. Raises as `asked`."""
     return _asked_if_any(folder, Request(protocol=PROTOCOL, call="status"), life_seconds)
 
 
 def peers_of(folder: str) -> KnownPeers | None:
     """The nodes that hold copies or parity of the files in a folder, as its agent knows them. None if there is no such
-    agent or node.
-
-    Raises OSError and ValueError if the agent does not answer, or does not know this call.
+    agent or node. Raises OSError and ValueError if the agent does not answer, or does not know this call.
     """
     answer = _asked_if_any(folder, Request(protocol=PROTOCOL, call="peers"))
     if answer is not None and answer.error:

@@ -6,6 +6,7 @@ the locks of the places meanwhile. What the agent cannot do, the training proces
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Collection, Generator
 from concurrent.futures import Executor
@@ -25,7 +26,7 @@ from .agent_messages import Answer, Request, Work
 from .reader import Reading
 
 LIFE_SECONDS = 1.0
-"""How long an agent that is asked whether it lives may take to say so. A save may wait for it."""
+"""How long an agent that reads may take to say that it lives. A save may wait for the reading."""
 
 Stop = Callable[[], bool]
 
@@ -37,7 +38,8 @@ class AgentWork:
         self._own = own
         self._failures = 0
         self._silent_until = 0.0
-        """until when, by the monotonic clock, an agent that did not answer is not asked; 0.0: it has answered"""
+        """until when, by the monotonic clock, an agent that did not say that it lives is not asked to read"""
+        self._may_hang = False
 
     def read_all(
         self,
@@ -93,6 +95,20 @@ class AgentWork:
         work = Work(at=generation.id, root=generation.root, task="protect", place=tier.place, of=[rank], code=text)
         return agent_link.waited_for(self._asked(self._own, work), stop) is not None
 
+    def end_hung(self) -> None:
+        """Kill the agent if it was silent, and still is for ATTACH_SECONDS. No save waits meanwhile."""
+        if not self._may_hang or self._own is None:
+            return
+        self._may_hang, folder = False, self._own.root
+        ignored = contextlib.suppress(OSError, ValueError, NotWritable)  # the next work meets the same, and says so
+        with ignored, contextlib.closing(agent_link.connected(folder)) as connection:
+            try:
+                agent_link.asked(connection, Request(protocol=PROTOCOL, call="status"))
+                self._silent_until = 0.0
+            except TimeoutError:
+                agent_link.kill(connection)  # guard: hung-agent-killed-behind-saves
+                reporting.warning(f"the agent of {folder}: {agent_link.ENDED}")
+
     def _done(
         self, task: agent_messages.Task, tier: Tier, generation: Generation, of: Collection[int] | None, stop: Stop
     ) -> Answer | None:
@@ -106,20 +122,20 @@ class AgentWork:
     def _asked(self, own: Disk, work: Work) -> Generator[None, None, Answer | None]:
         """Let the agent do a work, as `agent_link.answering`. Returns None if this process has to do it.
 
-        An agent that does not answer is not asked for ATTACH_SECONDS, and is killed if it does not answer then.
+        An agent that is silent is not asked to read for ATTACH_SECONDS: a save may wait for that. See `end_hung`.
         """
-        if time.monotonic() < self._silent_until:  # guard: silent-agent-holds-no-save
+        reads = work.task == "read"
+        if reads and time.monotonic() < self._silent_until:  # guard: silent-agent-holds-no-save
             return None
-        was_silent = self._silent_until > 0.0
         request = Request(protocol=PROTOCOL, call="work", work=work)
         try:
-            answer = yield from agent_link.answering(own.root, request, was_silent, LIFE_SECONDS)
-            self._silent_until, error = 0.0, answer.error
+            life_seconds = LIFE_SECONDS if reads else None
+            answer = yield from agent_link.answering(own.root, request, not reads, life_seconds)
+            error = answer.error
         except (FileNotFoundError, ConnectionError, NotWritable):
-            self._silent_until = 0.0
             return None  # there is no agent now, or another user's: `AgentLink.check` reports that, or starts one
         except TimeoutError as failure:
-            self._silent_until = 0.0 if was_silent else time.monotonic() + agent_link.ATTACH_SECONDS
+            self._silent_until, self._may_hang = time.monotonic() + agent_link.ATTACH_SECONDS, reads
             error = f"{type(failure).__name__}: {failure}"
         except (OSError, ValueError) as failure:
             error = f"{type(failure).__name__}: {failure}"

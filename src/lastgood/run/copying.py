@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal, Protocol
 
 from ..engine.read_file import RankFiles
@@ -78,9 +78,12 @@ class Others(Protocol):
     def packed_part(self, generation: Generation) -> Collection[int] | None:
         """The ranks that wrote the generation whose files this process puts into a pack; None: all of them."""
 
-    def ask(self, generation: Generation, task: Task, code: str = "", of: Collection[int] | None = None) -> None:
-        """Ask the others to do their part. `code`: of the parity, as "8+2". `of`: only with the files that these ranks
-        wrote; None: with all."""
+    def confirm(self, generation: Generation, of: Collection[int], seconds: float, stop: Callable[[], bool]) -> bool:
+        """Let the others read the files that these ranks wrote. Returns whether all of them were reported as good in so
+        many seconds. Raises Cancelled once `stop()` is true."""
+
+    def ask(self, generation: Generation, task: Task, code: str = "") -> None:
+        """Ask the others to do their part. `code`: of the parity, as "8+2"."""
 
     def answers(self) -> list[Finding]:
         """Wait until they have done so. Returns their findings; raises what has failed."""
@@ -98,7 +101,10 @@ class Nobody:
     def packed_part(self, generation: Generation) -> None:
         """All ranks."""
 
-    def ask(self, generation: Generation, task: Task, code: str = "", of: Collection[int] | None = None) -> None:
+    def confirm(self, generation: Generation, of: Collection[int], seconds: float, stop: Callable[[], bool]) -> bool:
+        return False
+
+    def ask(self, generation: Generation, task: Task, code: str = "") -> None:
         """Nobody is there to ask."""
 
     def answers(self) -> list[Finding]:

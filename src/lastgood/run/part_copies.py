@@ -15,7 +15,7 @@ import msgspec
 
 from ..coordination.rounds import RankGroup
 from ..engine.arena import Arena
-from ..errors import Damaged
+from ..errors import Cancelled, Damaged, LastgoodError
 from ..format import commit, layout, parity_layout
 from ..io.reed_solomon import Code
 from ..limits import CHUNK_BYTES, EXAMINATION_CHUNKS
@@ -28,6 +28,8 @@ from .node_disks import NodeDisks
 from .rank_requests import Requests, RequestServer
 from .thread_pools import Workers
 from .verify import Stop, never, protect_part
+
+FRONT = "front"
 
 
 class Request(Record, frozen=True, kw_only=True):
@@ -62,14 +64,24 @@ class OtherRanks:
         """The ranks that wrote the generation whose files this process puts into a pack."""
         return self._parts(generation, "pack")[self._group.rank]
 
-    def ask(
-        self, generation: Generation, task: copying.Task, code: str = "", of: Collection[int] | None = None
-    ) -> None:
-        """As `copying.Others.ask`. Raises TierDown."""
-        parts = self._parts(generation, task)
-        if of is not None:
-            parts = [[one for one in part if one in of] for part in parts]
-        self._requests.ask(Request(at=generation.id, task=task, code=code, parts=parts))
+    def confirm(self, generation: Generation, of: Collection[int], seconds: float, stop: Stop) -> bool:
+        """As `copying.Others.confirm`. A rank that finds damage, cannot read, or does not answer confirms nothing."""
+        parts = [
+            [one for one in part if one in of] for part in node_opening.parts(self._front, self._group, generation)
+        ]
+        if parts[self._group.rank]:  # nobody else has these files
+            return False
+        try:
+            self._requests.ask(Request(at=generation.id, task="read", code="", parts=parts))
+            return not any(self._requests.answers(most_seconds=seconds, stop=stop))  # guard: finding-confirms-nothing
+        except Cancelled:
+            raise
+        except LastgoodError:
+            return False
+
+    def ask(self, generation: Generation, task: copying.Task, code: str = "") -> None:
+        """Ask the other ranks to do their part. `code`: of the parity. Raises TierDown."""
+        self._requests.ask(Request(at=generation.id, task=task, code=code, parts=self._parts(generation, task)))
 
     def answers(self) -> list[Finding]:
         """Wait until the other ranks have done what they were asked last; returns their findings.
@@ -105,7 +117,8 @@ class PartServer:
 
     def __init__(self, tier: Shared, place: str, sources: Sequence[Tier], ranks: RankGroup, workers: Workers) -> None:
         self._tier, self._sources, self._rank, self._workers = tier, sources, ranks.rank, workers
-        self._agent = AgentWork(None) if not sources else agent_work.of(sources[0])
+        # Of memory: the agent reads it where it is the place, and copies from it where it is the source.
+        self._agent = agent_work.of(tier if place == FRONT else sources[0]) if sources else AgentWork(None)
         self._server = RequestServer(ranks, f"parts/{place}", self)
 
     def leave(self) -> None:
@@ -120,8 +133,10 @@ class PartServer:
     def served(self, request: Any, stop: Stop) -> list[Finding]:
         """Do what is asked for with this rank's part; returns the findings if it was read."""
         asked, target = msgspec.convert(request, Request), cast(Mendable, self._tier)
-        generation = self._generation(asked.at)
         mine = asked.parts[self._rank]
+        if asked.task == "read" and not mine:
+            return []
+        generation = self._generation(asked)
         arena = Arena(EXAMINATION_CHUNKS * CHUNK_BYTES, CHUNK_BYTES)
         how = copying.Copying(arena, self._workers, stop=stop, agent=self._agent)
         if asked.task == "read":
@@ -137,9 +152,11 @@ class PartServer:
             protect_part(target, generation, rank, Code(*parity_layout.parsed(asked.code)), how)
         return []
 
-    def _generation(self, at: GenerationId) -> Generation:
-        """The generation as the first place has it in which its commit record can be read."""
-        for tier in self._sources:
+    def _generation(self, asked: Request) -> Generation:
+        """The generation as the first place has it in which its commit record can be read. What is read lies here; a
+        source may be down."""
+        places: list[Tier] = [self._tier, *self._sources] if asked.task == "read" else [*self._sources, self._tier]
+        for tier in places[:-1]:
             with contextlib.suppress(Damaged):
-                return commit.read_generation(tier, at, None)
-        return commit.read_generation(self._tier, at, None)
+                return commit.read_generation(tier, asked.at, None)
+        return commit.read_generation(places[-1], asked.at, None)

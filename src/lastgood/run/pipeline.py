@@ -437,6 +437,7 @@ class Pipeline:
             # guard: upkeep-yields-to-saves
             return bool(self._flights) or self._ranks.closed.is_set()
 
+        self.run.known.agent.end_hung()
         node_opening.check_agent(self.run.tier)
         if give_way() or not self.upkeep.after_save(give_way):
             return

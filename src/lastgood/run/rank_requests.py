@@ -65,20 +65,27 @@ class Requests:
         self._group.post(key, {"nonce": self._nonce, "request": request})
         self._asked, self._is_unsure = self._asked + 1, False
 
-    def answers(self, least_seconds: float = 0.0) -> list[Any]:
+    def answers(self, least_seconds: float = 0.0, most_seconds: float | None = None, stop: Stop = never) -> list[Any]:
         """Wait for the answers to the last request; returns them in the order of the servers.
 
         A rank has as much time as this process took since the request, and the timeout between ranks in addition; at
-        least `least_seconds` (default 0).
-        Raises the error of the first rank that failed, and TierDown if one does not answer in time.
+        least `least_seconds` (default 0), or just `most_seconds` (None: no such limit).
+        Raises the error of the first rank that failed, TierDown if one does not answer in time, and Cancelled once
+        `stop()` is true.
         """
         group, number = self._group, self._asked - 1
         keys = [f"{self._keys}/{self._nonce}/{rank}" for rank in self._servers]  # guard: answer-belongs-to-its-request
         seconds = max(group.timeout_seconds + time.monotonic() - self._asked_at, least_seconds)
+        if most_seconds is not None:
+            seconds = most_seconds
+
+        def is_stopped() -> bool:
+            return self._is_stopped() or stop()
+
         try:
-            posts = group.receive(keys, seconds, self._is_stopped, POLL_SECONDS)
+            posts = group.receive(keys, seconds, is_stopped, POLL_SECONDS)
         except TimedOut as error:
-            if self._is_stopped():
+            if is_stopped():
                 raise Cancelled("the work was interrupted while other ranks did their part of it") from None
             silent = [rank for rank, key in zip(self._servers, keys, strict=True) if not group.has(key)]
             raise TierDown(

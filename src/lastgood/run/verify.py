@@ -2,8 +2,8 @@
 
 With several ranks each rank reads the files that it has written itself, and posts whether they are good. The
 coordinator, which marks the generation, reads its own files and those of every rank that did not post in time that they
-are good; where these lie on other nodes, it asks the ranks there to read them (part_copies.py). Then it asks the other
-ranks to write the parity of their files too.
+are good. Those that lie on other nodes it asks the ranks there to read; what they do not report as good in time it
+reads itself. Then it asks the other ranks to write the parity of their files too (part_copies.py).
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from .reader import disagreeing, read_all
 
 LEAST_WAIT_SECONDS = 0.1
 """The coordinator waits at least so long for the posts of the other ranks."""
+ELSEWHERE_WAIT_SECONDS = 5.0
+"""And at least so long for the answers of those that it has asked because their files lie on other nodes."""
 POLL_SECONDS = 0.01
 """The pause between two polls for these posts."""
 
@@ -211,8 +213,8 @@ class Verifier:
         """Read a generation and return the findings.
 
         With several ranks, the coordinator reads its own part, and the parts that no other rank has reported as good in
-        time. It waits for the reports of the others for about as long as its own part took. Parts on other nodes are
-        read there: through the store of the job their bytes would delay what every save waits for.
+        time. It waits for the reports of the others for about as long as its own part took. Ranks whose files lie on
+        other nodes are asked first: through the store of the job their bytes would delay what every save waits for.
         """
         known, ranks, now = self._known, self._ranks, self._known.environment.monotonic_seconds
         if not isinstance(ranks, RankGroup):
@@ -220,17 +222,16 @@ class Verifier:
         begun = now()
         # guard: rank-zero-reads-own-files
         findings = own_findings(known, ranks, generation, arena, self._workers, stop, also)
-        reported = self._reported_good(ranks, generation, max(now() - begun, LEAST_WAIT_SECONDS), stop)
+        seconds = now() - begun
+        reported = self._reported_good(ranks, generation, max(seconds, LEAST_WAIT_SECONDS), stop)
         silent = set(range(ranks.size)) - {ranks.rank, *reported}  # guard: only-unconfirmed-ranks-reread
         rest = ranks_read_by(silent, ranks, generation)
-        mine = self.others.own_part(generation) if rest and hasattr(known.tier, "nodes") else None
-        if mine is not None:  # guard: parts-elsewhere-read-there
-            self.others.ask(generation, "read", of=rest)
-            rest = [one for one in mine if one in rest]
+        elsewhere = _elsewhere(known.tier, generation, rest)
+        # guard: parts-elsewhere-read-there
+        if elsewhere and self.others.confirm(generation, elsewhere, max(seconds, ELSEWHERE_WAIT_SECONDS), stop):
+            rest = [one for one in rest if one not in elsewhere]
         # guard: unconfirmed-ranks-read
         findings += read_all(known.tier, generation, arena, self._workers, stop, of=rest)
-        if mine is not None:
-            findings += self.others.answers()
         return findings or disagreeing(known.tier, generation)
 
     def _reported_good(
@@ -287,6 +288,15 @@ class Verifier:
             if mine is None or one.rank in mine:
                 protect_part(self._known.tier, generation, one.rank, code, how, (digests or {}).get(one.rank))
         self.others.answers()
+
+
+def _elsewhere(tier: Tier, generation: Generation, of: Collection[int]) -> list[int]:
+    """The ranks of these that wrote files which do not lie on this node."""
+    own: Tier | None = getattr(tier, "own", None)  # of NodeDisks, whose module needs this one
+    if own is None or not of:
+        return []
+    here = own.list(layout.folder(generation.id))
+    return [one for one in of if layout.blob_name(one) not in here]
 
 
 def _problem(step: int, findings: list[Finding]) -> LastgoodError:

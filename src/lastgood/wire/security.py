@@ -173,7 +173,8 @@ class MutualTls:
         context = self._context(server)
         try:
             stream.raw.settimeout(deadline.left())
-            # Python leaves the socket open if it finds in `wrap_socket` that the other side has reset the connection.
+            # Python leaves the socket open if it finds in `wrap_socket` that the other side has reset the connection;
+            # what comes between these two lines is left to the garbage collector.
             stream.raw.getpeername()  # guard: reset-connection-closed
             sock = context.wrap_socket(stream.raw, server_side=server, do_handshake_on_connect=False)
         except OSError as error:

@@ -188,6 +188,7 @@ MUTANTS: tuple[Mutant, ...] = (
             Remove(),
         ),
         ("an agent that hangs is waited for", "hung-agent-not-waited-for", Never()),
+        ("an agent that hangs is left alone", "hung-agent-killed-behind-saves", Remove()),
         ("each save waits again for an agent that does not answer", "silent-agent-holds-no-save", Never()),
         ("an agent copies while the run is opened", "agent-attached-before-opening", Remove()),
     ),

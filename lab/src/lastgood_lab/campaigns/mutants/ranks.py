@@ -102,6 +102,11 @@ MUTANTS: tuple[Mutant, ...] = (
             Swap(", *reported", ""),
         ),
         ("a place whose copy has failed is shown to other ranks", "failed-copy-not-posted", Never()),
+        (
+            "a part that another node has found damaged counts as good",
+            "finding-confirms-nothing",
+            Swap("not any(self._requests.answers(most_seconds=seconds, stop=stop))", "True"),
+        ),
         ("files of other nodes are verified through the store", "parts-elsewhere-read-there", Never()),
         ("a plan is used after a rank's structure has changed", "stale-plan-refused", Remove()),
         ("a save continues although ranks know different holders of tensors", "equal-knowledge-required", Remove()),
