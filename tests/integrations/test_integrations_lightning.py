@@ -1,6 +1,8 @@
 """A Lightning training that is killed at any point continues exactly with `trainer.fit(model)`."""
 
 import contextlib
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,11 +11,14 @@ pytest.importorskip("lightning", reason="lightning is not installed")
 
 import lightning
 import torch
+from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.trainer.states import RunningStage
 
 import lastgood
 from lastgood.errors import LastgoodError, Refused, TrainingDiverged
 from lastgood.integrations.lightning import LastgoodCallback
 from lastgood.io import heartbeat
+from lastgood.loop.preemption import Preempted
 from zygote import kill_and_compare, zygote_of
 
 pytestmark = [
@@ -135,6 +140,20 @@ def test_an_early_stopped_training_stays_stopped(tmp_path):
     assert not fit(LastgoodCallback(tmp_path / "run"), StopAt(7)).seen
 
 
+def test_a_training_that_was_out_of_time_continues_with_more(tmp_path, caplog):
+    """After `max_time`, a start with a longer one trained nothing, and gave no reason."""
+
+    class Late(lightning.Callback):
+        def on_train_batch_end(self, trainer, *args):
+            timer._start_time[RunningStage.TRAINING] -= 100.0
+
+    timer = Timer({"minutes": 1})
+    fit(LastgoodCallback(tmp_path / "run"), timer, Late())
+    assert not fit(LastgoodCallback(tmp_path / "run"), Timer({"minutes": 1})).seen
+    assert "a callback had stopped this training" in caplog.text
+    assert fit(LastgoodCallback(tmp_path / "run"), Timer({"hours": 1})).seen
+
+
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning:lightning")
 def test_a_second_saver_of_the_same_state_is_refused(tmp_path):
     callback = LastgoodCallback(tmp_path / "run")
@@ -164,6 +183,23 @@ def test_a_run_is_closed_when_training_fails(tmp_path):
     with pytest.raises(KeyError, match="out of luck"):
         fit(LastgoodCallback(tmp_path / "run", every_steps=1), Failing())
     assert fit(LastgoodCallback(tmp_path / "run", every_steps=1)).seen
+
+
+def test_a_preempted_training_makes_its_last_save(tmp_path):
+    """Lightning's handler of SIGTERM ended the training first, without the last save, and with exit code 0: a job that
+    was put off for another one was never started again."""
+
+    class PutOff(lightning.Callback):
+        def on_train_batch_end(self, trainer, *args):
+            if trainer.global_step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Preempted) as ended:
+        fit(LastgoodCallback(tmp_path / "run", every_steps=100, preemption=lastgood.Preemption()), PutOff())
+    assert ended.value.code == 75 and ended.value.durable == 3
+    signal.signal(signal.SIGTERM, before)  # it stays replaced after a request
+    assert max(one.step for one in lastgood.open(tmp_path / "run").generations()) == 3
 
 
 def test_fast_dev_run_does_not_change_the_run(tmp_path):

@@ -1,5 +1,6 @@
 """A `transformers.Trainer` that is killed at any point continues exactly with `trainer.train()`."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,17 @@ def test_a_second_saver_of_the_same_state_is_refused(tmp_path):
     trainer(tmp_path, callback).train()
     with pytest.raises(Refused, match="which holds step 12, would be restored too"):
         trainer(tmp_path, callback).train(resume_from_checkpoint=str(tmp_path / "somewhere"))
+
+
+def test_a_trainer_that_stops_itself_at_sigterm_is_refused(tmp_path):
+    """With enable_jit_checkpoint=True a preempted training was saved as stopped: its next start ended at once, done."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        stops = trainer(tmp_path, LastgoodCallback(tmp_path / "run"), enable_jit_checkpoint=True)
+        with pytest.raises(Refused, match=r"preemption=lastgood.Preemption\(\)"):
+            stops.train()
+    finally:
+        signal.signal(signal.SIGTERM, before)  # the Trainer replaces it when it is made
 
 
 def test_model_only_checkpoints_are_written_beside_the_run(tmp_path):

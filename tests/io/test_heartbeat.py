@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lastgood.errors import Refused
 from lastgood.io import heartbeat
 
 
@@ -103,3 +104,12 @@ def test_the_longest_step_is_measured_from_the_second_one_on(tmp_path: Path, run
         page.beat(2)
         assert 0.0 < longest_seconds() < 60.0
         page.released()
+
+
+def test_a_run_whose_path_is_no_text_is_refused_by_name(tmp_path: Path) -> None:
+    """`LANG=C lastgood run train.py runs/\xe9`: a raw UnicodeEncodeError, in three attempts."""
+    path = str(tmp_path / "page")
+    heartbeat.create(path)
+    with pytest.raises(Refused, match="no text under this locale"):
+        heartbeat.Heartbeat(path).opened("/runs/\udcc3")
+    assert heartbeat.read(path).opened is None

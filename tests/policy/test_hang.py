@@ -162,6 +162,8 @@ def test_a_report_names_the_place_where_the_rank_hangs() -> None:
         "device (no progress for 300.0 s; limit 200.0 s; name what takes long with ckpt.phase(), or raise "
         "--hang-timeout)"
     )
+    stopped = described(Stuck(TRAINS, state="T"), found)
+    assert stopped.endswith("it is stopped by a signal (no progress for 300.0 s; limit 200.0 s)"), "no phase is missing"
 
 
 def test_a_rank_that_waits_for_an_evaluation_of_another_does_not_hang() -> None:

@@ -119,6 +119,7 @@ def test_a_failure_elsewhere_or_of_another_kind_is_not_the_same(other: dict[str,
         ("ModuleNotFoundError: No module named 'apex'", 1, "end"),
         ("SyntaxError: invalid syntax", 1, "end"),
         ("NothingGood: no generation of the run is good", 1, "end"),
+        ("NotRestored: /runs/gpt already holds step 6", 1, "end"),
         ("", 2, "end"),
         ("RunLocked: the run is open in process 5", 1, "restart"),
         ("ConnectionError: the name server does not answer", 1, "restart"),
@@ -178,11 +179,12 @@ RESET = "RuntimeError: [pair.cc:537] Read error [127.0.0.1]:1925: Connection res
 CLOSED = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:28084."
 NCCL = "torch.distributed.DistBackendError: NCCL communicator was aborted on rank 1."
 LASTGOOD = "RankFailed: rank 2 has sent no message for 30 s"
+SILENT = "TimedOut: rank 2: posted nothing within 120 s."
 STORE = "TierDown: the store of the process group cannot be reached: no answer in 30 s."
 PAIR = "RuntimeError: Application timeout caused pair closure"
 
 
-@pytest.mark.parametrize("follower", [RESET, CLOSED, NCCL, LASTGOOD, STORE, PAIR])
+@pytest.mark.parametrize("follower", [RESET, CLOSED, NCCL, LASTGOOD, SILENT, STORE, PAIR])
 @pytest.mark.parametrize("cause", [Ended(2, 5.0, -9), Ended(2, 5.0, 137), Ended(2, 5.0, 1, "ValueError: bad batch")])
 def test_ranks_that_lost_their_connection_are_not_blamed(follower: str, cause: Ended) -> None:
     """A killed rank is noticed after the others, whose errors are printed while it is still being taken down."""
@@ -202,6 +204,13 @@ def test_a_rank_that_nccl_has_aborted_is_not_blamed() -> None:
     cause = Ended(0, 1.0, 1, "FileNotFoundError: [Errno 2] No such file or directory: '/mnt/datastore/x.bin'")
     assert first_cause([cause, Ended(1, 0.9, -6)]) == cause
     assert first_cause([Ended(1, 0.9, -6)]) == Ended(1, 0.9, -6)
+
+
+def test_a_rank_that_has_waited_for_another_in_vain_has_timed_out() -> None:
+    """What a rank says that has waited for a save of another one was no timeout: the report named it, not that one."""
+    unopened = "RankFailed: rank 1 has not opened the run within 300 s."
+    assert all(timed_out(Ended(0, 1.0, 1, error)) for error in (SILENT, unopened, LASTGOOD, PAIR))
+    assert not timed_out(Ended(0, 1.0, 1, CLOSED))
 
 
 def test_several_aborts_may_be_a_timeout_and_one_alone_is_none() -> None:

@@ -287,6 +287,28 @@ def test_what_cannot_be_meant_or_is_not_done_is_refused_by_name(arguments: list[
     assert found.value.safe == "Nothing was started." or "Nothing was touched" in found.value.safe
 
 
+@pytest.mark.parametrize(
+    ("arguments", "todo"),
+    [
+        (["python", "train.py"], "leave it out, or put --no-python before it. A module: -m NAME."),
+        (["--no-python", "./script.sh"], "Make it executable (chmod +x)."),
+    ],
+)
+def test_a_command_where_a_script_belongs_is_answered_with_what_is_meant(
+    arguments: list[str], todo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`lastgood run python train.py`, a habit of other launchers, was answered: give the path of the script."""
+    (tmp_path / "python").touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "script.sh").touch(0o644)
+    monkeypatch.chdir(work)
+    with pytest.raises(Refused) as found:
+        parsed(arguments, {})
+    assert todo in found.value.todo
+
+
 def test_a_mistyped_option_is_answered_with_a_near_one(script: str) -> None:
     with pytest.raises(Refused) as found:
         parsed(["--nproc-per-nod3", "2", script], {})

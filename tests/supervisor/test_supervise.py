@@ -382,7 +382,8 @@ def test_a_command_ends_with_its_supervisor_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize("option", ["--spawn", "--preload=json"])
 def test_a_script_finds_what_it_finds_under_torchrun(tmp_path: Path, option: str) -> None:
     """Modules beside a script that is a link, its path after a change of folder, output that a killed rank has printed,
-    bytes in the environment that are no text, and one thread where several ranks share the processors."""
+    bytes in the environment and in an argument that are no text, and one thread where several ranks share the
+    processors. With such an argument, --spawn and --records ended with a UnicodeEncodeError of the supervisor."""
     real, work = tmp_path / "real", tmp_path / "work"
     real.mkdir()
     work.mkdir()
@@ -394,7 +395,7 @@ def test_a_script_finds_what_it_finds_under_torchrun(tmp_path: Path, option: str
         os.chdir("/")
         def annotated(x: int): pass
         assert annotated.__annotations__["x"] is int, "no future statement of ours"
-        assert os.path.exists(__file__) and sys.argv == ["train.py", "x"]
+        assert os.path.exists(__file__) and sys.argv == ["train.py", "\\udcff"]
         print(f"threads {torch.get_num_threads()} {os.environb[b'ODD']}")  # in one write: both ranks print
         if os.environ["RANK"] == "0":
             while not os.path.exists(os.environ["PRINTED"]):
@@ -404,12 +405,15 @@ def test_a_script_finds_what_it_finds_under_torchrun(tmp_path: Path, option: str
         time.sleep(600)
     """
     os.symlink(script(real, text), work / "train.py")
-    arguments = ["--nproc-per-node", "2", "--max-restarts", "0", option, "--log-dir", "logs", "train.py", "x"]
+    arguments = ["--nproc-per-node", "2", "--max-restarts", "0", option, "--log-dir", "logs"]
+    arguments += ["--records", "records", "train.py", b"\xff"]
     environment = {key: value for key, value in os.environb.items() if key != b"OMP_NUM_THREADS"}
     environment |= {b"ODD": b"\xff", b"PRINTED": os.fsencode(tmp_path / "printed")}
     found = subprocess.run([*SUPERVISOR, *arguments], cwd=work, env=environment, capture_output=True, text=True)
     assert found.returncode == GAVE_UP and "rank 0 failed first: SIGKILL" in found.stderr, found.stderr
     assert found.stdout.count("threads 1 b'\\xff'") == 2
+    summary = json.loads((work / "records" / "supervisor.json").read_text())
+    assert summary["attempts"][0]["command"][-1] == "\\udcff"
 
 
 def test_what_a_rank_has_started_ends_with_its_attempt(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from lastgood.io import heartbeat
 from lastgood.policy.blame import Ended
 from lastgood.policy.hang import Signs, Stuck
 from lastgood.policy.membership import Bounds, Past, Spares
+from lastgood.policy.recovery import PREEMPTED
 from lastgood.supervisor import long_values, merged, reported
 from lastgood.supervisor.attempt import Hang, Lived
 from lastgood.supervisor.membership import Joined, Waiters
@@ -177,6 +178,7 @@ def test_a_signal_without_a_name_is_a_cause_too() -> None:
     [
         (signal.SIGTERM, Ended(1, 1.0, -signal.SIGTERM)),
         (signal.SIGINT, Ended(1, 1.0, -signal.SIGINT, "KeyboardInterrupt")),
+        (signal.SIGINT, Ended(1, 1.0, 1)),
         (signal.SIGHUP, Ended(1, 1.0, -signal.SIGHUP)),
     ],
 )
@@ -187,6 +189,33 @@ def test_a_rank_that_ended_as_it_was_asked_to_has_not_failed(by: int, first: End
     error = Ended(0, 0.5, 1, "ValueError: a bad batch")
     cause = reported.cause(Lived(0.0, ended=[first, error], asked_by=by))
     assert cause is not None and cause.what == error.error
+
+
+def test_a_job_that_was_asked_to_end_is_not_done() -> None:
+    """Lightning ends with code 0 at SIGTERM. `lastgood run` did too: "the job is done", so it was not queued again."""
+    ended = [Ended(0, 1.0, 0), Ended(1, 1.0, 0)]
+    assert reported.outcome(Lived(0.0, ended=ended), None).code == 0
+    assert reported.outcome(Lived(0.0, ended=ended, asked_by=signal.SIGTERM), None).code == -signal.SIGTERM
+    saved = [Ended(0, 1.0, PREEMPTED), Ended(1, 1.0, 0)]
+    assert reported.outcome(Lived(0.0, ended=saved, asked_by=signal.SIGTERM), None).code == PREEMPTED
+
+
+def test_a_rank_that_ends_early_with_code_0_is_the_cause() -> None:
+    """One rank called os._exit(0) in the middle of the training. The report named the other one, which had only lost
+    its connection; while a rank waited for it, the report of the hang did not say that it was gone."""
+    left, lost = Ended(1, 1.0, 0), Ended(0, 2.0, 1, "RuntimeError: Connection closed by peer [127.0.0.1]:28084.")
+    cause = reported.cause(Lived(0.0, ended=[lost, left], stacks={0: "line 7"}))
+    assert cause is not None and (cause.rank, cause.key, cause.stack) == (1, "exit exit code 0", "line 7")
+    assert cause.what == f"exit code 0 while rank 0 went on, which then failed: {lost.error}"
+    soon = reported.cause(Lived(0.0, ended=[lost, Ended(1, 2.1, 0)]))
+    assert soon is not None and soon.rank == 1, "a process closes its connections before its end is noticed"
+    late = reported.cause(Lived(0.0, ended=[lost, Ended(1, 3.0, 0)]))
+    own = reported.cause(Lived(0.0, ended=[left, Ended(0, 2.0, 1, "ValueError: a bad batch")]))
+    asked = reported.cause(Lived(0.0, ended=[lost, left], asked_by=signal.SIGINT))
+    assert all(one is not None and one.rank == 0 for one in (late, own, asked))
+    hang = Hang(Stuck(Signs(0, 1.0, "step", 5)), None, {})
+    hung = reported.cause(Lived(0.0, ended=[left], hang=hang))
+    assert hung is not None and hung.rank == 0 and hung.what.endswith("; rank 1 had ended with exit code 0")
 
 
 def test_a_long_cause_ends_between_its_words() -> None:

@@ -114,5 +114,6 @@ def _not_joined(missing: str, timeout_seconds: float) -> RankFailed:
     return RankFailed(
         f"{missing} has not opened the run within {timeout_seconds:.0f} s",
         safe="Nothing was touched.",
-        todo="Find out why that process ended or hangs, or whether it has opened another directory.",
+        todo="Open the run on every rank, not only on rank 0. Else find out why that process ended or hangs, or "
+        "whether it has opened another directory.",
     )

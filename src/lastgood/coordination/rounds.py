@@ -49,6 +49,8 @@ from ..ports import Store
 COORDINATOR = 0
 DELETED_POLL_SECONDS = 0.2
 """How soon a rank that reads a message notices that it was deleted."""
+ALL_CALL = "Call restore(), step() and save() on every rank, not only on rank 0. Else find out why that process hangs."
+"""the remedy where a rank has posted nothing"""
 
 
 class MessageStore:
@@ -363,7 +365,8 @@ class Topic:
                 ):  # closed or out of time; otherwise the wait goes on for the ranks still missing
                     if ranks.closed.is_set():
                         raise Cancelled("close() was called while this rank was waiting for the others") from None
-                    silent = {"error": "TimedOut", "what": f"posted nothing within {ranks.timeout_seconds:.0f} s"}
+                    what = f"posted nothing within {ranks.timeout_seconds:.0f} s"
+                    silent = {"error": "TimedOut", "what": what, "todo": ALL_CALL}
                     found |= {rank: ranks.read(f"{key}/{rank}") or silent for rank in missing}
         return found
 

@@ -99,6 +99,18 @@ class LastgoodCallback(Callback):
             trainer.fit_loop._data_fetcher
         )  # begin again: the iteration of setup_data has the position before the restore
 
+    def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
+        self._keep_signals(trainer)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._keep_signals(trainer)
+
+    def _keep_signals(self, trainer: Any) -> None:
+        """With `preemption`, remove Lightning's own handlers of signals, which it has put before those of the run: at
+        SIGTERM they end the training without the last save, and with exit code 0."""
+        if self.checkpointer is not None and self._options.get("preemption") is not None:
+            trainer._signal_connector.teardown()
+
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         if self._progress is not None:
             self._progress.loader.order.set_epoch(trainer.current_epoch)
@@ -215,6 +227,7 @@ class _Progress:
                 "batches": batches.completed if in_epoch else 0,
             },
             "should_stop": trainer.should_stop,
+            "timed_out": _out_of_time(trainer),
             "logged": {name: dict(getattr(connector, name)) for name in _LOGGED},
             "means": self._read_means(),
             "torchmetrics": {name: _read_metric(one) for name, one in self._torchmetrics().items()},
@@ -230,7 +243,10 @@ class _Progress:
             "Use the same batch size, dataset and number of processes, or a new run.",
         )
         _load_checkpoint(trainer, saved["checkpoint"])
-        trainer.should_stop = saved["should_stop"]
+        in_time = saved.get("timed_out", False) and not _out_of_time(trainer)  # max_time was raised
+        trainer.should_stop = saved["should_stop"] and not in_time
+        if trainer.should_stop:
+            reporting.warning("a callback had stopped this training when it was saved: it is not continued")
         for name, values in saved["logged"].items():
             getattr(trainer._logger_connector, name).update(values)
         for name, metric in self._torchmetrics().items():
@@ -267,6 +283,12 @@ class _Progress:
 
 _LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 """attributes of a trainer's logger connector: the newest value of everything that was logged"""
+
+
+def _out_of_time(trainer: Any) -> bool:
+    """Whether the training has lasted for its `max_time`, the lives before included."""
+    left = [one.time_remaining() for one in trainer.callbacks if hasattr(one, "time_remaining")]  # Timer
+    return any(seconds is not None and seconds <= 0 for seconds in left)
 
 
 def _ordered_loader(trainer: Any) -> OrderedLoader:

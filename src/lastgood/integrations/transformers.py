@@ -58,8 +58,8 @@ class LastgoodCallback(TrainerCallback):
 
     `train()` raises Refused if something else saves or restores the same state: a second LastgoodCallback, a
     `save_strategy` that stores optimizer state, or `resume_from_checkpoint` when the run holds a generation. It also
-    raises Refused for `auto_find_batch_size`, `ignore_data_skip`, DeepSpeed, an IterableDataset, and loaders that
-    accelerate does not prepare.
+    raises Refused for `auto_find_batch_size`, `ignore_data_skip`, `enable_jit_checkpoint`, DeepSpeed, an
+    IterableDataset, and loaders that accelerate does not prepare.
     """
 
     def __init__(self, path: str | os.PathLike[str], every_steps: int | None = None, **options: Any) -> None:
@@ -335,5 +335,10 @@ def _only_callback(trainer: Any) -> LastgoodCallback | None:
     )
     for name in ("auto_find_batch_size", "ignore_data_skip"):
         require(not getattr(args, name), f"{name}=True changes which samples belong to a step", "Leave it out.")
+    require(
+        not getattr(args, "enable_jit_checkpoint", False),  # not in every version of transformers
+        "enable_jit_checkpoint=True stops the training at SIGTERM, and it would stay stopped when it is started again",
+        "Leave it out, and give LastgoodCallback preemption=lastgood.Preemption().",
+    )
     require(not trainer.is_deepspeed_enabled, "DeepSpeed keeps optimizer state of its own", "Use DDP or FSDP2.")
     return found[0]

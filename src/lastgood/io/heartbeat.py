@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from enum import IntEnum
 from typing import NamedTuple
 
+from ..errors import Refused
+
 VARIABLE = "LASTGOOD_HEARTBEAT"
 """The environment variable that names the page of a rank. Without it nothing is shown."""
 PAGE_BYTES = 8192
@@ -141,8 +143,15 @@ class Heartbeat:
         self._numbers[_Field.CLOSED] = time.monotonic_ns()
 
     def opened(self, run: str) -> None:
-        """A run was opened."""
-        text = run.encode()[:_TEXT_LIMIT]
+        """A run was opened. Raises Refused if its path is no text: the records of a job are JSON."""
+        try:
+            text = run.encode()[:_TEXT_LIMIT]
+        except UnicodeEncodeError as error:
+            raise Refused(
+                f"the path of the run has bytes that are no text under this locale: {os.fsencode(run)!r}",
+                safe="Nothing was saved, and earlier generations are untouched.",
+                todo="Set PYTHONUTF8=1 (or LANG=C.UTF-8), or give the run a name in UTF-8.",
+            ) from error
         self._memory[_TEXT_AT : _TEXT_AT + len(text)] = text
         self._numbers[_Field.TEXT] = len(text)
         self._numbers[_Field.OPENED] = time.monotonic_ns()

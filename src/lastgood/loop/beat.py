@@ -6,10 +6,12 @@ Without a supervisor nothing is shown. Nothing here is read by the loop, and not
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Iterator
 
+from .. import reporting
 from ..io.heartbeat import Heartbeat
 from ..policy.arguments import require
 from ..policy.hang import RESTORE, SAVE
@@ -25,6 +27,8 @@ class Beat:
         self._phase, self._thread = "", threading.get_ident()
         self._shown_step: int | None = None
         """the step that was shown last, since the restore"""
+        self._restored = False
+        """whether the loop has called restore(), or was warned that it has not"""
         self.stall_seconds = 0.0
         """how long the loop has waited for saves: in the calls that begin them, at the fence, and for their ends"""
 
@@ -36,7 +40,7 @@ class Beat:
     def restored(self, step: int, generation: Generation | None) -> None:
         """The state is that of a step, restored from a generation or (None) that of the beginning."""
         if self._page is not None:
-            self._shown_step = None
+            self._shown_step, self._restored = None, True
             incarnation = "" if generation is None else generation.id.incarnation
             self._page.restored(step, incarnation, self._progress.next_position())
 
@@ -45,7 +49,17 @@ class Beat:
         `step`."""
         if self._page is not None and n != self._shown_step:  # guard: step-is-shown-once
             self._shown_step = n
+            self._warn_without_restore()
             self._page.beat(n, self._progress.next_position())
+
+    def _warn_without_restore(self) -> None:
+        """Warn, once and on one rank, if the loop trains without having restored."""
+        if not self._restored and os.environ.get("RANK", "0") == "0":
+            reporting.warning(
+                "the first step comes without restore(): after a failure this job cannot go on from what it has saved. "
+                "Call restore() before it"
+            )
+        self._restored = True
 
     def saved(self, step: int | None) -> None:
         """The newest step whose save is known to be committed; None: there is none."""

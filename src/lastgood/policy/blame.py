@@ -15,15 +15,19 @@ from .recovery import PREEMPTED
 FOLLOWERS = re.compile(
     r"connection (was )?(likely )?(closed|reset|refused|aborted)|broken pipe|closed by (the )?(remote )?peer|"
     r"socket timeout|timed out|timeout caused|store of the process group|watchdog|nccl (communicator|error)|"
-    r"ncclRemoteError|RankFailed|"
+    r"ncclRemoteError|RankFailed|posted nothing within|"
     r"\b(TCPStore|DistStoreError|recvValue|sendBytes)\b|another rank",
     re.IGNORECASE,
 )
 """What errors of ranks say that fail because another one did."""
-TIMEOUTS = re.compile(r"time(d )?[ -]?out|has sent no message for|no answer in", re.IGNORECASE)
+TIMEOUTS = re.compile(
+    r"time(d )?[ -]?out|has sent no message for|no answer in|posted nothing within|has not opened the run within",
+    re.IGNORECASE,
+)
 """What errors of ranks say that have waited for another one for too long."""
 _BETWEEN_RANKS = re.compile(
-    r"([\w.]+\.)?(RuntimeError(?!: DataLoader )|\w*Dist\w*Error|RankFailed)\b|TierDown: the store of the process group"
+    r"([\w.]+\.)?(RuntimeError(?!: DataLoader )|\w*Dist\w*Error|RankFailed)\b|TierDown: the store of the process group|"
+    r"TimedOut: rank \d+: posted nothing"
 )
 """How the errors of torch's collectives and stores begin, and those of saves of several ranks: a request of the script
 to a server, or a worker of a DataLoader, has timeouts too."""

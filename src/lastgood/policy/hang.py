@@ -33,7 +33,7 @@ _LIBRARY = re.compile(r"/torch/|/lastgood/|/lib/python3\.\d+/(?!site-packages/|d
 """files that are not the user's program"""
 _COMPUTES = "/torch/nn/modules/"
 """Modules do not wait themselves; those of DDP and FSDP are called by what does."""
-STOPPED = "T"
+STOPPED, TRACED = "T", "t"
 LATE_READINGS = 2
 """A rank that was seen outside of such calls so many times in a row is one that others may wait for."""
 _ARRIVAL_POLLS, _LEAST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 100, 0.5, 30.0
@@ -42,7 +42,7 @@ _LEAST_USED_SECONDS, _USED_SHARE = 0.05, 0.01
 """The processor time between two looks up to which a rank has waited all the time, in seconds and of the time."""
 STATES = {
     STOPPED: "is stopped by a signal",
-    "t": "is stopped by a debugger",
+    TRACED: "is stopped by a debugger",
     "D": "waits for a disk, or another device",
 }
 """letter of /proc/PID/stat -> what it says of a rank that hangs"""
@@ -275,7 +275,7 @@ def described(one: Stuck, silent: Silent | None, ends: bool = True) -> str:
     if silent.where == ARRIVED:
         raised = "if it prepares what they need, raise --hang-long-timeout"
         return f"{text} (others have waited {times}; {raised if ends else 'to end such a job, give that limit'})"
-    if silent.where != STEP:
+    if silent.where != STEP or one.state in (STOPPED, TRACED):
         return f"{text} (no progress {times})"
     if one.signs.where == STEP:
         return f"{text} (no progress {times}; name what takes long with ckpt.phase(), or raise --hang-timeout)"

@@ -30,7 +30,7 @@ Act = Literal["end", "restart", "back", "skip"]
 REMEDIES: tuple[Act, ...] = ("back", "skip")
 _HOPELESS = re.compile(
     r"(SyntaxError|IndentationError|TabError|ImportError|ModuleNotFoundError|NameError|Refused|StateMismatch|Unstorable|"
-    r"UnknownFormat|NoSuchStep|NotARun|NotWritable|NotInstalled|RunReplaced|NothingGood)\b"
+    r"UnknownFormat|NoSuchStep|NotARun|NotWritable|NotRestored|NotInstalled|RunReplaced|NothingGood)\b"
 )
 """The errors of a script before its state is restored that come again each time it is started."""
 ASKED = "the job was asked to end"

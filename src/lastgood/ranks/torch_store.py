@@ -205,7 +205,7 @@ def join_group(path: str | os.PathLike[str], timeout_seconds: float = RANK_TIMEO
     _keep_gloo()
     store: Any = dist.distributed_c10d._get_default_store()  # the store through which the process group was made
     rank, size = dist.get_rank(), dist.get_world_size()
-    place = f"lastgood/{hashlib.sha256(os.path.abspath(path).encode()).hexdigest()[:12]}"
+    place = f"lastgood/{hashlib.sha256(os.fsencode(os.path.abspath(path))).hexdigest()[:12]}"
     clients = Clients(store.clone)
     abandoned = threading.Event()
     usual = GroupStore(clients, timeout_seconds, abandoned)

@@ -104,6 +104,18 @@ def parsed(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) ->
         raise Refused(f"{error.what} ({sources})", safe=error.safe, todo=error.todo) from error
 
 
+def _require_program(kind: Literal["module", "command", "script"], name: str) -> None:
+    """Raise Refused if there is no such script, or no command of this name."""
+    if kind == "command" and shutil.which(name) is None:
+        todo = "Make it executable (chmod +x)." if os.path.isfile(name) else "Give a program."
+        raise Refused(f"there is no command {name}", safe="Nothing was started.", todo=todo)
+    if kind == "script" and not os.path.exists(name):
+        todo = "Give the path of the script."
+        if shutil.which(name) is not None:
+            todo += f" {name} is a command: leave it out, or put --no-python before it. A module: -m NAME."
+        raise Refused(f"there is no file {name}", safe="Nothing was started.", todo=todo)
+
+
 def _job(args: argparse.Namespace, rest: list[str], environ: Mapping[str, str], policy: str) -> Job:
     """What the options say. `rest`: the arguments of the script. `policy`: as in Job. Raises Refused."""
     python = "" if args.no_python or args.run_path else _python(environ)
@@ -112,10 +124,7 @@ def _job(args: argparse.Namespace, rest: list[str], environ: Mapping[str, str], 
     kind: Literal["module", "command", "script"] = (
         "module" if args.module else "command" if args.no_python else "script"
     )
-    if kind == "command" and shutil.which(name) is None:
-        raise Refused(f"there is no command {name}", safe="Nothing was started.", todo="Give a program.")
-    if kind == "script" and not os.path.exists(name):
-        raise Refused(f"there is no file {name}", safe="Nothing was started.", todo="Give the path of the script.")
+    _require_program(kind, name)
     program = Program(kind=kind, name=name, arguments=rest)
     if python:
         program = Program(kind="command", name=python, arguments=["-u", *(["-m"] if args.module else []), name, *rest])

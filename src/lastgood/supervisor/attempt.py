@@ -395,14 +395,14 @@ def _error(path: Path) -> tuple[str, str, float]:
     try:
         message = json.loads(path.read_text())["message"]
         if isinstance(message, str):
-            return _printable(message), "", 0.0
+            return printable(message), "", 0.0
         extra = message["extraInfo"]
         at = float(extra.get("monotonic", 0.0))
-        return _printable(message["message"]), _printable(extra["py_callstack"]), at
+        return printable(message["message"]), printable(extra["py_callstack"]), at
     except (OSError, ValueError, KeyError, TypeError):
         return "", "", 0.0
 
 
-def _printable(text: str) -> str:
-    """A text without the parts of file names that are no text."""
+def printable(text: str) -> str:
+    """A text whose bytes that are no text, as in names of files, are written out: it can be stored and printed."""
     return text.encode(errors="backslashreplace").decode()

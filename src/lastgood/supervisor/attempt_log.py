@@ -58,7 +58,7 @@ class Cause(Record, frozen=True, kw_only=True):
         """A text that is equal for causes of one kind."""
         if self.kind in (HANG, "node", STORE, SUPERVISOR):
             return self.kind
-        end = {"exception": r"[^\w.]", "signal": r" \("}.get(self.kind)
+        end = {"exception": r"[^\w.]", "signal": r" \(", "exit": r" while "}.get(self.kind)
         what = self.what if end is None else re.split(end, self.what, maxsplit=1)[0]
         return f"{self.kind} {what}"
 

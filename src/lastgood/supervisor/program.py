@@ -177,7 +177,8 @@ def main() -> None:
     """`python -m lastgood.supervisor.program SUPERVISOR PROGRAM`: a rank that is started without a zygote."""
     forget_current_folder()
     become_rank(int(sys.argv[1]), dict(os.environ))
-    run(msgspec.json.decode(sys.argv[2], type=Program))
+    # Not by msgspec: arguments may have bytes that are not UTF-8.
+    run(msgspec.convert(json.loads(sys.argv[2]), Program))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ from .watch import main_stack
 
 LINE_CHARACTERS = 160
 """of a cause in a report of one line"""
+CLOSING_SECONDS = 0.5
+"""how much later than the loss of its connections the end of a process may be noticed"""
 ERROR_CHARACTERS = 4000
 """of an error in an Outcome: each verdict has all of them, and a value of torch's store has 8 MiB at most"""
 REPLAYED = "replayed steps"
@@ -53,18 +55,39 @@ def cause(lived: Lived) -> Cause | None:
         return Cause(kind="node", rank=rank, code=-signal.SIGKILL, what=what)
     if lived.hang is not None:
         one, texts = lived.hang.behind, {str(rank): text for rank, text in lived.hang.stacks.items()}
-        what = hang.described(one, lived.hang.silent)
+        done = [ended.rank for ended in lived.ended if ended.code == 0]
+        note = f"; rank {done[0]} had ended with exit code 0" if done else ""
+        what = hang.described(one, lived.hang.silent) + note
         return Cause(kind="hang", rank=one.signs.rank, code=-signal.SIGKILL, what=what, stacks=texts)
     if first is None or _ended_as_asked(first, lived):
         return None
+    left = _left_others(first, lived)
+    if left is not None:
+        error = first.error or _code_text(first.code)
+        what = f"exit code 0 while rank {first.rank} went on, which then failed: {error}"
+        return Cause(kind="exit", rank=left.rank, code=0, what=what, stack=lived.stacks.get(first.rank, ""))
     if first.error:
         stack = lived.stacks.get(first.rank, "")
         return Cause(kind="exception", rank=first.rank, code=first.code, what=first.error, stack=stack)
     if first.code < 0:
-        name, where = _signal_name(-first.code), lived.out_of_memory.get(first.rank)
+        name, where = _code_text(first.code), lived.out_of_memory.get(first.rank)
         what = name if where is None else f"{name}: the kernel killed it for memory ({where})"
         return Cause(kind="signal", rank=first.rank, code=first.code, what=what)
-    return Cause(kind="exit", rank=first.rank, code=first.code, what=f"exit code {first.code}")
+    return Cause(kind="exit", rank=first.rank, code=first.code, what=_code_text(first.code))
+
+
+def _left_others(first: Ended, lived: Lived) -> Ended | None:
+    """The rank that ended with exit code 0 before others lost their connections to it; None: there is none, or the job
+    was asked to end. `first`: the rank that failed first."""
+    if not follows(first) or lived.asked_by or lived.asked:  # guard: early-end-blamed-for-followers
+        return None
+    until = first.at_seconds + CLOSING_SECONDS
+    left = [one for one in lived.ended if one.code == 0 and one.at_seconds < until]
+    return min(left, key=lambda one: (one.at_seconds, one.rank), default=None)
+
+
+def _code_text(code: int) -> str:
+    return _signal_name(-code) if code < 0 else f"exit code {code}"
 
 
 def _signal_name(number: int) -> str:
@@ -77,7 +100,9 @@ def _signal_name(number: int) -> str:
 def _ended_as_asked(first: Ended, lived: Lived) -> bool:
     """Whether a rank was ended by the signal that it was sent because the job, or this node, was asked to end."""
     by = {lived.asked_by, signal.SIGTERM if lived.asked else 0} - {0}
-    interrupted = signal.SIGINT in by and first.error.partition(":")[0] == KeyboardInterrupt.__name__
+    # Lightning ends with sys.exit(1) at a KeyboardInterrupt.
+    by_interrupt = first.error.partition(":")[0] == KeyboardInterrupt.__name__ or (first.code == 1 and not first.error)
+    interrupted = signal.SIGINT in by and by_interrupt
     return -first.code in by or interrupted  # guard: asked-end-is-no-failure
 
 
@@ -201,13 +226,14 @@ def _skip(last: Progress | None) -> Skip | None:
 
 
 def _code(lived: Lived, first: Ended | None, found: Cause | None) -> int:
-    """The code of the rank that failed first. If none has: SIGKILL where one was killed, else the highest."""
+    """The code of the rank that failed first. If none has: SIGKILL where one was killed, else the highest; and if that
+    is 0 and the job was asked to end, the signal, because a training that a handler cuts short ends with 0 too."""
     if lived.asked and found is None:
         return PREEMPTED
     if found is not None:
         return found.code or 1
     if first is not None:
         return first.code
-    return (
-        -signal.SIGKILL if lived.killed else max((one.code for one in lived.ended), default=1)
-    )  # guard: killed-rank-is-no-success
+    if lived.killed:  # guard: killed-rank-is-no-success
+        return -signal.SIGKILL
+    return max((one.code for one in lived.ended), default=1) or -lived.asked_by

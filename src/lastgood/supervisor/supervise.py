@@ -31,7 +31,7 @@ from ..policy.membership import Bounds, Next
 from ..policy.recovery import GAVE_UP, PREEMPTED, STORE, Answer, Outcome, answer, replayed_steps
 from . import attempt_log, job_summary, leftovers, merged, reported, reserve, signals, staging, survivors
 from .arguments import Job
-from .attempt import FULL, Attempt, Lived
+from .attempt import FULL, Attempt, Lived, printable
 from .attempt_records import AttemptRecords
 from .held_store import hold
 from .host_signs import HostSigns, collectors
@@ -49,7 +49,8 @@ class Supervisor:
     """`job`: what is supervised. `command`: how, for the log. `report`: receives each line of the report."""
 
     def __init__(self, job: Job, command: Sequence[str], report: Callable[[str], object]) -> None:
-        self._job, self._command, self._report = job, list(command), report
+        self._job, self._report = job, report
+        self._command = [*map(printable, command)]
         self._id, self._host = secrets.token_hex(4), os.environ.get(NODE) or platform.node()
         self._outcomes = list[Outcome]()
         self._records, self._reader = AttemptRecords(), StackReader(py_spy())

@@ -42,6 +42,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "followers-are-not-blamed",
             Swap("not follows", "follows"),
         ),
+        ("a rank that was done is blamed for another one's error", "early-end-blamed-for-followers", Never()),
         ("an end that was asked for is reported as a failure", "asked-end-is-no-failure", Instead("return False")),
         ("of two values of a policy one is taken", "repeated-key-refused", Never()),
         ("a rank like the others is named slow", "slow-rank-stands-out", Swap(">= bound", ">= 1")),

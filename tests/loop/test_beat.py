@@ -1,0 +1,28 @@
+"""What a training loop shows to `lastgood run`, and what it is told."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+import lastgood
+from lastgood.io import heartbeat
+
+
+@pytest.mark.parametrize("restores", [True, False])
+def test_a_supervised_loop_that_does_not_restore_is_warned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, restores: bool
+) -> None:
+    """A script without restore() trained under `lastgood run` until a rank died, and each start after that failed."""
+    page = str(tmp_path / "page")
+    heartbeat.create(page)
+    monkeypatch.setenv(heartbeat.VARIABLE, page)
+    with caplog.at_level(logging.WARNING), lastgood.Checkpointer(tmp_path / "run", {"w": torch.zeros(1)}) as ckpt:
+        if restores:
+            ckpt.restore()
+        ckpt.step(1)
+        ckpt.step(2)
+    assert caplog.text.count("without restore()") == (0 if restores else 1)
