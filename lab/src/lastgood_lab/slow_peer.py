@@ -126,7 +126,7 @@ def _measured(network: namespaces.Network, place: Path, memory: Path, peer: str)
 def _seat(network: namespaces.Network, rank: int, store: tuple[str, int], place: Path, memory: Path) -> Seat:
     environment = {
         NODE: f"node{rank}",
-        memory_place.VARIABLE: str(memory / f"lastgood-node{rank}"),
+        memory_place.VARIABLE: str(memory),
         "MASTER_ADDR": store[0],
         "OMP_NUM_THREADS": "1",
     }
