@@ -103,6 +103,7 @@ def _measured(rank: int, size: int, place: Path, blocks: int, width: int) -> lis
             sentinel = lastgood.Sentinel() if name == SENTINEL else None
             seldom = lastgood.Every(steps=10**6)
             with lastgood.Checkpointer(place / at, state, cadence=seldom, sentinel=sentinel) as ckpt:
+                ckpt.restore()
                 counted = [*_blocks(ckpt, model, optimizer, blocks + 1)][1:]
             item[name] = [statistics.median(values) for values in zip(*counted, strict=True)]
         found.append(item)
