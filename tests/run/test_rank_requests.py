@@ -11,6 +11,7 @@ import pytest
 from boards import Board
 from lastgood.coordination.rounds import RankGroup
 from lastgood.errors import Cancelled, TierDown, TimedOut
+from lastgood.run import rank_requests
 from lastgood.run.node_disks import FileRequest
 from lastgood.run.rank_requests import Requests, RequestServer
 
@@ -74,3 +75,29 @@ def test_a_rank_that_is_closed_does_not_wait_for_a_lost_store():
     begun = time.monotonic()
     server.close()
     assert time.monotonic() - begun < 15
+
+
+class Endless:
+    """A `Service` whose work goes on until it is stopped."""
+
+    def served(self, request, stop):
+        while not stop():
+            time.sleep(0)
+        raise Cancelled("it was stopped")
+
+
+def test_work_ends_once_the_coordinator_asks_for_the_next(monkeypatch) -> None:
+    """Each reading that was given up was made to its end, and what was asked later waited behind all of them."""
+    monkeypatch.setattr(rank_requests, "SUCCESSOR_POLL_SECONDS", 0.0)
+    board = Board()
+    coordinator, other = RankGroup(0, 2, board, "run"), RankGroup(1, 2, board, "run", 40.0)
+    requests = Requests(coordinator, "disks", [1])
+    server = RequestServer(other, "disks", Endless())
+    for _ in range(2):
+        requests.ask(FileRequest(call="list", name=""))
+    requests.end()
+    server._thread.join(30.0)  # neither work has an end of its own
+    ended = not server._thread.is_alive()
+    server.leave()
+    server.close()
+    assert ended

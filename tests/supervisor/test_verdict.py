@@ -211,8 +211,9 @@ def test_a_rank_that_ends_early_with_code_0_is_the_cause() -> None:
     assert soon is not None and soon.rank == 1, "a process closes its connections before its end is noticed"
     late = reported.cause(Lived(0.0, ended=[lost, Ended(1, 3.0, 0)]))
     own = reported.cause(Lived(0.0, ended=[left, Ended(0, 2.0, 1, "ValueError: a bad batch")]))
+    upload = reported.cause(Lived(0.0, ended=[left, Ended(0, 200.0, 1, "ReadTimeout: Read timed out.")]))
     asked = reported.cause(Lived(0.0, ended=[lost, left], asked_by=signal.SIGINT))
-    assert all(one is not None and one.rank == 0 for one in (late, own, asked))
+    assert all(one is not None and one.rank == 0 for one in (late, own, upload, asked))
     hang = Hang(Stuck(Signs(0, 1.0, "step", 5)), None, {})
     hung = reported.cause(Lived(0.0, ended=[left], hang=hang))
     assert hung is not None and hung.rank == 0 and hung.what.endswith("; rank 1 had ended with exit code 0")

@@ -143,15 +143,8 @@ class Heartbeat:
         self._numbers[_Field.CLOSED] = time.monotonic_ns()
 
     def opened(self, run: str) -> None:
-        """A run was opened. Raises Refused if its path is no text: the records of a job are JSON."""
-        try:
-            text = run.encode()[:_TEXT_LIMIT]
-        except UnicodeEncodeError as error:
-            raise Refused(
-                f"the path of the run has bytes that are no text under this locale: {os.fsencode(run)!r}",
-                safe="Nothing was saved, and earlier generations are untouched.",
-                todo="Set PYTHONUTF8=1 (or LANG=C.UTF-8), or give the run a name in UTF-8.",
-            ) from error
+        """A run was opened. Raises Refused as `own`."""
+        text = _encoded(run)[:_TEXT_LIMIT]
         self._memory[_TEXT_AT : _TEXT_AT + len(text)] = text
         self._numbers[_Field.TEXT] = len(text)
         self._numbers[_Field.OPENED] = time.monotonic_ns()
@@ -230,13 +223,29 @@ _OF_ONE_RUN = _Field.SIGN, _Field.PHASE, _Field.LONGEST, _Field.CLOSED, _Field.J
 """What a run that was opened before must not have left."""
 
 
-def own(environ: Mapping[str, str] = os.environ) -> Heartbeat | None:
-    """The page of this process; None if nobody supervises it, if the page is gone, or if a run has it already."""
+def own(environ: Mapping[str, str] = os.environ, run: str = "") -> Heartbeat | None:
+    """The page of this process; None if nobody supervises it, if the page is gone, or if a run has it already.
+
+    `run`: what will be opened. Raises Refused if somebody supervises and its path is no text: records are JSON.
+    """
+    if VARIABLE in environ:
+        _encoded(run)
     try:
         page = Heartbeat(environ[VARIABLE])
         return page if page.taken() else None
     except (KeyError, OSError, ValueError):
         return None
+
+
+def _encoded(run: str) -> bytes:
+    try:
+        return run.encode()
+    except UnicodeEncodeError as error:
+        raise Refused(
+            f"the path of the run has bytes that are no text under this locale: {os.fsencode(run)!r}",
+            safe="Nothing was saved, and earlier generations are untouched.",
+            todo="Set PYTHONUTF8=1 (or LANG=C.UTF-8), or give the run a name in UTF-8.",
+        ) from error
 
 
 def begin(environ: Mapping[str, str] = os.environ) -> None:

@@ -172,6 +172,7 @@ class Checkpointer:
         try:
             failures = known_failures(options, url, ranks, pipeline.outcomes)
             end_request = EndRequest(options.preemption) if options.preemption else None
+            page = heartbeat.own(run=url)
         except BaseException:
             pipeline.close()
             raise
@@ -179,7 +180,6 @@ class Checkpointer:
         self._reports = reports = Reports(options, pipeline, planner)
         self._progress = progress = Progress(request, ranks, pipeline.outcomes)
         self._saver = saver = Saver(request, options, pipeline, planner, ranks, reports, failures)
-        page = heartbeat.own()
         self._beat = Beat(page, progress)
         self._log = reports.log = step_log.opened(request.state, ranks, progress, self._beat) if page else None
         self._ending = Ending(pipeline, saver, progress, ranks, end_request, self._beat)

@@ -83,6 +83,11 @@ def timed_out(one: Ended) -> bool:
     return bool(TIMEOUTS.search(one.error) and _BETWEEN_RANKS.match(one.error))  # guard: only-collectives-are-waits
 
 
+def lost_others(one: Ended) -> bool:
+    """Whether a rank has failed in what ranks do together: a collective, a store, a save of several ranks."""
+    return aborted(one) or bool(_BETWEEN_RANKS.match(one.error))
+
+
 def may_have_timed_out(failed: Sequence[Ended], waited: Collection[int]) -> bool:
     """Whether the ranks that have failed may have waited for another one until NCCL's timeout, which leaves no error.
 

@@ -96,7 +96,7 @@ class AgentWork:
         return agent_link.waited_for(self._asked(self._own, work), stop) is not None
 
     def end_hung(self) -> None:
-        """Kill the agent if it was silent, and still is for ATTACH_SECONDS. No save waits meanwhile."""
+        """Kill the agent if it was silent, and still is for ATTACH_SECONDS. No save in flight waits meanwhile."""
         if not self._may_hang or self._own is None:
             return
         self._may_hang, folder = False, self._own.root
@@ -135,7 +135,8 @@ class AgentWork:
         except (FileNotFoundError, ConnectionError, NotWritable):
             return None  # there is no agent now, or another user's: `AgentLink.check` reports that, or starts one
         except TimeoutError as failure:
-            self._silent_until, self._may_hang = time.monotonic() + agent_link.ATTACH_SECONDS, reads
+            self._silent_until = time.monotonic() + agent_link.ATTACH_SECONDS
+            self._may_hang = self._may_hang or reads
             error = f"{type(failure).__name__}: {failure}"
         except (OSError, ValueError) as failure:
             error = f"{type(failure).__name__}: {failure}"

@@ -40,7 +40,7 @@ class CopiedPlaces:
     def of(self, at: GenerationId) -> list[str]:
         """At another rank: the places that have received a generation, as far as rank 0 has posted it."""
         try:
-            posted: dict[str, list[str]] = self._ranks.read(self._key) or {}
+            posted: dict[str, list[str]] = self._ranks.quick.read(self._key) or {}
         except TierDown:
             return []
         return posted.get(layout.folder(at), [])
@@ -55,4 +55,4 @@ class CopiedPlaces:
             has.append(place)
             for old in [*self._places][:-POSTED]:
                 del self._places[old]
-            self._ranks.post(self._key, self._places)
+            self._ranks.quick.post(self._key, self._places)  # the caller may hold the lock of a place

@@ -73,9 +73,9 @@ class OtherRanks:
                 return False
             self._requests.ask(Request(at=generation.id, task="read", code="", parts=parts))
             return not any(self._requests.answers(most_seconds=seconds, stop=stop))  # guard: finding-confirms-nothing
-        except Cancelled:
-            raise
-        except LastgoodError:
+        except LastgoodError as error:
+            if isinstance(error, Cancelled) and (stop() or self._group.abandoned.is_set()):
+                raise
             return False
 
     def ask(self, generation: Generation, task: copying.Task, code: str = "") -> None:
@@ -116,8 +116,8 @@ class PartServer:
 
     def __init__(self, tier: Shared, place: str, sources: Sequence[Tier], ranks: RankGroup, workers: Workers) -> None:
         self._tier, self._sources, self._rank, self._workers = tier, sources, ranks.rank, workers
-        # Of memory: the agent reads it where it is the place, and copies from it where it is the source.
-        self._agent = agent_work.of(tier if place == FRONT else sources[0]) if sources else AgentWork(None)
+        self._agent = AgentWork(None) if not sources else agent_work.of(sources[0])
+        self._reader = agent_work.of(tier) if place == FRONT else self._agent
         self._server = RequestServer(ranks, f"parts/{place}", self)
 
     def leave(self) -> None:
@@ -139,7 +139,7 @@ class PartServer:
         arena = Arena(EXAMINATION_CHUNKS * CHUNK_BYTES, CHUNK_BYTES)
         how = copying.Copying(arena, self._workers, stop=stop, agent=self._agent)
         if asked.task == "read":
-            return self._agent.read_all(target, generation, how.arena, how.workers, how.stop, mine)
+            return self._reader.read_all(target, generation, how.arena, how.workers, how.stop, mine)
         self._tier.forget(layout.folder(asked.at))  # the coordinator may have deleted an earlier copy
         if asked.task == "pack":
             copying.pack_files(target, self._sources, generation, mine, how)

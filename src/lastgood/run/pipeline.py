@@ -234,7 +234,7 @@ class Pipeline:
                 if flight.handle is save and not self.run.tier.newest_only:
                     flight.pinned = True
                     self.run.known.pinned.add(flight.at)
-        if save.is_committed() and self.places.below:
+        if save.is_committed() and (self.places.below or not self._ranks.is_coordinator):
             self._note_places(save, save.committed(), self.places.add(save.committed().id))
         if not milestone and not metrics:
             return save

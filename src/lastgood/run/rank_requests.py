@@ -37,6 +37,8 @@ from .verify import Stop, never
 
 POLL_SECONDS = 0.2
 """How soon a rank that waits for a request notices that it is to end."""
+SUCCESSOR_POLL_SECONDS = 1.0
+"""How often a rank that serves a request polls for the next one, which shows that nobody waits for this one."""
 
 
 class Requests:
@@ -148,7 +150,7 @@ class RequestServer:
         number = 0
         while (asked := self._next(number)) is not None:
             try:
-                answer = self._service.served(asked["request"], self._is_over)
+                answer = self._service.served(asked["request"], self._stop_of(number))
                 post: dict[str, Any] = {"answer": msgspec.to_builtins(answer)}
             except Exception as error:  # noqa: BLE001 - the coordinator raises it
                 post = encode_error(error)
@@ -157,6 +159,22 @@ class RequestServer:
             number += 1
             if self._closing_since is not None:
                 self._closing_since = time.monotonic()
+
+    def _stop_of(self, number: int) -> Stop:
+        """Ends the work on a request, also once the next one is there: the coordinator has given this one up then."""
+        polled_at = time.monotonic()
+
+        def stop() -> bool:
+            nonlocal polled_at
+            now = time.monotonic()
+            if self._is_over() or now - polled_at < SUCCESSOR_POLL_SECONDS:
+                return self._is_over()
+            polled_at = now
+            with contextlib.suppress(TierDown):
+                return self._ranks.quick.has(f"{self._keys}/{number + 1}")  # guard: abandoned-request-ends
+            return False
+
+        return stop
 
     def _next(self, number: int) -> Any:
         """Wait for a request; None: this rank serves no more."""

@@ -44,6 +44,8 @@ class Save:
         """the places of the save: None for the one where it is committed first, the end of its copy for the others"""
         self._posted: CopiedPlaces | None = None
         """shows, at a rank other than 0, to which places rank 0 has copied the save"""
+        self._seen: list[str] = []
+        """the places that it has shown: only those of the newest saves are posted"""
 
     @classmethod
     def of(cls, generation: Generation, place: str) -> Save:
@@ -85,8 +87,9 @@ class Save:
         if not self.is_committed():
             return []
         places = [place for place, copied in self._places.items() if copied is None or _succeeded(copied)]
-        posted = [] if self._posted is None else self._posted.of(self.committed().id)
-        return list(dict.fromkeys([*places, *posted]))
+        if self._posted is not None:
+            self._seen = list(dict.fromkeys([*self._seen, *self._posted.of(self.committed().id)]))
+        return list(dict.fromkeys([*places, *self._seen]))
 
     def copying(self, place: str) -> bool:
         """Whether the generation exists, and its copy to `place` is under way."""

@@ -35,7 +35,7 @@ from .reader import disagreeing, read_all
 LEAST_WAIT_SECONDS = 0.1
 """The coordinator waits at least so long for the posts of the other ranks."""
 ELSEWHERE_WAIT_SECONDS = 5.0
-"""And at least so long for the answers of those that it has asked because their files lie on other nodes."""
+"""Those that it has asked have twice the time that its own part took, and so long in addition."""
 POLL_SECONDS = 0.01
 """The pause between two polls for these posts."""
 
@@ -228,7 +228,7 @@ class Verifier:
         rest = ranks_read_by(silent, ranks, generation)
         elsewhere = _elsewhere(known.tier, generation, rest)
         # guard: parts-elsewhere-read-there
-        if elsewhere and self.others.confirm(generation, elsewhere, max(seconds, ELSEWHERE_WAIT_SECONDS), stop):
+        if elsewhere and self.others.confirm(generation, elsewhere, 2 * seconds + ELSEWHERE_WAIT_SECONDS, stop):
             rest = [one for one in rest if one not in elsewhere]
         # guard: unconfirmed-ranks-read
         findings += read_all(known.tier, generation, arena, self._workers, stop, of=rest)

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from ..format import layout
 from ..io.heartbeat import Progress
 from ..policy import hang
-from ..policy.blame import Ended, first_cause, follows
+from ..policy.blame import Ended, first_cause, follows, lost_others
 from ..policy.recovery import PREEMPTED, STORE, Answer, Outcome
 from ..records import GenerationId
 from ..run.advice import Advice, Skip
@@ -79,7 +79,8 @@ def cause(lived: Lived) -> Cause | None:
 def _left_others(first: Ended, lived: Lived) -> Ended | None:
     """The rank that ended with exit code 0 before others lost their connections to it; None: there is none, or the job
     was asked to end. `first`: the rank that failed first."""
-    if not follows(first) or lived.asked_by or lived.asked:  # guard: early-end-blamed-for-followers
+    # guard: early-end-blamed-for-followers
+    if not (follows(first) and lost_others(first)) or lived.asked_by or lived.asked:
         return None
     until = first.at_seconds + CLOSING_SECONDS
     left = [one for one in lived.ended if one.code == 0 and one.at_seconds < until]
