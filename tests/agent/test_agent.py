@@ -670,8 +670,17 @@ def test_stop_copies_removes_and_ends(run: Run, call_json) -> None:
     assert call_json("agent", "stop", str(run.home))[0] == 3, "there is none any more"
 
 
-HELD_ONCE = "from lastgood.agent import server; a = iter('-'); server.commit_unless_held = lambda *_: next(a, '')"
-"""An agent whose first attempt meets the lock of a killed process, which the system has not released yet."""
+HELD_ONCE = """
+from lastgood.agent import server
+before, held = server.Server._serve, []
+def noting(self, client, line):
+    if b'"end"' in line:
+        held.append("a process has the run open")
+    before(self, client, line)
+server.Server._serve = noting
+server.commit_unless_held = lambda *_: held.pop() if held else ""
+"""
+"""An agent that meets the lock of a killed process, not released yet, in one attempt after it was asked to end."""
 
 
 def test_stop_tries_again_after_one_attempt_that_failed(run: Run, call_json) -> None:
