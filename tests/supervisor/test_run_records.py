@@ -75,7 +75,8 @@ def test_logs_show_each_step_save_and_attempt_up_to_a_kill(tmp_path: Path) -> No
 
     saves = [(one.attempt, one.kind, one.step) for one in job_logs.saves(logs)]
     first, second = ([(kind, step) for at, kind, step in saves if at == attempt] for attempt in (0, 1))
-    assert first == [("restored", 0), ("durable", 4), ("durable", 8)]
+    # Rank 0 loses its connection to the rank that is killed: it may close its run before it is ended too.
+    assert [one for one in first if one[0] != "closed"] == [("restored", 0), ("durable", 4), ("durable", 8)]
     assert second == [("restored", 8), ("durable", 12), ("durable", 13), ("closed", 13)]
     one = next(one for one in job_logs.saves(logs) if one.step == 12)
     assert min(one.write_seconds, one.snapshot_seconds, one.enqueue_seconds, one.seconds, one.bytes) > 0
