@@ -1,4 +1,4 @@
-"""What a training loop shows to `lastgood run`, and what it is told."""
+"""What a training loop shows to `lastgood run`, and the warning of one that does not restore."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ and the newest save must get its copies. Needs root, and the commands `ip` and `
 from __future__ import annotations
 
 import os
-import select
 import shutil
 import signal
 import statistics
@@ -30,9 +29,10 @@ from lastgood.run import agent_link, memory_place
 
 from . import namespaces
 from .campaigns.memory_kills import memory_for_agents
-from .campaigns.node_jobs import serve_stores
+from .campaigns.node_jobs import joined, placed, serve_stores, sharded
 from .journal import Journal, rotated
 from .report import Progress, Report, Table, hardware, spread
+from .restart import Options as Options
 from .usage import working_place
 from .worlds import CONTEXT
 
@@ -45,15 +45,6 @@ STEPS, STEPS_A_SAVE = 500, 5
 DEVICE_SECONDS = 0.04
 PLACED_SECONDS = 120.0
 Row = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Options:
-    """`out`: for the journal and the report. `place`: for the runs; None: in `out`. `rounds`: jobs of each kind."""
-
-    out: Path
-    place: Path | None = None
-    rounds: int = 5
 
 
 @dataclass(frozen=True)
@@ -157,19 +148,9 @@ def _go_on(pipes: Sequence[Connection]) -> None:
 
 def _trained(seat: Seat, pipe: Connection) -> None:
     """Save until the copies are made, train and save beside the slow node, and wait for the copies afterwards."""
-    import torch.distributed as dist
-    import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
-
-    namespaces.enter(seat.namespace)
-    os.environ |= seat.environment
-    torch.set_num_threads(1)
-    store = dist.TCPStore(*seat.store, is_master=False)
-    dist.init_process_group("fake", store=store, rank=seat.rank, world_size=NODES)
+    joined(seat.rank, NODES, seat.namespace, seat.environment, seat.store)
     shard = torch.zeros(SHARD_BYTES // 4)
-    mesh = init_device_mesh("cpu", (NODES,))
-    state = {"w": DTensor.from_local(shard, mesh, [Shard(0)], run_check=False)}
+    state = {"w": sharded(shard, NODES)}
     tier = lastgood.Tier("memory://", cadence=lastgood.Every(steps=STEPS_A_SAVE), copies=2)
     with lastgood.Checkpointer(seat.home, state, cadence=lastgood.Every(steps=10**6), tiers=[tier]) as ckpt:
         ckpt.restore()
@@ -213,9 +194,7 @@ def _loop(ckpt: lastgood.Checkpointer, shard: torch.Tensor) -> tuple[dict[str, A
 def _placed_seconds(save: lastgood.Save) -> float:
     """How long it takes until a save has its copies."""
     begun = time.monotonic()
-    while not save.durable("node"):
-        assert time.monotonic() < begun + PLACED_SECONDS, "the newest save has no copies"
-        select.select([], [], [], 0.005)
+    assert placed(save, PLACED_SECONDS), "the newest save has no copies"
     return time.monotonic() - begun
 
 

@@ -31,7 +31,7 @@ ATTACH_SECONDS = 5.5
 """until the disk of a lost machine is attached to another one (PCcheck, section 5.2.3)"""
 STORE = "node0"
 DETECT_SECONDS = 5.0
-"""until the loss of a machine is noticed, which shows no sign of life: as `lastgood run` is told, and for the others"""
+"""A machine that shows no sign of life for so long counts as lost, under `lastgood run` and for the other policies."""
 CONF = f"last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt={DETECT_SECONDS:.0f}"
 LOSS_SECONDS = 10.0
 """in which the processes of a lost node must be gone"""

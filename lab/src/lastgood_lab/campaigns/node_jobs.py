@@ -75,19 +75,28 @@ def content(step: int, life: int, rank: int) -> torch.Tensor:
     return torch.rand(NUMBERS, generator=torch.Generator().manual_seed(seed))
 
 
+def joined(rank: int, size: int, namespace: str, environment: Mapping[str, str], store: tuple[str, int]) -> None:
+    """Make this process a rank of a job on the node of a namespace, with the fake process group. As for `RankJob`."""
+    namespaces.enter(namespace)
+    os.environ |= environment
+    torch.set_num_threads(1)
+    client = dist.TCPStore(*store, is_master=False)
+    dist.init_process_group("fake", store=client, rank=rank, world_size=size)
+
+
+def sharded(shard: torch.Tensor, size: int) -> DTensor:
+    """The tensor of which each rank has one shard."""
+    return DTensor.from_local(shard, init_device_mesh("cpu", (size,)), [Shard(0)], run_check=False)
+
+
 def run(job: RankJob, pipe: Connection) -> None:
     """Restore, then serve the commands ("save", step), ("placed",) and ("settled",). Posts one answer to each."""
-    namespaces.enter(job.namespace)
-    os.environ |= job.environment
     with open(job.log, "ab") as log:
         os.dup2(log.fileno(), 2)
-    torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    store = dist.TCPStore(*job.store, is_master=False)
-    dist.init_process_group("fake", store=store, rank=job.rank, world_size=job.size)
+    joined(job.rank, job.size, job.namespace, job.environment, job.store)
     shard = torch.zeros(NUMBERS)
-    mesh = init_device_mesh("cpu", (job.size,))
-    state: dict[str, Any] = {"w": DTensor.from_local(shard, mesh, [Shard(0)], run_check=False), "life": 0}
+    state: dict[str, Any] = {"w": sharded(shard, job.size), "life": 0}
     protection = {"parity": job.parity} if job.parity else {"copies": job.copies}
     tier = lastgood.Tier("memory://", cadence=lastgood.Every(steps=1), spread=job.spread, **protection)
     ckpt = lastgood.Checkpointer(
@@ -123,9 +132,9 @@ def run(job: RankJob, pipe: Connection) -> None:
             pipe.send(f"{type(error).__name__}: {error}")
 
 
-def placed(save: lastgood.Save) -> bool:
-    """Wait until the copies of a save are made. Returns whether they are."""
-    until = time.monotonic() + PLACED_SECONDS
+def placed(save: lastgood.Save, seconds: float = PLACED_SECONDS) -> bool:
+    """Wait until the copies of a save are made, at most so long. Returns whether they are."""
+    until = time.monotonic() + seconds
     while not save.durable("node"):
         if time.monotonic() > until:
             return False
