@@ -706,7 +706,7 @@ class OwnFiles:
     """The disk of the node of rank 0, in a run whose nodes have disks of their own."""
 
     def list(self, folder):
-        return {"r00000.safetensors": None}
+        return {"r00000.safetensors": None, "r00000.manifest.json": None}
 
 
 @pytest.fixture

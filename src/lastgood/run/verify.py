@@ -295,8 +295,9 @@ def _elsewhere(tier: Tier, generation: Generation, of: Collection[int]) -> list[
     own: Tier | None = getattr(tier, "own", None)  # of NodeDisks, whose module needs this one
     if own is None or not of:
         return []
-    here = own.list(layout.folder(generation.id))
-    return [one for one in of if layout.blob_name(one) not in here]
+    listing = own.list(layout.folder(generation.id))
+    here = {one.rank for one in generation.commit.seals if one.manifest in listing}  # it is sent last
+    return [one for one in of if one not in here]
 
 
 def _problem(step: int, findings: list[Finding]) -> LastgoodError:
