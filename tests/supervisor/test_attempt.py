@@ -32,7 +32,7 @@ class SlowFork:
     def __init__(self, file: Path) -> None:
         self._programs = ["raise SystemExit(137)", f"import time; time.sleep(5); open({str(file)!r}, 'w')"]
 
-    def fork(self, start: Fork, stdout: int, stderr: int) -> int:
+    def fork(self, start: Fork, local: int, stdout: int, stderr: int) -> int:
         started = subprocess.Popen([sys.executable, "-S", "-c", self._programs.pop(0)])
         started.returncode = 0  # its end is learned by the attempt
         return started.pid
@@ -43,7 +43,7 @@ class Survivor:
 
     seconds = 0.6
 
-    def fork(self, start: Fork, stdout: int, stderr: int) -> int:
+    def fork(self, start: Fork, local: int, stdout: int, stderr: int) -> int:
         heartbeat.Heartbeat(start.environment[heartbeat.VARIABLE]).can_save_just_in_time(self.seconds)
         command = [sys.executable, "-S", "-c", "import signal; signal.pause()"]
         started = subprocess.Popen(command, start_new_session=True)

@@ -65,6 +65,8 @@ class Job:
     """whether ranks are started without a zygote"""
     preload: tuple[str, ...]
     """further modules that are imported before ranks are forked"""
+    warm_ranks: bool
+    """whether the processes of the next attempt are forked while ranks train"""
     shutdown_seconds: float
     signals: tuple[int, ...]
     """those that ask for the end of the job"""
@@ -153,6 +155,7 @@ def _job(args: argparse.Namespace, rest: list[str], environ: Mapping[str, str], 
         virtual_local_rank=args.virtual_local_rank,
         spawn=args.spawn or program.kind == "command",
         preload=args.preload,
+        warm_ranks=args.warm_ranks,
         shutdown_seconds=args.shutdown_timeout,
         signals=args.signals_to_handle,
         rendezvous=rendezvous,
@@ -216,12 +219,18 @@ def _refuse(args: argparse.Namespace, python: str) -> None:
     """Raise Refused for what contradicts itself, and for what is not done. `python`: as `_python` returns it."""
     if args.no_python and args.module:
         raise Refused("--no-python and --module contradict each other", safe="Nothing was started.", todo="")
-    if args.preload and (args.spawn or args.no_python or python):
-        other = "--spawn" if args.spawn else "--no-python" if args.no_python else PYTHON_VARIABLE
+    not_forked = "--spawn" if args.spawn else "--no-python" if args.no_python else PYTHON_VARIABLE if python else ""
+    if args.preload and not_forked:
         raise Refused(
-            f"--preload and {other} contradict each other: nothing is imported before ranks that are not forked",
+            f"--preload and {not_forked} contradict each other: nothing is imported before ranks that are not forked",
             safe="Nothing was started.",
             todo="Leave one of them out; an empty --preload= replaces that of a policy file.",
+        )
+    if args.warm_ranks and not_forked:
+        raise Refused(
+            f"--warm-ranks and {not_forked} contradict each other: only ranks that are forked can be forked ahead",
+            safe="Nothing was started.",
+            todo="Leave one of them out.",
         )
     if not args.health_seconds and (args.health_file or args.unhealthy == "leave"):
         raise Refused(

@@ -194,6 +194,8 @@ class Attempt:
             self._console.copy()
             self._note_failures(lived)
             records.shown([one.shown for one in self._ranks])
+            if all(one.shown.first is not None for one in self._ranks):
+                self._starts.fork_ahead()
             findings = host.poll(time.monotonic())
             lived.findings += findings
             if leaves(findings, self._job.unhealthy):

@@ -20,6 +20,13 @@ def receive(by: socket.socket) -> bytes:
     return exactly(by, int.from_bytes(exactly(by, LENGTH_BYTES), "big"))
 
 
+def receive_with(by: socket.socket, most: int) -> tuple[bytes, list[int]]:
+    """The next message, and at most so many descriptors that travel with it. Raises as `receive`."""
+    head, descriptors, _, _ = socket.recv_fds(by, LENGTH_BYTES, most)
+    length = int.from_bytes(head + exactly(by, LENGTH_BYTES - len(head)), "big")
+    return exactly(by, length), descriptors
+
+
 def exactly(by: socket.socket, length: int) -> bytes:
     """So many bytes. Raises as `receive`."""
     data = b""

@@ -148,6 +148,12 @@ def _add_own(to: _Options) -> None:
         "--preload", type=names, default="", help="Further modules that are imported before ranks are forked: a,b."
     )
     to.option(
+        "--warm-ranks",
+        action="store_true",
+        help="While ranks train, a process for each rank of the next attempt waits, with torch imported and the CUDA "
+        "context of its device, which takes memory of that device.",
+    )
+    to.option(
         "--without-progress",
         type=whole(1),
         default=3,

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import msgspec
 
+from .. import reporting
+from ..errors import TierDown
 from ..io import heartbeat, os_errors
 from ..run import job_logs
 from . import devices
@@ -35,6 +37,7 @@ class RankStart:
 
     def __init__(self, job: Job, number: int, folder: Path, zygote: Zygote | None, place: Placement) -> None:
         self._job, self._number, self._folder, self._zygote, self._place = job, number, folder, zygote, place
+        self._forks_ahead = job.warm_ranks
 
     def start(self, local: int, pages: Path) -> RankProcess:
         """Start the rank of this number on this node. `pages`: the folder of the heartbeat pages.
@@ -47,17 +50,29 @@ class RankStart:
             folder.mkdir()
             heartbeat.create(str(page))
             environment = self._environment(local)
-            environment |= devices.of_rank(local, self._job.bindings, self._job.virtual_local_rank, os.environ)
             environment |= {ERROR_FILE: str(folder / "error.json"), heartbeat.VARIABLE: str(page)}
             with contextlib.ExitStack() as files:
                 outputs = self._outputs(local, folder, files)
-                pid = self._started(environment, *outputs)
+                pid = self._started(local, environment, *outputs)
             try:
                 descriptor = os.pidfd_open(pid)
             except OSError:
                 os.kill(pid, signal.SIGKILL)  # nobody has waited for it yet, so the number is still its own
                 raise
         return RankProcess(rank, pid, descriptor, folder, page, heartbeat.read(str(page)))
+
+    def fork_ahead(self) -> None:
+        """Fork the processes that become ranks of the next attempt, once, if the job wants that (--warm-ranks)."""
+        if self._zygote is None or not self._forks_ahead:
+            return
+        self._forks_ahead = False
+        try:
+            for local in range(self._job.ranks):
+                self._zygote.fork_ahead(self._fork(self._environment(local), waits=True), local)
+        except (OSError, TierDown) as error:
+            reporting.warning(
+                f"no process waits for the next attempt (--warm-ranks), which is started as usual: {error}"
+            )
 
     def _environment(self, local: int) -> dict[str, str]:
         place, attempt, records = self._place, str(self._number), self._job.records
@@ -81,6 +96,7 @@ class RankStart:
             "TORCHELASTIC_MAX_RESTARTS": str(self._job.budget.restarts or 0),
             "TORCHELASTIC_RUN_ID": self._job.run_id,
             "TORCHELASTIC_USE_AGENT_STORE": "False",
+            **devices.of_rank(local, self._job.bindings, self._job.virtual_local_rank, os.environ),
         }
 
     def _outputs(self, local: int, folder: Path, files: contextlib.ExitStack) -> tuple[int, int]:
@@ -95,12 +111,14 @@ class RankStart:
                 files.callback(os.close, found[-1])
         return found[0], found[1]
 
-    def _started(self, environment: Mapping[str, str], stdout: int, stderr: int) -> int:
+    def _fork(self, environment: Mapping[str, str], waits: bool = False) -> Fork:
         program = self._job.program
+        return Fork(program=program, environment=dict(environment), supervisor=os.getpid(), waits=waits)
+
+    def _started(self, local: int, environment: Mapping[str, str], stdout: int, stderr: int) -> int:
         if self._zygote is not None:
-            fork = Fork(program=program, environment=dict(environment), supervisor=os.getpid())
-            return self._zygote.fork(fork, stdout, stderr)
-        text = json.dumps(msgspec.to_builtins(program))
+            return self._zygote.fork(self._fork(environment), local, stdout, stderr)
+        text = json.dumps(msgspec.to_builtins(self._job.program))
         command = [*PYTHON, "lastgood.supervisor.program", str(os.getpid()), text]
         started = subprocess.Popen(command, env=environment, stdout=stdout, stderr=stderr, start_new_session=True)
         started.returncode = 0  # its end is learned from the pidfd

@@ -98,6 +98,8 @@ class Supervisor:
         joins = True
         while True:
             if not self._job.spawn and (zygote is None or not zygote.alive):
+                if zygote is not None:
+                    zygote.close()  # it has died, and processes that it has forked may wait
                 zygote = Zygote(self._job.preload, defaults(self._job.ranks), received)
                 held.callback(zygote.close)
                 zygote.ready()

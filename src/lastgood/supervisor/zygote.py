@@ -1,7 +1,8 @@
 """A process that has imported torch once, and forks the ranks of each attempt: `python -m lastgood.supervisor.zygote`.
 
     zygote -> supervisor   Ready: what could not be imported
-    supervisor -> zygote   Fork: what a rank runs, with the descriptors of its stdout and stderr
+    supervisor -> zygote   Fork: what a rank runs, with the descriptors of its stdout and stderr; or, of a process that
+                           waits to become one (ahead.py), with its connection to the supervisor
     zygote -> supervisor   the process id of the rank; 0: it could not be forked
 
 The zygote forks a child that forks the rank and ends, so the rank becomes a child of the supervisor (program.py), which
@@ -27,6 +28,7 @@ from ..errors import Cancelled, Refused, TierDown
 from ..io import os_errors
 from ..records import Record
 from . import framed, program
+from .ahead import Ahead, awaited
 from .program import Program
 from .signals import Signals
 
@@ -37,11 +39,13 @@ PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "lastgood.loop.checkpo
 
 
 class Fork(Record, frozen=True, kw_only=True):
-    """The start of one rank. `environment`: all variables of its process. `supervisor`: its process id."""
+    """The start of one rank. `environment`: all variables of its process. `supervisor`: its process id. `waits`:
+    whether the process waits for another `Fork`, and becomes that rank."""
 
     program: Program
     environment: dict[str, str]
     supervisor: int
+    waits: bool = False
 
 
 class Ready(Record, frozen=True, kw_only=True):
@@ -58,7 +62,7 @@ class Zygote:
     """
 
     def __init__(self, modules: Sequence[str], environment: Mapping[str, str], signals: Signals) -> None:
-        self._modules, self._signals = modules, signals
+        self._modules, self._signals, self._ahead = modules, signals, Ahead()
         with os_errors.needed("the process from which ranks are forked cannot be started", ""):
             self._socket, theirs = socket.socketpair()
             with theirs:
@@ -83,20 +87,27 @@ class Zygote:
                     todo="Correct --preload, or leave it out.",
                 )
 
-    def fork(self, start: Fork, stdout: int, stderr: int) -> int:
-        """Start a rank; returns its process id. `stdout`, `stderr`: its descriptors.
+    def fork(self, start: Fork, local: int, stdout: int, stderr: int) -> int:
+        """Start a rank, in the process that waits for this local rank if one does. Returns its process id.
 
-        Raises TierDown if that failed, and Cancelled if the job is to end.
+        `stdout`, `stderr`: its descriptors. Raises TierDown if that failed, and Cancelled if the job is to end.
         """
-        # Not by msgspec: the environment may have bytes that are not UTF-8.
-        message = json.dumps(msgspec.to_builtins(start)).encode()
-        try:
-            framed.send(self._socket, message, [stdout, stderr])
-        except OSError as error:
-            raise _ended(error) from error
-        if (pid := int(self._answer())) == 0:
-            raise TierDown("a rank could not be forked", safe="", todo="Look at the limit of processes: ulimit -u.")
-        return pid
+        message = _encoded(start)
+        if pid := self._ahead.start(local, message, [stdout, stderr]):
+            return pid
+        self._send(message, [stdout, stderr])
+        return _forked_as(self._answer())
+
+    def fork_ahead(self, start: Fork, local: int) -> None:
+        """Fork a process that waits for the start of this local rank. `start`: with `waits`. Raises TierDown."""
+        ours, theirs = socket.socketpair()
+        with contextlib.ExitStack() as failed:
+            failed.enter_context(ours)
+            with theirs:
+                self._send(_encoded(start), [theirs.fileno()])
+            # A signal that asks for the end of the job does not interrupt this: the ranks are to save first.
+            self._ahead.add(local, _forked_as(self._received()), ours)
+            failed.pop_all()
 
     @property
     def alive(self) -> bool:
@@ -104,7 +115,8 @@ class Zygote:
         return self._process.poll() is None
 
     def close(self) -> None:
-        """End it. The ranks go on."""
+        """End it, and the processes that wait. The ranks go on."""
+        self._ahead.close()
         self._socket.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -116,10 +128,34 @@ class Zygote:
             self._signals.drain()
             if self._signals.end is not None:
                 raise Cancelled("the job was asked to end")
+        return self._received()
+
+    def _received(self) -> bytes:
         try:
             return framed.receive(self._socket)
         except (OSError, EOFError) as error:
             raise _ended(error) from error
+
+    def _send(self, message: bytes, descriptors: Sequence[int]) -> None:
+        try:
+            framed.send(self._socket, message, descriptors)
+        except OSError as error:
+            raise _ended(error) from error
+
+
+def _encoded(start: Fork) -> bytes:
+    # Not by msgspec: the environment may have bytes that are not UTF-8.
+    return json.dumps(msgspec.to_builtins(start)).encode()
+
+
+def _decoded(text: bytes) -> Fork:
+    return msgspec.convert(json.loads(text), Fork)
+
+
+def _forked_as(answer: bytes) -> int:
+    if (pid := int(answer)) == 0:
+        raise TierDown("a rank could not be forked", safe="", todo="Look at the limit of processes: ulimit -u.")
+    return pid
 
 
 def _ended(error: Exception) -> TierDown:
@@ -135,17 +171,19 @@ def _serve(connection: socket.socket) -> Fork | None:
     """Fork a rank for each request. Returns in each rank, with what it is to run; None at the end of the zygote."""
     while True:
         try:
-            head, descriptors, _, _ = socket.recv_fds(connection, framed.LENGTH_BYTES, 2)
-            if not head:
-                return None
-            head += framed.exactly(connection, framed.LENGTH_BYTES - len(head))
-            text = framed.exactly(connection, int.from_bytes(head, "big"))
+            text, descriptors = framed.receive_with(connection, 2)
         except (OSError, EOFError):
             return None
         pid = _forked()
         if pid is None:
             connection.close()
-            start = msgspec.convert(json.loads(text), Fork)
+            os.setsid()
+            start = _decoded(text)
+            if start.waits:
+                program.become_rank(start.supervisor, start.environment)
+                with socket.socket(fileno=descriptors[0]) as to_supervisor:
+                    text, descriptors = awaited(int(start.environment["LOCAL_RANK"]), to_supervisor)
+                start = _decoded(text)
             _become(start, descriptors)
             return start
         for one in descriptors:
@@ -182,7 +220,6 @@ def _forked() -> int | None:
 
 
 def _become(start: Fork, descriptors: Sequence[int]) -> None:
-    os.setsid()
     program.become_rank(start.supervisor, start.environment)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()  # otherwise every rank would draw the same numbers, in every attempt

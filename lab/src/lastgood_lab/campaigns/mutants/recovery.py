@@ -58,6 +58,12 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a rank outlives its supervisor", "child-dies-with-parent", Remove()),
         ("a rank that was just forked is not ended", "rank-without-group-killed", Remove()),
         ("what ranks have started is left", "processes-of-ranks-awaited", Remove()),
+        (
+            "a process that is not ready becomes a rank, which never begins",
+            "only-ready-process-becomes-rank",
+            Swap("in_time and one.connection.recv(len(READY)) == READY", "True"),
+        ),
+        ("processes that wait for the next attempt outlive the job", "waiting-processes-ended", Remove()),
         ("a node whose ranks take long to end is taken for lost", "node-that-ends-ranks-shows-life", Remove()),
         ("a job counts as done although a rank was killed", "killed-rank-is-no-success", Swap("lived.killed", "False")),
         (
