@@ -71,6 +71,8 @@ def nodes(board: Board) -> list[SeveralNodes]:
     for one in range(3):
         info = NodeInfo(host=f"host{one}", ranks=2, node_rank=None, address="")
         node = SeveralNodes(Member(board, one), Bounds(3, 3, spares=1), info, TIMEOUT_SECONDS, Signals([]))  # type: ignore[arg-type]
+        node.touch()  # while it imports torch, it has not joined
+        assert not board.keys.keys() & {"alive/0", "alive/1", "alive/2"}
         assert node.join("this") is None
         made.append(node)
     assert [one.begin(0).first_rank for one in made] == [0, 2, 4]  # type: ignore[union-attr]

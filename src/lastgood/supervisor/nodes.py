@@ -172,9 +172,9 @@ class SeveralNodes:
         return self.infos if self._carried is None else self._carried.infos
 
     def touch(self) -> None:
-        """Show a sign of life. Called often; asks the store seldom. Raises TierDown."""
+        """Show a sign of life, once this node has joined. Called often; asks the store seldom. Raises TierDown."""
         now = time.monotonic()
-        if now >= self._next:
+        if self.infos and now >= self._next:
             self._next = now + POLL_SECONDS
             self._poll(now, [], [])
 

@@ -100,7 +100,7 @@ class Supervisor:
             if not self._job.spawn and (zygote is None or not zygote.alive):
                 zygote = Zygote(self._job.preload, defaults(self._job.ranks), received)
                 held.callback(zygote.close)
-                zygote.ready()
+                zygote.ready(partial(_show_life, nodes))
             waits_since = time.monotonic()
             if joins:
                 with reserve.staged(self._job.stage):
@@ -163,8 +163,7 @@ class Supervisor:
         while received.end is None and (left := until - time.monotonic()) > 0:
             select.select([received.descriptor], [], [], min(left, TOUCH_SECONDS))
             received.drain()
-            with contextlib.suppress(StoreLost):  # the next request raises it again
-                nodes.touch()
+            _show_life(nodes)
 
     def _not_begun(self, number: int, why: Notice) -> tuple[Lived, float]:
         """What an attempt was that was over before it began, or was lived before the store of the nodes moved; and when
@@ -327,6 +326,12 @@ class Supervisor:
     def _follow(self, verdict: Verdict) -> None:
         if len(verdict.outcomes) > len(self._outcomes):  # a node that was lost may not have published its last one
             self._outcomes, self._run = list(verdict.outcomes), verdict.run
+
+
+def _show_life(nodes: Nodes) -> None:
+    """Show the other nodes that this one lives. Raises TierDown; but StoreLost is raised by the next request."""
+    with contextlib.suppress(StoreLost):
+        nodes.touch()
 
 
 def _save_just_in_time(lived: Lived, ranks: int, run: str) -> None:

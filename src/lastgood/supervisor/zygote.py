@@ -19,7 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -27,6 +27,7 @@ from ..errors import Cancelled, Refused, TierDown
 from ..io import os_errors
 from ..records import Record
 from . import framed, program
+from .placement import TOUCH_SECONDS
 from .program import Program
 from .signals import Signals
 
@@ -69,12 +70,12 @@ class Zygote:
                     start_new_session=True,
                 )
 
-    def ready(self) -> None:
-        """Wait until it has imported everything.
+    def ready(self, touch: Callable[[], None]) -> None:
+        """Wait until it has imported everything. `touch`: is called meanwhile, because that may take minutes.
 
-        Raises Refused if one of `modules` could not be imported, and what `fork` raises.
+        Raises Refused if one of `modules` could not be imported, and what `fork` and `touch` raise.
         """
-        failed = msgspec.json.decode(self._answer(), type=Ready).failed
+        failed = msgspec.json.decode(self._answer(touch), type=Ready).failed
         for name in self._modules:
             if name in failed:
                 raise Refused(
@@ -94,7 +95,7 @@ class Zygote:
             framed.send(self._socket, message, [stdout, stderr])
         except OSError as error:
             raise _ended(error) from error
-        if (pid := int(self._answer())) == 0:
+        if (pid := int(self._answer(lambda: None))) == 0:
             raise TierDown("a rank could not be forked", safe="", todo="Look at the limit of processes: ulimit -u.")
         return pid
 
@@ -110,12 +111,13 @@ class Zygote:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def _answer(self) -> bytes:
+    def _answer(self, touch: Callable[[], None]) -> bytes:
         waiting = [self._socket.fileno(), self._signals.descriptor]
-        while waiting[0] not in select.select(waiting, [], [])[0]:
+        while waiting[0] not in select.select(waiting, [], [], TOUCH_SECONDS)[0]:
             self._signals.drain()
             if self._signals.end is not None:
                 raise Cancelled("the job was asked to end")
+            touch()
         try:
             return framed.receive(self._socket)
         except (OSError, EOFError) as error:
