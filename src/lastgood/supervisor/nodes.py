@@ -405,7 +405,7 @@ class SeveralNodes:
         """Show a sign of life, read those of the nodes that this one watches, and read keys."""
         gap, most = now - self._polled, self._timeout_seconds / 4
         if gap - POLL_SECONDS > 2 * most:  # guard: suspended-node-blames-nobody
-            # Not nothing: where each answer of the store takes so long, a lost node would never be found.
+            # A part of it counts: where each answer of the store takes so long, a lost node would never be found.
             self._seen = {one: (value, at + gap - most) for one, (value, at) in self._seen.items()}
         self._polled = now
         if now >= self._next_alive:
