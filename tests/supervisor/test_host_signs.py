@@ -16,7 +16,7 @@ from lastgood.io.oom_kills import OomKills, oom_kills
 from lastgood.policy.blame import Ended
 from lastgood.policy.health import Finding, leaves
 from lastgood.policy.recovery import PREEMPTED
-from lastgood.supervisor import reported
+from lastgood.supervisor import host_signs, reported
 from lastgood.supervisor.arguments import parsed
 from lastgood.supervisor.attempt import Lived
 from lastgood.supervisor.host_signs import Command, HealthFile, HostSigns, collectors
@@ -90,6 +90,19 @@ def test_a_finding_with_another_time_or_process_is_reported_once(
 
 def test_a_health_file_that_cannot_be_read_is_reported_and_not_fatal(tmp_path: Path) -> None:
     assert [one.fatal for one in HealthFile(str(tmp_path)).collected(0.0)] == [False]
+
+
+def test_a_health_file_whose_read_stands_still_holds_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file on a network mount whose server was down kept the supervisor from watching the ranks."""
+    monkeypatch.setattr(host_signs, "READ_SECONDS", 0.1)
+    os.mkfifo(tmp_path / "health")
+    file = HealthFile(str(tmp_path / "health"))
+    assert file.collected(0.0) == []
+    (found,) = file.collected(100.0)
+    assert found.source == f"reading {tmp_path}/health" and "not answered" in found.what and not found.fatal
+    (tmp_path / "health").write_text("fan 3 stands still")
+    until(lambda: [one.what for one in file.collected(0.0)] == ["fan 3 stands still"])
+    file.close()
 
 
 def test_only_errors_since_the_supervisor_began_are_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

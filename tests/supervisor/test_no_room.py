@@ -68,6 +68,15 @@ def test_a_full_log_folder_is_named_and_nothing_is_left(tmp_path: Path, ended, i
         assert "Free space there" in report and "another" in report
 
 
+def test_output_that_has_no_room_is_named(tmp_path: Path, ended) -> None:
+    """A rank failed because its output could not be written, and the report was: exit code 1."""
+    with small_tmpfs(tmp_path / "logs", "64k") as logs, reports() as texts:
+        options = ["--log-dir", logs, "--redirects", "3", "--max-restarts", "0"]
+        assert "rank 0 failed first: exit code 1" in ended(*options, program=["yes"])[1]
+    (text,) = texts
+    assert f"written to {logs}/none_" in text and "No space left on device. Free space there" in text
+
+
 def test_full_shared_memory_is_named(tmp_path: Path, ended, monkeypatch: pytest.MonkeyPatch) -> None:
     with small_tmpfs(tmp_path / "shm", "1m,nr_inodes=1") as memory:
         monkeypatch.setattr(attempt, "MEMORY", str(memory))

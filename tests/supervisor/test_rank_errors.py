@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from mounts import small_tmpfs
+
 SCRIPT = """
 import resource, sys
 from lastgood.io import heartbeat
@@ -37,3 +39,17 @@ def test_an_error_that_cannot_be_noted_is_printed_as_ever(tmp_path: Path, where:
     assert "excepthook" not in done.stderr and "OSError" not in done.stderr and "No such file" not in done.stderr
     assert error_file.exists() == (where == "")
     assert ("is shown as failed" in done.stdout) == (where == "" and "ValueError" in ends)
+
+
+def test_a_rank_that_fails_on_a_full_disk_and_does_not_end_is_named(tmp_path: Path) -> None:
+    """Its error had no room on the disk, so the supervisor did not learn of it, and waited for the end of the rank:
+    as long as for one that hangs."""
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import threading\nthreading.Thread(target=threading.Event().wait).start()\nwhile True: print(4096 * 'x')\n"
+    )
+    lastgood = str(Path(sys.executable).with_name("lastgood"))
+    with small_tmpfs(tmp_path / "logs", "64k") as logs:
+        options = ["--spawn", "--log-dir", str(logs), "--redirects", "3", "--max-restarts", "0", str(script)]
+        report = subprocess.run([lastgood, "run", *options], capture_output=True, text=True, timeout=60).stderr
+    assert "rank 0 failed first: OSError: [Errno 28] No space left on device" in report

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
+import pytest
+
+from agents import until
 from lastgood.supervisor import signals
 
 
@@ -23,3 +29,19 @@ def test_a_job_under_nohup_outlives_its_terminal() -> None:
             assert received.end == signal.SIGHUP
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(
+    ("trap", "text"),
+    [("exit 0", "the ranks ended by themselves"), ("", "the ranks did not all end in time (--shutdown-timeout)")],
+)
+def test_a_job_that_ends_without_a_last_save_is_reported(tmp_path: Path, trap: str, text: str) -> None:
+    """Its ranks ended with 0 after SIGTERM, and `lastgood run` with 143, without a line that says why."""
+    rank = f"trap '{trap}' TERM; touch {tmp_path}/ready; while :; do sleep 0.05; done"
+    command = [str(Path(sys.executable).with_name("lastgood")), "run", "--no-python", "--shutdown-timeout", "1"]
+    with subprocess.Popen([*command, "sh", "-c", rank], stderr=subprocess.PIPE, text=True) as job:
+        until((tmp_path / "ready").exists)
+        job.send_signal(signal.SIGTERM)
+        errors = job.communicate(timeout=60)[1]
+    assert job.returncode == 128 + signal.SIGTERM
+    assert f"asked to end by SIGTERM: {text}" in errors and "exit code 143" in errors

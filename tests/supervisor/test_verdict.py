@@ -18,7 +18,7 @@ from lastgood.policy.recovery import PREEMPTED
 from lastgood.supervisor import long_values, merged, reported
 from lastgood.supervisor.attempt import Hang, Lived
 from lastgood.supervisor.membership import Joined, Waiters
-from lastgood.supervisor.nodes import NodeInfo, SeveralNodes
+from lastgood.supervisor.nodes import POLL_SECONDS, NodeInfo, SeveralNodes
 from lastgood.supervisor.placement import Notice
 from lastgood.supervisor.signals import Signals
 
@@ -71,6 +71,8 @@ def nodes(board: Board) -> list[SeveralNodes]:
     for one in range(3):
         info = NodeInfo(host=f"host{one}", ranks=2, node_rank=None, address="")
         node = SeveralNodes(Member(board, one), Bounds(3, 3, spares=1), info, TIMEOUT_SECONDS, Signals([]))  # type: ignore[arg-type]
+        node.touch()  # while it imports torch, it has not joined
+        assert not board.keys.keys() & {"alive/0", "alive/1", "alive/2"}
         assert node.join("this") is None
         made.append(node)
     assert [one.begin(0).first_rank for one in made] == [0, 2, 4]  # type: ignore[union-attr]
@@ -265,6 +267,19 @@ def test_a_node_without_which_the_others_go_on_joins_anew(board: Board, nodes: l
 def test_a_job_that_was_suspended_loses_no_node(nodes: list[SeveralNodes]) -> None:
     assert nodes[0].notice(10.0**9, []) is None and nodes[0].notice(10.0**9 + 0.3, []) is None
     assert nodes[0].notice(10.0**9 + 0.6, []) is not None, "but a node that goes on being silent is lost"
+
+
+def test_a_dead_node_is_lost_also_where_each_answer_of_the_store_is_slow(
+    board: Board, nodes: list[SeveralNodes]
+) -> None:
+    """Each wait for a slow store looked as if this node had been suspended, so it began to wait for the others anew."""
+    now, found = time.monotonic(), list[Notice | None]()
+    for polls in range(1, 10):
+        now += 0.9 * TIMEOUT_SECONDS + POLL_SECONDS
+        board.keys["alive/2"] = f'{{"count":{polls}}}'
+        found.append(nodes[0].notice(now, []))
+    assert found[0] is None, "it may have been suspended"
+    assert {tuple(one.lost) for one in found if one is not None} == {(1,)}
 
 
 def test_a_node_that_was_stopped_after_an_attempt_waits_for_the_others(

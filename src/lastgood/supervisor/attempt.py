@@ -9,11 +9,13 @@ Invariant: after `run` no process of the attempt is left.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import select
 import signal
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -34,6 +36,7 @@ from .host_signs import HostSigns
 from .membership import StoreLost
 from .outputs import Console
 from .placement import Kind, Nodes, Notice, Placement
+from .program import error_in_memory
 from .progress_watch import ProgressWatch
 from .rank_end import end_all, how_ended
 from .rank_start import RankStart
@@ -53,6 +56,8 @@ FOLLOWERS_SECONDS = 1.0
 cause, and takes longer to end."""
 EXIT_SECONDS = 0.5
 """How long a rank has to end once its program has failed with an exception: for what it has registered with atexit."""
+OUTPUT_BYTES = 4096
+"""what is written after a failure to see whether there is room for output"""
 POLL_SECONDS = 0.1
 """how often the pages of the ranks are read"""
 
@@ -123,7 +128,7 @@ class Attempt:
         nodes: Nodes,
     ) -> None:
         self._job, self._signals, self._place, self._nodes = job, signals, place, nodes
-        self._starts = RankStart(job, number, folder, zygote, place)
+        self._folder, self._starts = folder, RankStart(job, number, folder, zygote, place)
         self._ranks = list[RankProcess]()
         self._live, self._poll = dict[int, RankProcess](), select.poll()
         """pidfd -> a rank that has not ended"""
@@ -162,6 +167,7 @@ class Attempt:
                 lived.killed = any(one.killed for one in self._ranks)
                 lived.over = time.monotonic()
                 self._console.close(self._show_life)
+                self._report_full(lived)
                 self._read(lived)
                 _note_out_of_memory(lived, killed_before)
                 for one in self._ranks:
@@ -336,11 +342,21 @@ class Attempt:
             except TierDown:
                 self._unreachable = True  # a store that does not answer is not asked again: each time takes long
 
+    def _report_full(self, lived: Lived) -> None:
+        """Report that the output of the ranks has no room, if that is so: it may be why one has failed."""
+        if lived.failed is None or not self._job.outputs.any_file:
+            return
+        try:
+            with tempfile.TemporaryFile(dir=self._folder, buffering=0) as file:
+                file.write(bytes(OUTPUT_BYTES))
+        except OSError as error:
+            reporting.warning(f"no more output of the ranks can be written to {self._folder}: {error.strerror}. {FULL}")
+
     def _read(self, lived: Lived) -> None:
         for one in self._ranks:
             lived.progress.append(heartbeat.read(str(one.page))._replace(rank=one.rank))
             assert one.ended is not None
-            error, stack, at = _error(one.folder / "error.json")
+            error, stack, at = _error(one)
             lived.stacks[one.rank] = stack
             if one.killed and not error:
                 continue
@@ -389,20 +405,20 @@ def _followers_seconds(kind: Kind) -> float:
 def _as_ended(one: RankProcess) -> Ended:
     """How a rank has failed, with its error."""
     ended = one.ended or Ended(one.rank, time.monotonic(), 1)
-    return replace(ended, error=_error(one.folder / "error.json")[0])
+    return replace(ended, error=_error(one)[0])
 
 
-def _error(path: Path) -> tuple[str, str, float]:
-    """What is in the error file of a rank: the error, its stack, and when it came (0.0: not known)."""
-    try:
-        message = json.loads(path.read_text())["message"]
-        if isinstance(message, str):
-            return printable(message), "", 0.0
-        extra = message["extraInfo"]
-        at = float(extra.get("monotonic", 0.0))
-        return printable(message["message"]), printable(extra["py_callstack"]), at
-    except (OSError, ValueError, KeyError, TypeError):
-        return "", "", 0.0
+def _error(one: RankProcess) -> tuple[str, str, float]:
+    """What a rank has left of its error: type and message, the stack, and when it came (0.0: not known)."""
+    for path in (one.folder / "error.json", Path(error_in_memory(str(one.page)))):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            message = json.loads(path.read_text())["message"]
+            if isinstance(message, str):
+                return printable(message), "", 0.0
+            extra = message["extraInfo"]
+            at = float(extra.get("monotonic", 0.0))
+            return printable(message["message"]), printable(extra["py_callstack"]), at
+    return "", "", 0.0
 
 
 def printable(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Signs that this host may fail, collected while ranks run. Decides nothing, and never waits.
+"""Signs that this host may fail, collected while ranks run. Decides nothing, and waits for nothing that may hang.
 
 A collector returns what it has found so far. It raises nothing: a source that is not there, or does not answer, has
 found nothing. What was there before the supervisor began is no finding, but for the file of a fleet's own tool, which
@@ -11,13 +11,14 @@ import contextlib
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from .. import reporting
 from ..policy.health import Finding, described
 from . import sign_texts
-from .sign_texts import FILE, NVIDIA_QUERY, of_file, of_kernel, of_nvidia, of_smart
+from .sign_texts import NVIDIA_QUERY, of_file, of_kernel, of_nvidia, of_smart
 
 KERNEL_LOG, BLOCK_DEVICES = "/dev/kmsg", "/sys/class/block"
 MESSAGES = 1000
@@ -26,6 +27,19 @@ MESSAGE_BYTES, OUTPUT_BYTES = 8192, 65536
 """what is read of one message of the kernel, and of what a tool writes"""
 ANSWER_SECONDS = 60.0
 """A command that runs for longer is a sign too: its driver hangs."""
+READ_SECONDS = 3.0
+"""How long the file of a fleet's tool is waited for: a local one is read in much less, and ranks are watched again soon
+enough."""
+READ_FILE = f"""
+import sys
+try:
+    sys.stdout.buffer.write(open(sys.argv[1], "rb").read({OUTPUT_BYTES}))
+except FileNotFoundError:
+    pass
+except OSError as error:
+    print(f"warning: {{sys.argv[1]}} cannot be read: {{error.strerror}}")
+"""
+"""the program of the process that reads it"""
 MOST_FINDINGS = 100
 """Further ones are not reported: a host with so many has been reported often enough."""
 SMART_SECONDS = 600.0
@@ -37,27 +51,6 @@ class Collector(Protocol):
 
     def collected(self, now: float) -> list[Finding]: ...
     def close(self) -> None: ...
-
-
-class HealthFile:
-    """A file of a fleet's own tool: a line for each finding; empty or absent while the host is healthy."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-
-    def collected(self, now: float) -> list[Finding]:
-        """What stands in the file."""
-        try:
-            descriptor = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            with open(descriptor, "rb") as file:
-                return of_file((file.read(OUTPUT_BYTES) or b"").decode(errors="replace"))
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            return [Finding(source=FILE, what=f"{self._path} cannot be read: {error.strerror}", fatal=False)]
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 class KernelLog:
@@ -97,6 +90,7 @@ class Command:
         self, arguments: Sequence[str], parsed: Callable[[str], list[Finding]], every_seconds: float = 0.0
     ) -> None:
         self._arguments, self._parsed, self._every_seconds = list(arguments), parsed, every_seconds
+        self._source = " ".join(arguments)
         self._running: subprocess.Popen[bytes] | None = None
         self._began = self._next = 0.0
         self._before: set[str] | None = None
@@ -108,7 +102,7 @@ class Command:
             if now - self._began < ANSWER_SECONDS:
                 return []
             what = f"it has not answered for {ANSWER_SECONDS:.0f} s"
-            return [Finding(source=" ".join(self._arguments), what=what, fatal=False)]
+            return [Finding(source=self._source, what=what, fatal=False)]
         found = self._ended()
         if now >= self._next:
             self._began, self._next = now, now + self._every_seconds
@@ -142,6 +136,26 @@ class Command:
             self._running.stdout.close()
             self._running.kill()
             self._running.returncode = 0
+
+
+class HealthFile(Command):
+    """A file of a fleet's own tool: a line for each finding; empty or absent while the host is healthy.
+
+    A process reads it, because a read stands still as long as the server of a network mount does.
+    """
+
+    def __init__(self, path: str) -> None:
+        super().__init__([sys.executable, "-I", "-S", "-c", READ_FILE, path], of_file)
+        self._source, self._before = f"reading {path}", set()
+
+    def collected(self, now: float) -> list[Finding]:
+        """What stands in the file; if that is not read soon, what stood there at the last call."""
+        before, found = self._running, super().collected(now)
+        if self._running is not None and self._running is not before:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._running.wait(READ_SECONDS)
+                found += self._ended()
+        return found
 
 
 class HostSigns:

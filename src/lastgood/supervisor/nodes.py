@@ -17,7 +17,7 @@ Keys, in torch's store of the round; N is the number of the attempt, K of a node
 Invariants
   1. All nodes follow the same verdict, because it is set once.
   2. A node is lost once it has shown no new counter for `timeout_seconds` by the clock of another one. No clocks are
-     compared.
+     compared. A long time in which that one has not looked counts as a quarter of this.
 """
 
 from __future__ import annotations
@@ -172,9 +172,9 @@ class SeveralNodes:
         return self.infos if self._carried is None else self._carried.infos
 
     def touch(self) -> None:
-        """Show a sign of life. Called often; asks the store seldom. Raises TierDown."""
+        """Show a sign of life, once this node has joined. Called often; asks the store seldom. Raises TierDown."""
         now = time.monotonic()
-        if now >= self._next:
+        if self.infos and now >= self._next:
             self._next = now + POLL_SECONDS
             self._poll(now, [], [])
 
@@ -231,7 +231,7 @@ class SeveralNodes:
             return None
         self._next = now + POLL_SECONDS
         over = self._poll(now, [f"{self._number}/over"], signs)[0]
-        if over is None and (silent := self._silent(now)):
+        if over is None and (silent := self._silent()):
             lost = Notice(kind="lost", what=self._silence(silent), lost=silent)
             over = self._membership.claim(f"{self._number}/over", _encoded(lost))
         if self.excluded and over is None:
@@ -308,7 +308,7 @@ class SeveralNodes:
                 texts = zip(keys[2:], map(str, found), strict=True)
                 whole = [long_values.read(self._membership, key, text, self.touch) for key, text in texts]
                 return dict(zip(nodes, whole, strict=True))
-            self.lost |= missing & set(self._silent(time.monotonic()))
+            self.lost |= missing & {*self._silent()}
             self._pause()
         return None
 
@@ -336,9 +336,7 @@ class SeveralNodes:
             standing = self._poll(time.monotonic(), [key], [])[0]
             if standing is not None:
                 return standing
-            leader = policy.leader(len(self.infos), self.lost)
-            if leader in self._silent(time.monotonic()):
-                self.lost.add(leader)
+            self.lost |= {policy.leader(len(self.infos), self.lost)} & {*self._silent()}
             if self._decides:
                 return None
             self._pause()
@@ -405,8 +403,10 @@ class SeveralNodes:
 
     def _poll(self, now: float, keys: list[str], signs: Sequence[Signs]) -> list[str | None]:
         """Show a sign of life, read those of the nodes that this one watches, and read keys."""
-        if now - self._polled - POLL_SECONDS > self._timeout_seconds / 2:  # guard: suspended-node-blames-nobody
-            self._seen = {one: (value, now) for one, (value, _) in self._seen.items()}
+        gap, most = now - self._polled, self._timeout_seconds / 4
+        if gap - POLL_SECONDS > 2 * most:  # guard: suspended-node-blames-nobody
+            # A part of it counts: where each answer of the store takes so long, a lost node would never be found.
+            self._seen = {one: (value, at + gap - most) for one, (value, at) in self._seen.items()}
         self._polled = now
         if now >= self._next_alive:
             self._next_alive = now + self._timeout_seconds / 10
@@ -423,9 +423,9 @@ class SeveralNodes:
             self.lost.add(self.node)
         return values[: len(keys)]
 
-    def _silent(self, now: float) -> list[int]:
+    def _silent(self) -> list[int]:
         watched = policy.watched(self.node, len(self.infos), self.lost)
-        return policy.silent({one: self._seen[one][1] for one in watched}, now, self._timeout_seconds)
+        return policy.silent({one: self._seen[one][1] for one in watched}, self._polled, self._timeout_seconds)
 
     def _silence(self, nodes: Sequence[int]) -> str:
         """A text about nodes that do not answer."""

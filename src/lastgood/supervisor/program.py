@@ -4,7 +4,7 @@ Invariants
   1. The process ends when its supervisor ends, however that happens.
   2. An exception that ends the program is written to the rank's error file at once, before other ranks can notice it.
      Once it is printed too, the supervisor is shown that the program has failed, and need not wait for its end.
-     Where it cannot be written, as on a full disk, the exit code is all that the supervisor learns.
+     Where it cannot be written, as on a full disk, it is written beside the heartbeat page, in memory.
 """
 
 from __future__ import annotations
@@ -49,6 +49,11 @@ class Program(Record, frozen=True, kw_only=True):
     kind: Literal["script", "module", "command"]
     name: str
     arguments: list[str]
+
+
+def error_in_memory(page: str) -> str:
+    """Where a rank writes its error if its error file has no room. `page`: path of its heartbeat page."""
+    return f"{page}.error"
 
 
 def become_rank(supervisor: int, environment: Mapping[str, str]) -> None:
@@ -134,31 +139,34 @@ def _noting(path: str) -> Hook:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         trace = _from_program(trace)
         ends = error is getattr(sys, "last_value", None)  # otherwise the program itself prints an error by this hook
-        if ends:
-            _write_error(path, kind, error, trace)
+        noted = ends and _write_error(path, kind, error, trace)
         sys.__excepthook__(kind, error.with_traceback(trace), trace)
-        if ends and os.path.exists(path):  # else its end is awaited: nothing else shows the cause
+        if noted:  # else its end is awaited: nothing else shows the cause
             heartbeat.note_failed()
 
     return hook
 
 
-def _write_error(path: str, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _write_error(path: str, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> bool:
     """Write the error file, unless the program has written it. `path`: of the file; empty: there is none.
 
-    Where it cannot be written, as on a full disk, the error is only printed: the rank ends as it would have.
+    Returns whether the supervisor can read the error; otherwise it is only printed: the rank ends as it would have.
     """
     if not path or os.path.exists(path):
-        return
+        return bool(path)
     lines = "".join(traceback.format_exception(kind, error, _from_program(trace)))
     extra = {"py_callstack": lines, "timestamp": str(int(time.time())), "monotonic": time.monotonic()}
     what = f"{kind.__name__}: {error}" if str(error) else kind.__name__
-    try:
-        with open(path, "w") as file:
-            json.dump({"message": {"message": what, "extraInfo": extra}}, file)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.remove(path)  # a part of it shows no cause
+    page = os.environ.get(heartbeat.VARIABLE)
+    for place in [path] if page is None else [path, error_in_memory(page)]:
+        try:
+            with open(place, "w") as file:
+                json.dump({"message": {"message": what, "extraInfo": extra}}, file)
+            return True
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.remove(place)  # a part of it shows no cause
+    return False
 
 
 def _from_program(trace: TracebackType | None) -> TracebackType | None:

@@ -191,6 +191,20 @@ def sentence(one: Attempt, number: int) -> str:
     return f"attempt {number}: {what}, {since}, after {one.seconds:.1f} s. {one.answer}."
 
 
+def without_save(last: Outcome, number: int) -> str:
+    """One line about a job that was asked to end by signal `number`, and whose ranks did not end as after a last save,
+    for people. `last`: its last attempt."""
+    ended = "ended by themselves"
+    if last.cause:
+        ended = "failed"
+    elif last.code == -signal.SIGKILL:
+        ended = "did not all end in time (--shutdown-timeout)"
+    return (
+        f"asked to end by {_signal_name(number)}: the ranks {ended}, without exit code {PREEMPTED} of a last save; "
+        f"exit code {128 + number}. If the job was not done, it goes on from its newest save when it is started again"
+    )
+
+
 def stack(found: Cause | None) -> str:
     """The calls of the rank that hangs, the innermost one first, each on a line of its own after a line break; empty if
     none does. For a report where no run is known, in whose records all stacks would be."""

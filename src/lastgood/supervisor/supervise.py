@@ -102,7 +102,7 @@ class Supervisor:
                     zygote.close()  # it has died, and processes that it has forked may wait
                 zygote = Zygote(self._job.preload, defaults(self._job.ranks), received)
                 held.callback(zygote.close)
-                zygote.ready()
+                zygote.ready(partial(_show_life, nodes))
             waits_since = time.monotonic()
             if joins:
                 with reserve.staged(self._job.stage):
@@ -143,11 +143,21 @@ class Supervisor:
                 if left_out:
                     self._report(f"this node ({self._host}) has left the job: {verdict.why}")
                     return GAVE_UP
-                if verdict.asked and received.end is None:  # guard: all-nodes-end-as-asked
-                    self._report("the job was asked to end, on another node")
-                    return _exit_code(self._outcomes[-1], signal.SIGTERM)
-                return _exit_code(self._outcomes[-1], received.end)
+                return self._exit_code(verdict, received.end)
             self._pause(verdict.pause_seconds, nodes, received)
+
+    def _exit_code(self, verdict: Verdict, number: int | None) -> int:
+        """The exit code of this node, whose last attempt has ended. `number`: the signal that it got; None: none."""
+        if verdict.asked and number is None:  # guard: all-nodes-end-as-asked
+            self._report("the job was asked to end, on another node")
+            number = signal.SIGTERM
+        last = self._outcomes[-1]
+        if last.code in (0, PREEMPTED):
+            return last.code
+        if number is None:
+            return GAVE_UP
+        self._report(reported.without_save(last, number))
+        return 128 + number
 
     def _pause(self, seconds: float, nodes: Nodes, received: Signals) -> None:
         """Wait before a restart, in short parts: the other nodes wait for signs of life."""
@@ -155,8 +165,7 @@ class Supervisor:
         while received.end is None and (left := until - time.monotonic()) > 0:
             select.select([received.descriptor], [], [], min(left, TOUCH_SECONDS))
             received.drain()
-            with contextlib.suppress(StoreLost):  # the next request raises it again
-                nodes.touch()
+            _show_life(nodes)
 
     def _not_begun(self, number: int, why: Notice) -> tuple[Lived, float]:
         """What an attempt was that was over before it began, or was lived before the store of the nodes moved; and when
@@ -321,15 +330,15 @@ class Supervisor:
             self._outcomes, self._run = list(verdict.outcomes), verdict.run
 
 
+def _show_life(nodes: Nodes) -> None:
+    """Show the other nodes that this one lives. Raises TierDown; but StoreLost is raised by the next request."""
+    with contextlib.suppress(StoreLost):
+        nodes.touch()
+
+
 def _save_just_in_time(lived: Lived, ranks: int, run: str) -> None:
     """Commit what the ranks that have survived another one have written, if that is all of a step."""
     if run and lived.hang is None:
         step = survivors.committed(lived.left, ranks, run, "" if lived.lost is None else lived.lost[1])
         if step is not None:
             lived.progress = [one._replace(saved_step=max(step, one.saved_step)) for one in lived.progress]
-
-
-def _exit_code(last: Outcome, signal_number: int | None) -> int:
-    if last.code in (0, PREEMPTED):
-        return last.code
-    return GAVE_UP if signal_number is None else 128 + signal_number

@@ -20,7 +20,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -29,6 +29,7 @@ from ..io import os_errors
 from ..records import Record
 from . import framed, program
 from .ahead import Ahead, awaited
+from .placement import TOUCH_SECONDS
 from .program import Program
 from .signals import Signals
 
@@ -73,12 +74,12 @@ class Zygote:
                     start_new_session=True,
                 )
 
-    def ready(self) -> None:
-        """Wait until it has imported everything.
+    def ready(self, touch: Callable[[], None]) -> None:
+        """Wait until it has imported everything. `touch`: is called meanwhile, because that may take minutes.
 
-        Raises Refused if one of `modules` could not be imported, and what `fork` raises.
+        Raises Refused if one of `modules` could not be imported, and what `fork` and `touch` raise.
         """
-        failed = msgspec.json.decode(self._answer(), type=Ready).failed
+        failed = msgspec.json.decode(self._answer(touch), type=Ready).failed
         for name in self._modules:
             if name in failed:
                 raise Refused(
@@ -96,7 +97,7 @@ class Zygote:
         if pid := self._ahead.start(local, message, [stdout, stderr]):
             return pid
         self._send(message, [stdout, stderr])
-        return _forked_as(self._answer())
+        return _forked_as(self._answer(lambda: None))
 
     def fork_ahead(self, start: Fork, local: int) -> None:
         """Fork a process that waits for the start of this local rank. `start`: with `waits`. Raises TierDown."""
@@ -122,12 +123,13 @@ class Zygote:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def _answer(self) -> bytes:
+    def _answer(self, touch: Callable[[], None]) -> bytes:
         waiting = [self._socket.fileno(), self._signals.descriptor]
-        while waiting[0] not in select.select(waiting, [], [])[0]:
+        while waiting[0] not in select.select(waiting, [], [], TOUCH_SECONDS)[0]:
             self._signals.drain()
             if self._signals.end is not None:
                 raise Cancelled("the job was asked to end")
+            touch()
         return self._received()
 
     def _received(self) -> bytes:
