@@ -574,6 +574,31 @@ def test_an_agent_of_another_user_is_named_and_the_run_goes_on(run: Run, monkeyp
     assert steps(run.home) == [1]
 
 
+def test_an_agent_that_refuses_other_users_is_named_to_them(run: Run) -> None:
+    """Its socket has the mode 0600, so that nobody else can connect: that was taken for no agent, `agent status` said
+    "none", and a training process tried again and again to start another one."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to become another user")
+    with agent(make(run.memory)):
+        for one in (run.memory, run.memory.parent, run.memory.parent.parent):
+            one.chmod(0o755)
+        asked = f"""
+import os
+from lastgood.errors import NotWritable
+from lastgood.run import agent_link
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+for call in (agent_link.status, agent_link.process_of):
+    try:
+        call({str(run.memory)!r})
+    except NotWritable as error:
+        assert "belongs to user 0" in str(error), error
+    else:
+        raise AssertionError(call)
+"""
+        done = subprocess.run([sys.executable, "-c", asked], cwd="/", capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
 def test_a_folder_has_one_agent(run: Run) -> None:
     with agent(make(run.memory)) as first, agent(run.memory) as second:
         assert second.wait(60) == 5
@@ -662,6 +687,24 @@ def test_status_shows_memory_with_and_without_an_agent(run: Run, tmp_path: Path,
     assert rows[str(run.memory)]["agent"] in ("copying", "waiting") and rows[str(run.memory)]["bytes"] > 20_000
 
 
+def test_status_says_what_to_do_about_memory_without_an_agent(run: Run, call) -> None:
+    """Where the agent was killed too, it said "none", and nothing of the save that was there only."""
+    run.killed_at(2)
+    text = " ".join(call("agent", "status")[1].split())
+    assert f"lastgood agent run {run.memory} copies the saves in it" in text
+
+
+def test_an_agent_of_another_version_does_not_hang(run: Run, call, call_json, monkeypatch) -> None:
+    """It was shown as one that does not answer, with the advice to let it go on, although it had answered."""
+    run.killed_at(2, attached=True)
+    process = state(run.memory).process
+    monkeypatch.setattr(agent_link, "PROTOCOL", agent_link.PROTOCOL + 1)
+    (row,) = call_json("agent", "status")[1]["runs"]
+    assert (row["agent"], row["process"]) == ("silent", process) and "version" in row["error"]
+    text = " ".join(call("agent", "status")[1].split())
+    assert "an older one" in text and f"kill {process} ends it" in text and "kill -CONT" not in text
+
+
 def test_stop_copies_removes_and_ends(run: Run, call_json) -> None:
     run.killed_at(2, attached=True)
     code, data = call_json("agent", "stop", str(run.home))
@@ -713,6 +756,7 @@ def test_stop_is_refused_while_a_training_process_is_attached(run: Run, call_jso
         ckpt.wait()
         code, data = call_json("agent", "stop", str(run.home))
         assert code == 5 and "a training process is attached" in data["message"]
+        assert "End the training first" in str(data) and "rm -r" not in str(data), "not the memory of a running job"
 
 
 # ---- the end of the process ------------------------------------------------------------------------------------

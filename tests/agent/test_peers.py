@@ -26,7 +26,7 @@ from lastgood.records import Extent, Finding, Generation, GenerationId, judged
 from lastgood.run.agent_link import AgentLink
 from lastgood.run.agent_messages import Send, Serve, Work
 from lastgood.run.known import Environment, Holds, KnownRun
-from lastgood.run.node_copies import CopyRequest, CopySender, NodeCopies
+from lastgood.run.node_copies import CopyRequest, CopySender, NodeCopies, ask_all
 from lastgood.run.node_disks import NodeDisks, Nodes
 from lastgood.run.node_parity import ParityBuilder, ParityRequest
 from lastgood.run.outcomes import Outcomes
@@ -578,3 +578,25 @@ def test_a_node_without_the_label_of_its_failure_domain_is_refused() -> None:
     with pytest.raises(errors.Refused, match="has no LASTGOOD_RACK") as raised:
         agreed(Listens(7), 0, RunOptions(copies=2, spread="rack"), Alone(OTHER))  # type: ignore[arg-type]
     assert "Set LASTGOOD_RACK on every node" in raised.value.todo
+
+
+def test_why_copies_failed_here_comes_before_what_another_node_reports() -> None:
+    """A certificate was not valid yet here. The other node reported "bad certificate", which hid that."""
+    asked = list[object]()
+
+    class Asked:
+        def ask(self, request: object) -> None:
+            asked.append(request)
+
+        def answers(self, timeout_seconds: float) -> None:
+            raise errors.PeerDown("the other node reports why")
+
+    def here() -> None:
+        raise errors.PeerRefused("the certificate is not valid yet")
+
+    request = CopyRequest(at=GenerationId(step=1, incarnation="0" * 8), orders=[])
+    with pytest.raises(errors.PeerRefused, match="not valid yet"):
+        ask_all(Asked(), request, here)  # type: ignore[arg-type]
+    with pytest.raises(errors.PeerDown, match="reports why"):
+        ask_all(Asked(), request, lambda: None)  # type: ignore[arg-type]
+    assert asked == [request, request], "answers are waited for in any case"

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from lastgood.errors import NoSpace
+from lastgood.io import memory_files
 from lastgood.io.files import PosixFile, PosixFiles
 from lastgood.io.memory_files import MemoryFiles
 from lastgood.storage.directory import Disk
@@ -32,7 +33,9 @@ class Two:
         self.memory, self.disk, self.free = root / "memory", root / "home" / ".spill" / "node", free
         (root / "home").mkdir(exist_ok=True)
         self.memory.mkdir(exist_ok=True)
-        self.files = MemoryFiles(str(self.memory), str(self.disk) if spills else None, free=lambda _: self.free)
+        self.files = MemoryFiles(
+            str(self.memory), str(self.disk) if spills else None, free=lambda _, buffers: self.free - buffers
+        )
 
     def path(self, name: str) -> str:
         return str(self.memory / name)
@@ -170,7 +173,7 @@ def test_a_generation_that_only_the_disk_has_is_deleted(two: Two) -> None:
 def test_a_moved_home_is_not_made_anew_for_files_that_do_not_fit(tmp_path: Path) -> None:
     memory = tmp_path / "memory"
     memory.mkdir()
-    files = MemoryFiles(str(memory), str(tmp_path / "home" / ".spill" / "node"), free=lambda _: 0)
+    files = MemoryFiles(str(memory), str(tmp_path / "home" / ".spill" / "node"), free=lambda *_: 0)
     file = files.open(str(memory / "large"), "new")
     with pytest.raises(OSError, match="no disk"):
         file.reserve(1)
@@ -280,3 +283,38 @@ def test_the_buffers_of_the_first_file_count_too(tmp_path: Path) -> None:
     two.free = 6
     two.write("third", b"123456")
     assert {one.name for one in two.memory.iterdir()} == {"second", "third"}
+
+
+def test_the_buffers_of_one_length_count_once_where_files_are_cut(tmp_path: Path) -> None:
+    """A file of tensors reserves whole pages, and is cut to its length at the end. The shorter length was noted, so
+    each file counted as the first one, and every save went to the disk although memory had room for it."""
+    two = Two(tmp_path, free=20)
+    for name in ("first", "second"):
+        file = two.files.open(two.path(name), "new")
+        file.reserve(10)
+        file.write_at(memoryview(bytes(10)), 0)
+        file.resize(7)
+        file.close()
+        two.free = 10
+    assert {one.name for one in two.memory.iterdir()} == {"first", "second"}
+
+
+def test_buffers_take_no_room_in_the_tmpfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small tmpfs on a machine with much memory: a save that just fits was written to the disk."""
+    monkeypatch.setattr(memory_files.files, "free_bytes", lambda _: memory_files.RECORDS_BYTES + 10)
+    monkeypatch.setattr(memory_files, "available_bytes", lambda: 20)
+    assert memory_files.free_bytes(str(tmp_path), buffers=10) == 10
+    assert memory_files.free_bytes(str(tmp_path), buffers=12) == 8
+
+
+def test_a_full_tmpfs_has_a_remedy_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first opening ended with the remedy of a full disk: "keep fewer generations"."""
+    two = Two(tmp_path, free=0)
+
+    def full(file: PosixFile, length: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(PosixFile, "reserve", full)
+    with pytest.raises(NoSpace) as raised:
+        Disk(two.files, str(two.memory)).put_new("lastgood.json", b"header")
+    assert "LASTGOOD_MEMORY" in raised.value.todo and "retention" not in raised.value.todo

@@ -40,7 +40,7 @@ class Both:
 
     def opened(self) -> MemoryFiles:
         """The two folders as another process sees them."""
-        return MemoryFiles(str(self.memory), str(self.disk), free=lambda _: 1 << 40)
+        return MemoryFiles(str(self.memory), str(self.disk), free=lambda *_: 1 << 40)
 
     def write(self, name: str, data: bytes) -> None:
         file = self.files.open(str(self.memory / name), "new")

@@ -22,7 +22,7 @@ class Folder:
 
     def opened(self) -> MemoryFiles:
         """The folder as another process sees it, which shares nothing with this one."""
-        return MemoryFiles(str(self.root), free=lambda _: self.free)
+        return MemoryFiles(str(self.root), free=lambda _, buffers: self.free - buffers)
 
     def path(self, generation: str) -> str:
         return str(self.root / generation / "tensors")

@@ -49,7 +49,7 @@ class Run:
 
     def opened(self) -> tuple[MemoryFiles, Relief]:
         """The run as another process sees it."""
-        files = MemoryFiles(str(self.memory), str(self.disk), free=lambda _: 1 << 40)
+        files = MemoryFiles(str(self.memory), str(self.disk), free=lambda *_: 1 << 40)
         return files, Relief(lambda: files, str(self.memory), lacking=lambda _: self._lacks_now())
 
     @property

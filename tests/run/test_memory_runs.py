@@ -353,6 +353,22 @@ def test_what_only_memory_has_is_loaded_verified_shown_and_exported(run: Run, tm
         assert lastgood.load(run.home).restored.step < 7
 
 
+def test_a_part_in_memory_is_named_where_the_home_has_nothing(run: Run, tmp_path: Path, call) -> None:
+    """On a node of several, before the first save at home: `lastgood.load` returned without a word, and the commands
+    said that nothing had been committed."""
+    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    assert subprocess.run([sys.executable, "-c", KILLED, path, str(run.home)]).returncode == -signal.SIGKILL
+    (manifest,) = run.memory.glob("gen/000000000007-*/r00000.manifest.json")
+    manifest.unlink()
+    for older in [run.home / "gen", *set(run.memory.glob("gen/*")) - {manifest.parent}]:
+        shutil.rmtree(older)
+    with reported("nothing was loaded: step 7 lies in the memory of several nodes"):
+        assert lastgood.load(run.home).restored.generation is None
+    for command in (["show"], ["export", "--to", str(tmp_path / "model.safetensors")]):
+        code, _, err = call(command[0], str(run.home), *command[1:])
+        assert code == 3 and "step 7 lies in the memory of several nodes" in " ".join(err.split())
+
+
 def test_the_memory_of_another_run_is_not_loaded(run: Run) -> None:
     """The home was removed and a new run was begun there; the memory of the old one was left."""
     run.train(3)

@@ -49,7 +49,7 @@ TIERS: dict[str, Callable[[str], Tier]] = {
     "disk nodirsync": lambda root: disk(root, mode="atomic_nodirsync"),
     "disk unsafe": lambda root: disk(root, mode="unsafe"),
     "disk in memory": lambda root: disk(root, MemoryFiles(root)),
-    "disk in memory, spilled": lambda root: disk(root, MemoryFiles(root, f"{root}.spill/node", free=lambda _: 0)),
+    "disk in memory, spilled": lambda root: disk(root, MemoryFiles(root, f"{root}.spill/node", free=lambda *_: 0)),
     "slots": lambda root: access.slots(PosixFiles(), root),
     "slots direct": lambda root: access.slots(PosixFiles(), root, direct=takes_direct(root)),
     "slots mmap": lambda root: access.slots(MappedFiles(root), root, direct=takes_direct(root)),

@@ -328,7 +328,10 @@ class Server:
 
     def _files(self) -> MemoryFiles:
         spec = read_spec(self._folder)
-        return MemoryFiles(self._folder, spec.spill if spec else None)
+        # What other nodes send comes in chunks.
+        return MemoryFiles(
+            self._folder, spec.spill if spec else None, buffered=False
+        )  # guard: received-file-counts-once
 
     def _relief(self) -> contextlib.AbstractContextManager[None]:
         """Inside, files move from memory to a disk when memory is short."""

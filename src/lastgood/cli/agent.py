@@ -148,11 +148,16 @@ def _without_agent(folder: str) -> str:
 
 def _not_copied(folder: str, answer: agent_messages.Answer) -> str:
     """What to do where an agent could not copy everything."""
+    if answer.attached:
+        return "End the training first: its agent then copies what only this node has."
     if not _is_in_memory(folder):
         return "Try again later. What is on this disk stays there, and the next opening of the run copies it."
-    if answer.absent and not answer.attached:
+    if answer.absent:
         return _absent(folder)
-    return f"Try again later. What is in memory is given up, and its agent ends, with rm -r {folder}"
+    return (
+        "Try again later; the next opening of the run copies it too, also what waits for files of other nodes. "
+        f"To give up what is in memory: rm -r {folder}, which ends its agent."
+    )
 
 
 def _absent(folder: str) -> str:
@@ -187,15 +192,17 @@ def state_of(folder: str) -> dict[str, Any]:
     spec = agent_link.read_spec(folder)
     spill = spec.spill if spec is not None and spec.spill else ""
     row: dict[str, Any] = {"folder": folder, "bytes": _bytes_of(folder), "spill": spill, "spilled": _bytes_of(spill)}
-    row |= {"attached": 0, "process": None, "missing": [], "absent": [], "deleted": []}
+    row |= {"attached": 0, "process": None, "missing": [], "absent": [], "deleted": [], "error": ""}
     try:
         answer = agent_link.status(folder)
-    except (OSError, ValueError):
+    except ValueError as error:  # it has answered, in another version
+        return {**row, "agent": "silent", "process": agent_link.process_of(folder), "error": str(error)}
+    except OSError:
         return {**row, "agent": "silent", "process": agent_link.process_of(folder)}
     if answer is None:
         return {**row, "agent": "none"}
     state = "attached" if answer.attached else "copying" if answer.copying else "waiting"
-    found = {name: getattr(answer, name) for name in row.keys() - {"folder", "bytes", "spill", "spilled"}}
+    found = {name: getattr(answer, name) for name in ("attached", "process", "missing", "absent", "deleted", "error")}
     return {**row, **found, "agent": state}
 
 
@@ -256,8 +263,12 @@ def _remedies(row: dict[str, Any]) -> Iterator[str]:
     folder = row["folder"]
     if row["spilled"]:
         yield f"{size(row['spilled'])} of its saves lie in {row['spill']}, because memory was short"
-    if row["agent"] == "silent":
+    if row["error"]:
+        yield f"{row['error']} The next opening of the run replaces it; kill {row['process']} ends it"
+    elif row["agent"] == "silent":
         yield f"its agent does not answer. {_remedy(row['process'], folder)}"
+    elif row["agent"] == "none" and row["bytes"] and _is_in_memory(folder):
+        yield f"it has no agent. The next opening of the run copies what only this memory has. {_without_agent(folder)}"
     if row["attached"] or not _is_in_memory(folder):
         return
     if row["absent"]:

@@ -49,7 +49,7 @@ def export(
     require_suffix(to, (*FILES, ".dcp", "/"))
     places = read_places.found(access.for_reading(run))
     survey = places.survey
-    generation = pick(survey, step)
+    generation = pick(survey, step, places.remark(None))
     tier = places.tier_of(generation.id)
     with progress("exporting", generation.bytes) as count_bytes:
         data = exporting.export(Watched(tier, count_bytes), generation, to, only, force, shard)

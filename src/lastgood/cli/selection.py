@@ -34,9 +34,10 @@ def find(survey: Survey, wanted: str) -> GenerationId:
     )
 
 
-def pick(survey: Survey, wanted: str | None) -> Generation:
+def pick(survey: Survey, wanted: str | None, remark: str = "") -> Generation:
     """The generation that a STEP names; without a STEP the one that a restore would take.
 
+    `remark` (default: none): what is to be said if nothing was ever committed in this place.
     Raises NoSuchStep, NothingGood, or the error for what is wrong with the named generation.
     """
     if wanted is None:
@@ -46,7 +47,9 @@ def pick(survey: Survey, wanted: str | None) -> Generation:
         if choice.passed_over:
             reasons = "\n".join(f"  step {at.step}: {reason}" for at, reason in choice.passed_over)
             raise NothingGood(f"no generation of this run is good:\n{reasons}", todo="\nName a STEP to look at it.")
-        raise restore.no_such_step(NOTHING_YET, survey)
+        error = restore.no_such_step(NOTHING_YET, survey)
+        error.todo = remark or error.todo
+        raise error
     at = find(survey, wanted)
     if at in survey.broken:
         raise survey.broken[at]

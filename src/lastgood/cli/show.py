@@ -30,7 +30,7 @@ def show(
 ) -> Answer:
     """What a generation holds: names, types, shapes, bytes, aliases, values. Reads no tensor."""
     places = read_places.found(access.for_reading(run))
-    generation = pick(places.survey, step)
+    generation = pick(places.survey, step, places.remark(None))
     tier = places.tier_of(generation.id)
     data = contents(places.survey, Content(tier, generation), tier.place)
     return Answer(data, contents_view(data, depth), note=places.remark(generation.id))

@@ -43,10 +43,13 @@ NAMES = "Remove what fills the tmpfs with small files (df -i shows it), or mount
 _RESERVING = ".reserving.lock"
 
 
-def free_bytes(folder: str) -> int:
-    """Bytes that may still be taken for files in `folder`, which is in a tmpfs. Raises OSError."""
+def free_bytes(folder: str, buffers: int = 0) -> int:
+    """Bytes that may still be taken for files in `folder`, which is in a tmpfs. Raises OSError.
+
+    `buffers` (default 0): so many bytes of memory are taken beside them, outside of that tmpfs.
+    """
     free, available = max(0, files.free_bytes(folder) - RECORDS_BYTES), available_bytes()
-    return free if available is None else min(free, available)
+    return free if available is None else min(free, available - buffers)
 
 
 def lacking_bytes(folder: str) -> int:
@@ -84,11 +87,12 @@ class MemoryFiles:
 
     `spill`: the absolute folder, on a disk, for files that do not fit. It and its parent are made when they are needed,
     not the directory above. None: such files fail with ENOSPC. `free` (default `free_bytes`): how many bytes may still
-    be taken for files in a folder. `buffered` (default True): the files come from buffers that are as long as they are.
+    be taken for files in a folder, beside buffers. `buffered` (default True): the files come from buffers that are as
+    long as they are.
     """
 
     def __init__(
-        self, root: str, spill: str | None = None, free: Callable[[str], int] = free_bytes, buffered: bool = True
+        self, root: str, spill: str | None = None, free: Callable[[str, int], int] = free_bytes, buffered: bool = True
     ) -> None:
         self.root, self.spill_folder, self._free, self._files = root, spill, free, PosixFiles()
         self._buffered = buffered
@@ -250,10 +254,10 @@ class MemoryFiles:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)  # guard: memory-reserved-one-by-one
             first = self._buffered and length > self._longest
-            needed = 2 * length if first else length  # guard: buffers-of-first-file-counted
-            if needed > self._free(self.root):
+            buffers = length if first else 0  # guard: buffers-of-first-file-counted
+            if length > self._free(self.root, buffers):
                 self.reused.drop()  # guard: reused-memory-freed-first
-            if needed > self._free(self.root):  # guard: memory-limit-before-reserve
+            if length > self._free(self.root, buffers):  # guard: memory-limit-before-reserve
                 raise OSError(errno.ENOSPC, "not enough memory", self.root)
             yield
         finally:
@@ -337,6 +341,7 @@ class MemoryFile:
 
     def __init__(self, files: MemoryFiles, path: str, file: PosixFile) -> None:
         self._files, self._path, self._file = files, path, file
+        self._reserved = 0
 
     def size(self) -> int:
         return self._file.size()
@@ -349,13 +354,17 @@ class MemoryFile:
             try:
                 self._file.reserve(len(mv))
             except OSError as error:
-                if error.errno != errno.ENOSPC or os.path.dirname(self._path) == self._files.root:
+                if error.errno != errno.ENOSPC:
                     raise
+                if os.path.dirname(self._path) == self._files.root:
+                    remedy = "Free space in this tmpfs (df shows it), or name another one in LASTGOOD_MEMORY."
+                    raise NoMemory("not enough memory for the records of the run", self._path, remedy) from error
                 self._spill(0)
         return self._file.write_at(mv, offset)
 
     def reserve(self, length: int) -> None:
         """As `ports.File.reserve`. It may take over the memory of a deleted file."""
+        self._reserved = length
         if (taken := self._files.reused.take(self._path, length)) is not None:
             self._file.close()
             self._file = taken
@@ -385,6 +394,7 @@ class MemoryFile:
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            self._files.note_written(self._file.size())
+            # The next file of as many bytes reserves as many pages.
+            self._files.note_written(max(self._reserved, self._file.size()))  # guard: buffers-counted-once
             self._file.unlock()
         self._file.close()

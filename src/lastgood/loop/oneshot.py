@@ -152,6 +152,8 @@ def load_once(
     with ThreadPoolExecutor(max(WORKERS, places.tier.reads_at_once), "lastgood-read") as workers:
         found = load(request, read_places.RunOfPlaces(places, workers), SingleRank())
     report(found, "loaded")
-    if found.generation is not None and (remark := places.remark(found.generation.id)):
+    if found.generation is None and (remark := places.remark(None)):
+        reporting.warning(f"nothing was loaded: {remark}")  # guard: part-in-memory-reported
+    elif found.generation is not None and (remark := places.remark(found.generation.id)):
         reporting.info(remark)
     return found if state is not None else Loaded(content, found)

@@ -209,7 +209,7 @@ class AgentLink:
 
 def asked(connection: socket.socket, request: Request) -> Answer:
     """Send a request and return the answer. Raises OSError, and ValueError for an answer that is none."""
-    connection.sendall(_encoded(request))
+    connection.sendall(msgspec.json.encode(request) + b"\n")
     return _answer(connection)
 
 
@@ -239,7 +239,7 @@ def answering(
     TimeoutError then, OSError if there is none or it ends, and ValueError for an answer that is none.
     """
     with contextlib.closing(connected(folder)) as connection:
-        connection.sendall(_encoded(request))
+        connection.sendall(msgspec.json.encode(request) + b"\n")
         came = select.poll()
         came.register(connection, select.POLLIN)
         ping_at = time.monotonic() + PING_SECONDS
@@ -284,10 +284,6 @@ def _asked_if_any(folder: str, request: Request, life_seconds: float | None = No
         return asked(connection, request)
 
 
-def _encoded(request: Request) -> bytes:
-    return msgspec.json.encode(request) + b"\n"
-
-
 def _answer(connection: socket.socket) -> Answer:
     data = b""
     while not data.endswith(b"\n"):
@@ -306,17 +302,22 @@ def connected(folder: str) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connection.settimeout(ATTACH_SECONDS)
+            _require_own(folder, os.stat(path).st_uid)  # guard: unreachable-agent-of-another-user-named
             connection.connect(path)
-            if (owner := user_of(connection)) != os.geteuid():  # guard: agent-of-another-user-not-asked
-                raise NotWritable(
-                    f"the agent of {folder} belongs to user {owner}, and this process to user {os.geteuid()}",
-                    safe="Nothing was asked of it.",
-                    todo="Train as one user, or give each user a folder of its own for the run.",
-                )
+            _require_own(folder, user_of(connection))  # guard: agent-of-another-user-not-asked
         except BaseException:
             connection.close()
             raise
     return connection
+
+
+def _require_own(folder: str, owner: int) -> None:
+    if owner != os.geteuid():
+        raise NotWritable(
+            f"the agent of {folder} belongs to user {owner}, and this process to user {os.geteuid()}",
+            safe="Nothing was asked of it.",
+            todo="Train as one user, or give each user a folder of its own for the run.",
+        )
 
 
 def listening(folder: str) -> socket.socket:

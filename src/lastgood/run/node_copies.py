@@ -302,7 +302,10 @@ def ask_all(requests: Requests, request: Record, here: Callable[[], None]) -> No
         here()
     except LastgoodError as error:
         problem = error
-    requests.answers(SEND_SECONDS)
+    try:
+        requests.answers(SEND_SECONDS)
+    except LastgoodError as error:
+        problem = problem or error  # guard: own-error-of-copies-first
     if problem is not None:
         raise problem
 

@@ -48,16 +48,18 @@ class ReadPlaces:
         self._surveys[index].generations[generation.id] = judged(generation, generation.damaged)
         return any(at.restorable for one in self._surveys if (at := one.generations.get(generation.id)))
 
-    def remark(self, at: GenerationId) -> str:
-        """What is to be said of a generation that was read: that only memory has it, or that a newer one exists."""
-        tier = self.tier_of(at)
-        if self._part is not None and self._part.step > at.step:
+    def remark(self, at: GenerationId | None) -> str:
+        """What is to be said of a generation that was read: that only memory has it, or that a newer one exists.
+
+        None: nothing was found to be read.
+        """
+        if self._part is not None and (at is None or self._part.step > at.step):
             return (
-                f"step {self._part.step} is newer, and lies in the memory of several nodes, of which this one has a "
-                f"part: the next start of the job restores it, or `lastgood agent stop {self.place}` on each node "
-                "copies it"
+                f"step {self._part.step} {'is newer, and lies' if at else 'lies'} in the memory of several nodes, of "
+                f"which this one has a part: the next start of the job restores it, or `lastgood agent stop "
+                f"{self.place}` on each node copies it"
             )
-        if tier.place == self.place:
+        if at is None or (tier := self.tier_of(at)).place == self.place:
             return ""
         return f"step {at.step} was read from {tier.place}; {self.place} has not received it yet"
 
