@@ -687,7 +687,7 @@ def test_status_shows_memory_with_and_without_an_agent(run: Run, tmp_path: Path,
     assert rows[str(run.memory)]["agent"] in ("copying", "waiting") and rows[str(run.memory)]["bytes"] > 20_000
 
 
-def test_status_says_what_to_do_about_memory_without_an_agent(run: Run, call) -> None:
+def test_status_names_the_remedy_for_memory_without_an_agent(run: Run, call) -> None:
     """Where the agent was killed too, it said "none", and nothing of the save that was there only."""
     run.killed_at(2)
     text = " ".join(call("agent", "status")[1].split())
