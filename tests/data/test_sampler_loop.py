@@ -236,3 +236,29 @@ def test_a_step_calls_nothing_for_each_number_of_a_list(tmp_path: Path) -> None:
         finally:
             sys.setprofile(None)
     assert 0 < calls.count("call") < len(history)
+
+
+# ---- what is done once an epoch -------------------------------------------------------------------------------------
+
+
+def test_the_last_batch_of_an_epoch_is_known_before_its_step(tmp_path: Path) -> None:
+    """A save at the last step of an epoch resumed in the next one, and did not run what the loop did after its `for`: a
+    scheduler that steps once an epoch stayed behind."""
+    ends = list[int]()
+    for total in (4, 10, 25):  # two resumes: in the middle of an epoch, and at its end
+        sampler, epochs = make(), [0]
+        loader = sampler.loader(DATA)
+        assert not loader.completes_epoch
+        sampler.skip(1, 9, 1)
+        with lastgood.Checkpointer(tmp_path, {"sampler": sampler, "epochs": epochs}) as ckpt:
+            n = ckpt.restore().step
+            while n < total:
+                for _ in loader:
+                    n += 1
+                    if loader.completes_epoch:
+                        epochs[0] += 1
+                        ends.append(n)
+                    ckpt.step(n)
+                    if n == total:
+                        break
+    assert ends == [10, 19] and epochs == [2]
