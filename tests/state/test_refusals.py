@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import copy
 import types
+from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -414,3 +416,16 @@ def test_a_state_that_contains_itself_twice_is_refused(tmp_path: Path) -> None:
             call(tmp_path, {"progress": progress})
     shared = ["a"]
     lastgood.save(tmp_path, {"one": shared, "two": [shared, shared]})
+
+
+@dataclass
+class Kept:
+    optimizer: object
+
+
+@pytest.mark.parametrize("container", [Kept, lambda one: deque([one])])
+def test_a_state_dict_in_a_dataclass_or_deque_is_refused(tmp_path: Path, container) -> None:
+    """The state_dict() of an optimizer in a dataclass or a deque was accepted, and every save stored the first one."""
+    state = {"kept": container(optim.Adam(nn.Linear(2, 1).parameters()).state_dict())}
+    with pytest.raises(errors.Refused, match=r"kept\.\w+: the state_dict\(\) of an optimizer"):
+        lastgood.Checkpointer(tmp_path, state)

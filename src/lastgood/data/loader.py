@@ -56,6 +56,21 @@ class Loader:
         """
         return self._yielded("completes_step").window_completed
 
+    @property
+    def completes_epoch(self) -> bool:
+        """Whether the batch that was yielded last is the last one of its epoch. False before the first batch.
+
+        A save in `ckpt.step` of that batch resumes in the next epoch, so what the loop does once an epoch goes before:
+
+            if loader.completes_epoch:
+                scheduler.step()
+            ckpt.step(n)
+        """
+        at = self._at
+        if at is None or not at.batches or not at.window_completed:
+            return False
+        return self._sampler._skips.next(at.epoch, at.next_step) >= self._sampler.steps_per_epoch
+
     def _yielded(self, what: str) -> Iteration:
         if self._sampler.largest_batch is None:
             raise Refused(

@@ -88,8 +88,10 @@ class ResumableSampler(Sampler[list[int]]):
     on k batches, the last step of an epoch on those that are left, and fetching ahead of the step is allowed. It is
     required under frameworks that fetch ahead (Lightning, Transformers, Accelerate).
 
+    A save at the last step of an epoch resumes in the next: do what is done once an epoch before that `ckpt.step`, where
+    `loader.completes_epoch` is true.
     `len()` is the number of batches of a whole epoch, `remaining` that of the rest of the current one. In a DataLoader
-    of your own torch draws the loader's base seed from the global generator, so random augmentation does not resume.
+    of your own without `generator=` torch draws the base seed from the global generator, so dropout does not resume.
 
     Memory: 8 bytes for each sample of the permutation. Raises Refused for arguments outside of these ranges. See
     docs/data.md.

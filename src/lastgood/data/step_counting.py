@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 from .. import reporting
 from .sampler import ResumableSampler
 
-T = TypeVar("T")
 _UNREAD = (
     "no batch was read from a ResumableSampler in the state before this step. If the loop trains on another loader, a "
     "resume continues at a position in the data that has no meaning: iterate the sampler that is in the state, as "
     "sampler.loader(dataset) or DataLoader(dataset, batch_sampler=sampler), or leave it out of the state"
 )
-
-
-def instances_in(container: object, kind: type[T]) -> Iterator[T]:
-    """Every object of a class in nested dicts, lists and tuples."""
-    if isinstance(container, kind):
-        yield container
-    elif isinstance(container, (dict, Mapping)):  # a dict is recognized without the registry of abstract classes
-        for one in container.values():
-            yield from instances_in(one, kind)
-    elif isinstance(container, (list, tuple)):
-        for one in container:
-            yield from instances_in(one, kind)
-
-
-def samplers_in(container: object) -> list[ResumableSampler]:
-    """The samplers in nested dicts, lists and tuples, each of them once."""
-    return list({id(one): one for one in instances_in(container, ResumableSampler)}.values())
 
 
 def count_step(

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from .audit import Audit, hashed
 from .sampler import ResumableSampler
-from .step_counting import instances_in
 
 
-def trained_ids(state: object, sampler: ResumableSampler, epoch: int, first: int, count: int) -> np.ndarray:
+def trained_ids(audits: Sequence[Audit], sampler: ResumableSampler, epoch: int, first: int, count: int) -> np.ndarray:
     """The ids that this rank has trained in `count` windows of an epoch from window `first` on, int64 [n].
 
-    As observed, if `state` has one audit; else as scheduled by the `sampler`.
+    As observed, if the state has one audit; else as scheduled by the `sampler`. `audits`: those of the state.
     """
-    audits = list({id(one): one for one in instances_in(state, Audit)}.values())
     if len(audits) == 1:
         return audits[0].ids(epoch, range(first, first + count))
     left_out = {window for at, window in sampler.skipped if at == epoch}

@@ -8,13 +8,15 @@ from __future__ import annotations
 import operator
 
 from ..coordination.single_rank import AnyRanks
-from ..data.step_counting import count_step, samplers_in
+from ..data.sampler import ResumableSampler
+from ..data.step_counting import count_step
 from ..errors import StepTaken
 from ..io.heartbeat import Position
 from ..limits import STEP_LIMIT
 from ..policy.arguments import is_whole, require
 from ..records import Generation
 from ..run.outcomes import Outcomes
+from ..state.objects import instances_of
 from ..state.parameter_versions import version
 from .load import LoadRequest
 
@@ -35,7 +37,7 @@ class Progress:
         self.restored_generation = False
         """whether the state was restored from a generation"""
         self._version = version(self._state)
-        self._samplers = samplers_in(self._state)
+        self._samplers = instances_of(self._state, ResumableSampler)
         """those of the state, as of the last step: it may get more"""
         self.trained: Position | None = None
         """the windows that the last step has trained, from the position before it on; None if that is not known"""
@@ -57,7 +59,7 @@ class Progress:
         """Record that step `n` is completed, and count it on the samplers of the state. A second call does nothing."""
         if n > self.step:
             rank, ranks, first = self._ranks.rank, self._ranks.size, self.step == self.resumed_step
-            self._samplers = samplers_in(self._state)
+            self._samplers = instances_of(self._state, ResumableSampler)
             before = self._position()
             count_step(self._samplers, n, self.step, rank=rank, ranks=ranks, first=first)
             self.step = self._outcomes.completed = n
@@ -102,7 +104,7 @@ class Progress:
         self.step = self.resumed_step = step
         self.restored_generation, self._version = generation is not None, version(self._state)
         self._outcomes.restored(step if generation else None)
-        self._samplers = samplers_in(self._state)
+        self._samplers = instances_of(self._state, ResumableSampler)
         for one in self._samplers:
             one.restart_after(step)  # guard: sampler-restarts-after-restore
         self.trained = None

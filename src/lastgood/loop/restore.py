@@ -18,7 +18,7 @@ import msgspec
 from .. import reporting
 from ..coordination.rounds import RankGroup
 from ..coordination.single_rank import AnyRanks, AnyTopic
-from ..data.step_counting import samplers_in
+from ..data.sampler import ResumableSampler
 from ..engine import guard
 from ..engine.arena import Arena
 from ..engine.finite import not_finite_error
@@ -39,6 +39,7 @@ from ..run.peer_reads import PeerReads
 from ..run.pipeline import Pipeline
 from ..run.watched import Sources
 from ..run.writer import RunWriter
+from ..state.objects import instances_of
 from .load import LoadRequest, Restored
 from .progress import Progress
 from .reports import Reports
@@ -317,7 +318,7 @@ class Restorer:
 
     def _leave_out(self, found: list[Advice]) -> None:
         """Leave out the batches that are to be skipped, if it is known to which sampler they belong."""
-        samplers, left = samplers_in(self._request.state), Counter[tuple[int, str]]()
+        samplers, left = instances_of(self._request.state, ResumableSampler), Counter[tuple[int, str]]()
         for one in found:
             if one.skip is not None and len(samplers) == 1:
                 left[one.skip.epoch, one.why] += len(samplers[0].skip(one.skip.epoch, one.skip.first, one.skip.count))

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from ..coordination.single_rank import AnyRanks
-from ..data.step_counting import samplers_in
+from ..data.audit import Audit
+from ..data.sampler import ResumableSampler
 from ..data.trained import multiset_hash, trained_ids
 from ..events import Event
 from ..run import job_logs
 from ..run.job_logs import SAVES, VARIABLE, Lines, SaveLine, StepLine
+from ..state.objects import instances_of
 from .beat import Beat
 from .metrics import number
 from .progress import Progress
@@ -34,7 +36,7 @@ PARTS = {
 """kind of an event -> the field of a SaveLine that its seconds are added to"""
 
 
-def opened(state: object, ranks: AnyRanks, progress: Progress, beat: Beat) -> StepLog | None:
+def opened(state: Mapping[str, Any], ranks: AnyRanks, progress: Progress, beat: Beat) -> StepLog | None:
     """The logs that the environment of this process asks for; None: it asks for none."""
     folder = os.environ.get(VARIABLE)
     return StepLog(Path(folder), state, ranks, progress, beat) if folder else None
@@ -43,7 +45,7 @@ def opened(state: object, ranks: AnyRanks, progress: Progress, beat: Beat) -> St
 class StepLog:
     """The logs of this rank in `folder`. `state`: of the training, in which samplers and audits are found."""
 
-    def __init__(self, folder: Path, state: object, ranks: AnyRanks, progress: Progress, beat: Beat) -> None:
+    def __init__(self, folder: Path, state: Mapping[str, Any], ranks: AnyRanks, progress: Progress, beat: Beat) -> None:
         self._state, self._ranks, self._progress, self._beat = state, ranks, progress, beat
         self._attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self._steps = Lines(folder / job_logs.rank_log(ranks.rank))
@@ -110,7 +112,8 @@ class StepLog:
         trained, state = self._progress.trained, self._state
         if trained is None:
             return dict.fromkeys(("epoch", "cursor_step", "sample_ids_hash", "sample_ids_count"))
-        ids = trained_ids(state, samplers_in(state)[0], *trained)
+        (sampler,) = instances_of(state, ResumableSampler)
+        ids = trained_ids(instances_of(state, Audit), sampler, *trained)
         return {
             "epoch": trained.epoch,
             "cursor_step": trained.window,

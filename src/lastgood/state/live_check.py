@@ -7,7 +7,7 @@ an object is called again at every save.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +16,7 @@ from ..errors import Refused
 from ..format.values import component, join, only_numbers
 from ..limits import DEPTH_LIMIT
 from .capture import wanted
+from .instances import parts_of
 from .objects import tag_of
 
 UNCHANGED_SAVES = 3
@@ -47,7 +48,7 @@ def require_live(state: Mapping[str, Any]) -> None:
 
 
 def _state_dicts(obj: Any, path: str, depth: int = 0) -> Iterator[tuple[str, str]]:
-    """Path and kind of every `state_dict()` in nested containers."""
+    """Path and kind of every `state_dict()` in nested containers, dataclasses and namedtuples."""
     if depth > DEPTH_LIMIT:
         return  # the first save refuses it by name
     if isinstance(obj, Mapping) and not tag_of(obj):  # an object is read again at every save
@@ -56,7 +57,10 @@ def _state_dicts(obj: Any, path: str, depth: int = 0) -> Iterator[tuple[str, str
             return
         for key, part in obj.items():
             yield from _state_dicts(part, join(path, key), depth + 1)
-    elif isinstance(obj, (list, tuple)) and not only_numbers(obj):
+    elif not tag_of(obj) and (parts := parts_of(obj)):
+        for name, part in parts.items():
+            yield from _state_dicts(part, join(path, name), depth + 1)
+    elif isinstance(obj, (list, tuple, deque)) and not only_numbers(obj):
         for index, part in enumerate(obj):
             yield from _state_dicts(part, f"{path}.{index}", depth + 1)
 

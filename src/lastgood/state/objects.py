@@ -10,7 +10,7 @@ import hashlib
 import random
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +25,8 @@ from ..errors import Unstorable
 from ..format.values import component, join, only_numbers, refusal
 from ..limits import DEPTH_LIMIT
 from .instances import parts_of
+
+T = TypeVar("T")
 
 
 def tag_of(obj: Any) -> str:
@@ -360,6 +362,11 @@ def _find_objects(obj: Any, path: str, found: dict[str, Any], depth: int) -> Non
             _find_objects(part, join(path, name), found, depth + 1)
     else:
         found[path] = obj
+
+
+def instances_of(state: Mapping[str, Any], kind: type[T]) -> list[T]:
+    """The objects of a class in a state, each of them once. A class with a `state_dict()`, as all in a state have."""
+    return list({id(one): one for one in find_objects(state).values() if isinstance(one, kind)}.values())
 
 
 def modules_of(state: Mapping[str, Any]) -> dict[str, nn.Module]:
