@@ -270,6 +270,18 @@ def test_tensors_without_an_owner_are_in_the_dict_by_name(tmp_path: Path) -> Non
     assert equal(found["model"], {"0.weight": own["0.weight"]}) and equal(found["w"], torch.ones(2))
 
 
+def test_a_tensor_named_as_the_first_part_of_another_is_kept(tmp_path: Path) -> None:
+    """bitsandbytes names "weight" and "weight.absmax": whichever came first was dropped from the dict in silence."""
+    weights = {"weight": torch.ones(2), "weight.absmax": torch.zeros(3), "h.w": torch.ones(1), "h.w.b": torch.ones(4)}
+    safetensors.torch.save_file(weights, tmp_path / "x.safetensors")
+    assert app.main(["import", str(tmp_path / "x.safetensors"), str(tmp_path / "imported")]) == 0
+    dcp.save(weights, storage_writer=lastgood.dcp.Writer(tmp_path / "dcp"), no_dist=True)
+    for run in ("imported", "dcp"):
+        found = lastgood.load(tmp_path / run)
+        assert all(equal(found[name], weights[name]) for name in ("weight", "weight.absmax")), run
+        assert equal(found["h"], {"w": weights["h.w"], "w.b": weights["h.w.b"]}), run
+
+
 @pytest.mark.slow
 def test_the_dict_holds_the_whole_state_of_several_ranks(tmp_path: Path) -> None:
     world(2, trained, "fsdp", tmp_path / "run", 2)

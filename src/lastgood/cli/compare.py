@@ -6,6 +6,7 @@ Every byte that is read is verified; nothing is changed.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -111,11 +112,11 @@ def _changed(one: Content, two: Content, ranks: range) -> list[dict[str, Any]]:
     """The values that differ, each change once, with the ranks that have it unless all have."""
     found = dict[bytes, tuple[dict[str, Any], list[int]]]()
     for rank in ranks:
-        if one.values(rank) == two.values(rank):
+        if _encoded(one.values(rank)) == _encoded(two.values(rank)):
             continue
         before, after = _leaves(one, rank), _leaves(two, rank)
         for path in dict.fromkeys([*before, *after]):
-            if path in before and path in after and before[path] == after[path]:
+            if path in before and path in after and _encoded(before[path]) == _encoded(after[path]):
                 continue
             first = {"first": before[path]} if path in before else {}
             change = {"path": path} | first | ({"second": after[path]} if path in after else {})
@@ -151,11 +152,12 @@ def compared_view(data: Mapping[str, Any]) -> RenderableType:
     for row in data["values"]:
         sides = [value_text(row[side]) if side in row else "absent" for side in ("first", "second")]
         parts.append(Text(f"{clean(row['path'])}{on_ranks(row)}: {' -> '.join(sides)}"))
+    statuses = {row["name"]: row["status"] for row in data["tensors"]}  # a row of a rank follows that of its tensor
     counts = ", ".join(
-        f"{len(rows):,} {status.replace('differs', 'differ')}"
-        for status, rows in sorted(groups.items(), key=lambda g: g[0] != "same")
+        f"{count:,} {status.replace('differs', 'differ')}"
+        for status, count in sorted(Counter(statuses.values()).items(), key=lambda one: one[0] != "same")
     )
-    end = f"{plural(len(data['tensors']), 'tensor')}" + (f": {counts}" if counts else "")
+    end = f"{plural(len(statuses), 'tensor')}" + (f": {counts}" if counts else "")
     end += f"; {plural(len(data['values']), 'value')} changed" if data["values"] else "; values are the same"
     return Group(*parts, Text(end, style="bold"))
 
@@ -166,7 +168,13 @@ def on_ranks(row: Mapping[str, Any]) -> str:
 
 
 def _leaves(content: Content, rank: int) -> dict[str, Any]:
-    return {path: leaf for path, leaf in leaves_of(content.values(rank)) if not is_place(leaf)}
+    leaves = leaves_of(content.values(rank))
+    return {path: leaf for path, leaf in leaves if path and (leaf == {} or not is_place(leaf))}
+
+
+def _encoded(value: Any) -> bytes:
+    """A stored value as its JSON, in which 1, 1.0 and True differ, and 0.0 and -0.0 too; `==` takes them as equal."""
+    return msgspec.json.encode(value, order="sorted")
 
 
 def differences(first: bytearray, second: bytearray, dtype: str) -> dict[str, Any]:

@@ -121,7 +121,8 @@ def _steps(sides: list[Path], start: Generation) -> list[Step]:
         firsts = {group: names[0] for group, names in groups.items()}
         differing = sum(map(len, groups.values()))
         metrics = first.commit.metrics, second.commit.metrics
-        found.append(Step(number, metrics, differing, len(data["tensors"]), next(iter(firsts.values()), ""), firsts))
+        names = {row["name"] for row in data["tensors"]}
+        found.append(Step(number, metrics, differing, len(names), next(iter(firsts.values()), ""), firsts))
     if lacking := made[0].keys() ^ made[1].keys():
         raise Refused(
             f"the replays made different steps: only one of them made {', '.join(map(str, sorted(lacking)))}",

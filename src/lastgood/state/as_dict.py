@@ -220,15 +220,15 @@ class DataBinder:
 def _unowned(names: Iterable[str], modules: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any]:
     """Entries for tensors that no value refers to, as those of an imported file.
 
-    They are grouped by the first part of their name, like the tensors of a module; where a value has that name, each
-    tensor is an entry of its own.
+    They are grouped by the first part of their name, like the tensors of a module; where a value or a tensor has that
+    name, each tensor is an entry of its own.
     """
     found: dict[str, Any] = {}
-    for name in names:
+    own = [name for name in names if not any(name.startswith(f"{one}.") for one in modules)]
+    taken = {*values, *own}
+    for name in own:
         top, _, rest = name.partition(".")
-        if any(name.startswith(f"{one}.") for one in modules):
-            continue
-        found |= {top: SavedObject("!module", {})} if rest and top not in values else {name: TensorRef(name, CPU)}
+        found |= {top: SavedObject("!module", {})} if rest and top not in taken else {name: TensorRef(name, CPU)}
     return found
 
 
