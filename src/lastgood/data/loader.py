@@ -60,7 +60,7 @@ class Loader:
     def completes_epoch(self) -> bool:
         """Whether the batch that was yielded last is the last one of its epoch. False before the first batch.
 
-        A save in `ckpt.step` of that batch resumes in the next epoch, so what the loop does once an epoch goes before:
+        A save in `ckpt.step` of that batch resumes in the next epoch. So do before it what is done once an epoch:
 
             if loader.completes_epoch:
                 scheduler.step()

@@ -88,7 +88,7 @@ class ResumableSampler(Sampler[list[int]]):
     on k batches, the last step of an epoch on those that are left, and fetching ahead of the step is allowed. It is
     required under frameworks that fetch ahead (Lightning, Transformers, Accelerate).
 
-    A save at the last step of an epoch resumes in the next: do what is done once an epoch before that `ckpt.step`, where
+    A save at the last step of an epoch resumes in the next: do the work of the end of an epoch before it, where
     `loader.completes_epoch` is true.
     `len()` is the number of batches of a whole epoch, `remaining` that of the rest of the current one. In a DataLoader
     of your own without `generator=` torch draws the base seed from the global generator, so dropout does not resume.
