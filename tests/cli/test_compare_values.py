@@ -26,7 +26,7 @@ def test_diff_finds_values_that_python_calls_equal(tmp_path: Path, call_json: An
     assert call_json("diff", tmp_path / "run", 1, 1)[0] == 0
 
 
-def test_diff_finds_an_empty_dict_that_was_removed(tmp_path: Path, call_json: Any) -> None:
+def test_diff_finds_that_an_empty_dict_was_removed(tmp_path: Path, call_json: Any) -> None:
     """An empty dict counted as the place of a tensor, so that a lost one was no difference."""
     lastgood.save(tmp_path / "run", {"n": 1, "d": {}}, step=0)
     lastgood.save(tmp_path / "run", {"n": 1}, step=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 
 import lastgood
 from harness import steps
+from lastgood.cli import replay
 
 pytestmark = pytest.mark.slow
 
@@ -111,3 +113,19 @@ def test_a_command_that_fails_is_shown(tmp_path: Path, call) -> None:
     code, _, text = call("replay", str(tmp_path / "run"), "--", *failing)
     assert code == 3 and "ValueError: no data" in text
     assert call("replay", str(tmp_path / "run"), "--", sys.executable, "-c", "")[0] == 3
+
+
+def test_a_folder_for_the_copies_that_cannot_be_used_is_refused(tmp_path: Path, call, monkeypatch) -> None:
+    """`--in` of a file or of nothing, and a run in a folder that may not be written, ended in a traceback, code 1."""
+    lastgood.save(tmp_path / "run", {"n": 1}, step=1)
+    (tmp_path / "file").touch()
+    for folder in ("nothing", "file"):
+        code, _, text = call("replay", str(tmp_path / "run"), "--in", str(tmp_path / folder), "--", "true")
+        assert code == 3 and "is no directory" in text and "--in DIR" in text
+
+    def not_permitted(**_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(replay.tempfile, "TemporaryDirectory", not_permitted)  # root may write anywhere
+    code, _, text = call("replay", str(tmp_path / "run"), "--", "true")
+    assert code == 3 and "Permission denied" in text

@@ -68,13 +68,13 @@ class StopAt(lightning.Callback):
         trainer.should_stop |= trainer.global_step == self.step
 
 
-def fit(*callbacks, batch=2, ckpt_path=None, **options):
+def fit(*callbacks, batch=2, ckpt_path=None, net=None, **options):
     """Train on 12 samples; returns the module."""
     torch.manual_seed(0)
     data = torch.utils.data.TensorDataset(torch.randn(12, 2), torch.arange(12.0))
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
     options = {"max_epochs": 2, "enable_checkpointing": False} | options
-    trainer, net = lightning.Trainer(callbacks=list(callbacks), **quiet, **options), Net()
+    trainer, net = lightning.Trainer(callbacks=list(callbacks), **quiet, **options), net or Net()
     trainer.fit(net, torch.utils.data.DataLoader(data, batch_size=batch, shuffle=True), ckpt_path=ckpt_path)
     return net
 
@@ -84,6 +84,38 @@ def test_a_finished_training_is_saved_and_not_trained_again(tmp_path):
     assert max(one.step for one in lastgood.open(tmp_path / "run").generations()) == 12
     again = fit(LastgoodCallback(tmp_path / "run", every_steps=5))
     assert not again.seen and torch.equal(again.line.weight, first.line.weight)
+
+
+class Hooked(Net):
+    """Uses Lightning's own entries of a checkpoint in both hooks, as it may in a `.ckpt` of Lightning's."""
+
+    def __init__(self):
+        super().__init__()
+        self.save_hyperparameters({"width": 2})
+        self.found = None
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint.pop("optimizer_states")
+        for key in list(checkpoint["state_dict"]):
+            del checkpoint["state_dict"][key]
+        names = ["pytorch-lightning_version", "loops", "lr_schedulers", "callbacks"]
+        checkpoint["mine"] = [dict(checkpoint["hyper_parameters"]), [len(checkpoint[name]) > 0 for name in names]]
+
+    def on_load_checkpoint(self, checkpoint):
+        checkpoint["optimizer_states"] = checkpoint["optimizer_states"][:1]
+        fit_loop = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["completed"]
+        self.found = checkpoint["epoch"], checkpoint["global_step"], fit_loop, checkpoint["mine"]
+
+
+def test_hooks_find_the_entries_of_a_lightning_checkpoint(tmp_path):
+    """A hook that used "optimizer_states" or "hyper_parameters" ended the training with KeyError at the first save, and
+    one that read "global_step" ended the resume."""
+    first = fit(LastgoodCallback(tmp_path / "run", every_steps=4), net=Hooked())
+    again = fit(LastgoodCallback(tmp_path / "run", every_steps=4), net=Hooked(), max_epochs=3)
+    assert first.found is None and again.found == (2, 12, 2, [{"width": 2}, [True, True, False, False]])
+    assert len(again.seen) == 12  # one more epoch
+    added = lastgood.load(tmp_path / "run", step=12)["trainer"]["checkpoint"]["added"]
+    assert list(added) == ["mine"]
 
 
 class Broken(lightning.Callback):

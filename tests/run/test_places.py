@@ -586,6 +586,18 @@ def test_the_command_tiers_lists_a_run_in_one_place(tmp_path, call_json):
     assert code == 0 and [row["step"] for row in data["generations"]] == [7] and len(data["places"]) == 1
 
 
+def test_the_command_tiers_mixes_no_other_run_in(places, call_json, tmp_path):
+    """Generations of two unrelated runs stood in one table, and the other one's was named as what a restore takes."""
+    places.train(3)
+    lastgood.save(tmp_path / "other", {"n": 1}, step=9)
+    code, data = call_json("tiers", str(places.last), str(tmp_path / "other"))
+    assert (code, data["error"]) == (3, "Refused") and "holds another run" in data["message"]
+    shutil.rmtree(places.front)
+    shutil.copytree(tmp_path / "other", places.front)  # a place that the run itself names
+    code, data = call_json("tiers", str(places.last))
+    assert code == 5 and "holds another run" in data["places"][0]["error"] and data["restores"]["step"] == 3
+
+
 @pytest.mark.parametrize("command", ["scrub", "repair"])
 @pytest.mark.parametrize("damaged", ["front", "last"])
 def test_a_command_repairs_a_place_from_the_other_one(places, command, damaged, call_json):

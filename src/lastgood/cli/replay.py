@@ -15,8 +15,9 @@ from rich.text import Text
 
 from ..errors import Diverged, Refused
 from ..format import commit
+from ..io import os_errors
 from ..records import Generation
-from ..run import access, paths
+from ..run import access, drill_scratch
 from ..run.content import Content
 from .answer import Answer
 from .arguments import Json, Run
@@ -65,8 +66,10 @@ def replay(
     """
     tier = access.for_reading(run)
     generation = pick(commit.survey(tier), step)
-    parent = scratch or _beside(run)
-    with tempfile.TemporaryDirectory(prefix="replay-", dir=parent) as folder:
+    parent = drill_scratch.parent_folder(run, scratch)
+    with os_errors.translated(parent):
+        made = tempfile.TemporaryDirectory(prefix="replay-", dir=parent)
+    with made as folder:
         sides = [Path(folder) / name for name in ("first", "second")]
         for side in sides:
             copied(run, str(side), [f"{generation.step}-{generation.id.incarnation}"], take_over=False)
@@ -76,13 +79,6 @@ def replay(
     same = all(not one.first and one.metrics[0] == one.metrics[1] for one in found)
     data = {"step": generation.step, "same": same, "steps": [one._asdict() for one in found]}
     return Answer(data, _view(found, same), 0 if same else Diverged.exit_code)
-
-
-def _beside(run: str) -> str:
-    place = paths.parsed(run)
-    if place.kind != "directory":
-        raise Refused(f"there is no directory beside {run}", safe="Nothing was copied.", todo="Name one: --in DIR.")
-    return os.path.dirname(place.root)
 
 
 def _played(command: list[str], start: dict[str, Any], log: Path) -> None:

@@ -10,11 +10,11 @@ import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ..errors import LastgoodError, Unavailable
+from ..errors import LastgoodError, Refused, Unavailable
 from ..format import commit
 from ..policy import restore
 from ..policy.places import merged
-from ..run import access, places
+from ..run import access, copying, places
 from ..units import size, span
 from .answer import Answer
 from .arguments import Json, Run
@@ -40,16 +40,30 @@ def tiers(
 
 
 def held(run: str, others: list[str]) -> dict[str, Any]:
-    """The places of a run with their generations. Raises what opening `run` raises."""
+    """The places of a run with their generations.
+
+    Raises Refused if one of `others` holds another run, and what opening `run` raises.
+    """
     first = access.for_reading(run)
     names = list(dict.fromkeys([*(places.listed(first) or [first.place]), first.place, *others]))
     surveys, errors = {}, {}
     for name in names:
         try:
             tier = first if name == first.place else access.for_reading(name)
-            surveys[name] = commit.survey(tier)
+            found = commit.survey(tier)
         except LastgoodError as error:
             errors[name] = error.what
+            continue
+        surveys[name] = found
+    of = copying.run_of(surveys[first.place]) if first.place in surveys else None
+    for name, found in list(surveys.items()):
+        if of is None or (other := copying.run_of(found)) in (None, of):
+            continue
+        what = f"{name} holds another run ({other}), not that of {first.place} ({of})"
+        if name in others:
+            raise Refused(what, safe="Nothing was touched.", todo="Give places of the same run.")
+        errors[name] = what
+        del surveys[name]
     whole = merged(list(surveys.values()))
     takes = next(iter(restore.choose(whole, None).candidates), None)
     now = time.time()

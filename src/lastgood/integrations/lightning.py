@@ -11,6 +11,7 @@ and the flags by which Lightning's loops know that they restart are cleared.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -31,10 +32,12 @@ with needed("lightning", "lastgood.integrations.lightning"):
 
     try:
         from lightning.pytorch import Callback
+        from lightning.pytorch import __version__ as lightning_version
     except ModuleNotFoundError as error:
         if error.name not in ("lightning", "lightning.pytorch"):
             raise  # lightning is installed, and a package that it needs is missing
         from pytorch_lightning import Callback  # the same library under its older name; both trainers take the callback
+        from pytorch_lightning import __version__ as lightning_version
 
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
 
@@ -242,7 +245,7 @@ class _Progress:
             f"the run was saved with other batches per epoch or processes ({', '.join(changed)})",
             "Use the same batch size, dataset and number of processes, or a new run.",
         )
-        _load_checkpoint(trainer, saved["checkpoint"])
+        _load_checkpoint(trainer, saved["checkpoint"], copy.deepcopy(saved["loops"]))
         in_time = saved.get("timed_out", False) and not _out_of_time(trainer)  # max_time was raised
         trainer.should_stop = saved["should_stop"] and not in_time
         if trainer.should_stop:
@@ -345,27 +348,52 @@ def _inner_loops(loop: Any) -> dict[str, Any]:
 # ---- entries of hooks and callbacks ---------------------------------------------------------------------------
 
 
+def _standard_entries(trainer: Any) -> dict[str, Any]:
+    """What hooks find in a checkpoint of Lightning. Its tensors are those of the live state: nothing is copied."""
+    module = trainer.lightning_module
+    states = {one.state_key: one.state_dict() for one in trainer.callbacks}
+    entries = {
+        "epoch": trainer.current_epoch,
+        "global_step": trainer.global_step,
+        "pytorch-lightning_version": lightning_version,
+        "state_dict": module.state_dict(),
+        "loops": {"fit_loop": trainer.fit_loop.state_dict()},
+        "callbacks": {key: state for key, state in states.items() if state},
+        "optimizer_states": [one.state_dict() for one in trainer.optimizers],
+        "lr_schedulers": [one.scheduler.state_dict() for one in trainer.lr_scheduler_configs],
+    }
+    for one in (module, trainer.datamodule):
+        if one is not None and one.hparams:
+            entries[one.CHECKPOINT_HYPER_PARAMS_KEY] = dict(one.hparams)
+    return entries
+
+
 def _read_checkpoint(trainer: Any) -> dict[str, Any]:
     """The state of the callbacks, and the entries that hooks add to a Lightning checkpoint."""
-    module = trainer.lightning_module
-    standard = {"state_dict": module.state_dict(), "epoch": trainer.current_epoch, "global_step": trainer.global_step}
+    module, standard = trainer.lightning_module, _standard_entries(trainer)
     checkpoint = dict(standard)
     for one in trainer.callbacks:
         one.on_save_checkpoint(trainer, module, checkpoint)
     module.on_save_checkpoint(checkpoint)
     added = {key: value for key, value in checkpoint.items() if key not in standard}
-    states = {one.state_key: one.state_dict() for one in trainer.callbacks}
-    return {"callbacks": {key: state for key, state in states.items() if state}, "added": added}
+    counters = {key: standard[key] for key in _COUNTERS}
+    return {"callbacks": standard["callbacks"], "added": added, "counters": counters}
 
 
-def _load_checkpoint(trainer: Any, saved: dict[str, Any]) -> None:
+def _load_checkpoint(trainer: Any, saved: dict[str, Any], loops: dict[str, Any]) -> None:
+    """Call the hooks with the entries of the save, `loops` among them, and load the callbacks."""
     module = trainer.lightning_module
-    checkpoint = {"state_dict": module.state_dict(), "callbacks": saved["callbacks"], **saved["added"]}
+    restored = {"callbacks": saved["callbacks"], "loops": {"fit_loop": loops}, **saved.get("counters", {})}
+    checkpoint = {**_standard_entries(trainer), **restored, **saved["added"]}
     for one in trainer.callbacks:
         one.on_load_checkpoint(trainer, module, checkpoint)
         if one.state_key in saved["callbacks"]:
             one.load_state_dict(saved["callbacks"][one.state_key])
     module.on_load_checkpoint(checkpoint)
+
+
+_COUNTERS = ("epoch", "global_step")
+"""entries of a checkpoint that are stored for its hooks: when they load it, the loops are not restored yet"""
 
 
 # ---- torchmetrics ----------------------------------------------------------------------------------------------
