@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import lastgood
-from harness import reported, steps
+from harness import reported, reports, steps
 from lastgood import errors
 from lastgood.format import commit
 from lastgood.format.layout import label_number
@@ -42,6 +42,25 @@ def test_a_milestone_is_added_to_the_generation_of_the_cadence(tmp_path: Path) -
         ckpt.save(7).result()
         ckpt.wait()
     assert steps(tmp_path) == [3, 6, 7], "the next session reads the label"
+
+
+def test_a_schedule_that_changed_after_the_step_was_saved_is_reported(tmp_path: Path) -> None:
+    """The milestone of an epoch, saved after the schedule had been stepped, had the learning rate of before where the
+    cadence had saved the step already, and the one of after where it had not."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    state = {"model": model, "optimizer": optimizer, "schedule": schedule, "epoch": 0, "name": "a"}
+    with lastgood.Checkpointer(tmp_path, state, cadence=Every(steps=1)) as ckpt:
+        optimizer.step()
+        ckpt.step(1)
+        with reports(logging.WARNING) as texts:
+            ckpt.save(1, metrics={"loss": 1.0})
+        assert not texts
+        schedule.step()
+        state["epoch"] = 1
+        with reported(r"save\(1\): .* before optimizer, schedule, epoch changed"):
+            ckpt.save(1, milestone=True)
 
 
 def test_metrics_after_an_evaluation_feed_keep_best(tmp_path: Path) -> None:

@@ -176,6 +176,30 @@ def test_a_comparison_under_way_is_read_before_a_save_and_at_the_end(
     assert [one.suspect.step for one in advice.read(access.for_reading(tmp_path)) if one.suspect] == [5]
 
 
+@pytest.mark.parametrize("every", [100, 2], ids=["not saved", "saved"])
+def test_the_last_steps_of_a_run_are_compared_at_its_end(tmp_path: Path, every: int) -> None:
+    """A loop of fewer steps than `Sentinel.every`, or with a bad loss in the steps after the last multiple of it, ended
+    as if nothing were wrong, and its last generation counted as good."""
+    loop = Loop(tmp_path, {12: math.nan}, every=every)
+    with pytest.raises(TrainingDiverged, match="rank 0, step 13: loss nan") as raised, loop.ckpt:
+        loop.train(14)
+    assert "Step 14" in raised.value.safe
+    again = Loop(tmp_path, {}, every=every)
+    with again.ckpt:
+        assert again.train(20) == (0 if every == 100 else 12)
+
+
+def test_a_signal_does_not_hide_a_bad_step_before_it(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    options = {"sentinel": SENTINEL, "preemption": lastgood.Preemption()}
+    with lastgood.Checkpointer(tmp_path, {"model": model}, **options) as ckpt:  # type: ignore[arg-type]
+        ckpt.restore()
+        ckpt.step(1, metrics={"loss": math.nan})
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(TrainingDiverged, match="step 1: loss nan"):
+            ckpt.step(2, metrics={"loss": 1.0})
+
+
 def test_a_device_that_has_failed_keeps_no_run_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA reports what a kernel did at the next wait for it, here that of close(): it raised before it had waited for
     the saves in flight, and the run stayed locked."""

@@ -381,7 +381,7 @@ class Checkpointer:
         if kind is None:
             try:
                 if self._options.save_on_exit and not self._closed and self._process == os.getpid():
-                    self._divergence.settle()
+                    self._divergence.finish()
                     with self._beat.saving():
                         self._ending.save_newest()  # guard: newest-step-saved-on-exit
             finally:

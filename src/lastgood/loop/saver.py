@@ -38,7 +38,7 @@ from ..run.node_disks import NodeDisks
 from ..run.pipeline import Pipeline
 from ..run.planned_save import PlannedSave
 from ..run.save_handle import Save
-from ..snapshot.unchanged import changed, is_same, require_unchanged
+from ..snapshot.unchanged import changed, changed_values, is_same, require_unchanged
 from ..state.live_check import Numbers
 from .adaptive_interval import Pace
 from .copy_pace import CopyPace
@@ -83,6 +83,8 @@ class Saver:
         """the restored generation, if the next process would resume at it too"""
         self._cadence: Every | Pace = _cadence(options, failures)
         self._below = [self._cadence_below(place, failures) for place in range(len(options.cadences_below()))]
+        self._changed_late = 0
+        """how many saves of a step that was saved already have found values that changed since"""
         self._fence_seconds = 0.0
         """the part of `Fence.waited_seconds` that is counted in a save already"""
         self.follow(0)
@@ -299,9 +301,17 @@ class Saver:
         topic = self._ranks.step_topic("same", save.step)
         with topic.failing():
             manifest = commit.read_manifest(self._pipeline.run.tier, save.committed(), self._ranks.rank)
-            names = changed(self._planner.captured(self._request.state), manifest)
+            captured = self._planner.captured(self._request.state)
+            names = changed(captured, manifest)
         names = topic.agree(names, lambda posts: sorted({name for one in posts for name in one}))
         require_unchanged(save.step, names)
+        late = changed_values(self._request.state, captured, manifest) if self._ranks.is_coordinator else []
+        self._changed_late += bool(late)
+        if late and reporting.is_reported(self._changed_late):
+            reporting.warning(
+                f"save({save.step}): this step was saved before {', '.join(late)} changed, and what was saved has the "
+                "values from before. What is done once an epoch, as a schedule, goes before step()"
+            )
 
     def _restored_save(self, n: int) -> Save | None:
         """The save of the restored generation, if step `n` is its step and the state is still the same."""

@@ -93,7 +93,8 @@ class DivergenceCheck:
         if (trained := self._progress.trained) is not None:
             self._trained[n] = Skip(epoch=trained.epoch, first=trained.window, count=trained.windows)
         before, self._last = self._last, n
-        if n // self._options.every > before // self._options.every:  # at the same steps after each restart
+        # At the same steps after each restart. Of several ranks each may learn at another step that the loop is to end.
+        if n // self._options.every > before // self._options.every or (at_once and self._ranks.size == 1):
             self.settle()
             self._pending, self._trained = (self._seen.taken(), self._trained), {}
             at_once |= self._pending[0].copied is None or _several_ranks()
@@ -113,12 +114,25 @@ class DivergenceCheck:
             with self._beat.saving():
                 self._stop(self._progress.step, first)
 
+    def finish(self) -> None:
+        """At a normal end of the loop: compare the last steps too, fewer than `every`. All ranks call it, and agree
+        through their store, where a rank that does not come is an error. Raises what `check` raises."""
+        self.settle()
+        if self._options is None:
+            return
+        mine = self._seen.first_bad(self._seen.taken())
+        first = self._ranks.topic("diverged at the end").agree(mine, _least)  # guard: last-steps-compared
+        if first is not None:
+            with self._beat.saving():
+                self._stop(self._progress.step, first)
+
     def end(self) -> None:
-        """When the run is closed, and no exception ends the loop: end a comparison that is under way. What it raises,
-        also a device that has failed, is raised by `report`, once the run is closed."""
+        """When the run is closed, and no exception ends the loop: as `finish`, for one rank; several end a comparison
+        that is under way. What it raises, also a device that has failed, is raised by `report`, once the run is
+        closed."""
         try:
             if sys.exc_info()[0] is None:
-                self.settle()
+                self.finish() if self._ranks.size == 1 else self.settle()
         except Exception as error:  # noqa: BLE001 - `report` raises it
             self._at_end = error  # guard: failed-comparison-closes-run
 
@@ -138,10 +152,14 @@ class DivergenceCheck:
         topic = self._ranks.topic("diverged advice")
         todo, for_ever = topic.agree(None, lambda _: self._advised(n, first, what))
         kept = self._kept(n, for_ever)
+        self._seen = _Seen(self._options)  # who catches the error and leaves the `with` does not receive it again
         raise TrainingDiverged(f"training has diverged: {what}", safe=f"{kept}{_SAFE}", todo=todo)
 
     def _kept(self, n: int, for_ever: bool) -> str:
         """Save the state as it is, for people. Returns what was done."""
+        last = self._saver.last
+        if last is not None and last.step == n and not last.failed():
+            return f"Step {n} had been saved already, and is marked as suspect. "
         try:
             save = self._saver.save(n, for_ever and not self._pipeline.run.tier.newest_only, {}, must=True)
             if save is not None:
@@ -293,6 +311,10 @@ def _earliest(first: int | None) -> int | None:
     dist.all_reduce(early, dist.ReduceOp.MAX)  # guard: ranks-agree-on-divergence
     found = int(early.item())
     return STEP_LIMIT - found if found else None
+
+
+def _least(posts: list[int | None]) -> int | None:
+    return min((one for one in posts if one is not None), default=None)
 
 
 def _joined(posts: list[str]) -> str:

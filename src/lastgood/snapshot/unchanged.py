@@ -9,8 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from ..errors import StepTaken
+from ..format.values import component
 from ..records import Manifest, Piece
 from ..state.capture import Captured, Origin
 from .staging import content_digest
@@ -29,6 +32,17 @@ def changed(captured: Captured, manifest: Manifest) -> list[str]:
     origins = captured.origins
     trained = (piece for piece in manifest.pieces if origins.get(piece.name, Origin.OTHER) is not Origin.OTHER)
     return [piece.name for piece in trained if not _holds(captured, piece, manifest.digest)]
+
+
+def changed_values(state: Mapping[str, Any], captured: Captured, manifest: Manifest) -> list[str]:
+    """Names of the entries of a state whose values have changed: numbers, texts, schedules, and learning rates.
+
+    Not of other objects: a loader, for example, changes when it is iterated.
+    """
+    kinds = (int, float, str, Optimizer, LRScheduler)
+    before, now = _values(manifest.values), _values(captured.values)
+    names = [component(name) for name, one in state.items() if isinstance(one, kinds)]
+    return [name for name in names if before.get(name) != now.get(name)]
 
 
 def require_unchanged(step: int, names: Sequence[str]) -> None:
