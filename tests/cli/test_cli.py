@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from cli_runs import STATE, contents, writing
 from commands import Call
@@ -27,6 +28,7 @@ from lastgood.records import Generation
 from lastgood.run import access
 from lastgood.run.reader import RunReader
 from lastgood.run.writer import RunWriter
+from lastgood.state import tensors
 
 
 def typed(root: Path, step: int, arrays: Mapping[str, tuple[str, np.ndarray]], **options: Any) -> None:
@@ -751,3 +753,32 @@ def test_an_unexpected_exception_prints_a_traceback_and_exits_with_one(run: Path
 
 def test_version_and_help_exit_with_zero(call: Call) -> None:
     assert call("--version")[0] == 0 and call("--help")[0] == 0 and call("gc", "-h")[0] == 0
+
+
+@pytest.mark.parametrize(("inside", "what"), [("", "is the run itself"), ("sub", "is a folder in the run")])
+def test_copy_into_the_run_itself_is_refused(run: Path, call_json: Any, inside: str, what: str) -> None:
+    """It claimed that copies had been made and verified, or made a run inside of a run."""
+    before = contents(run)
+    code, data = call_json("copy", str(run), str(run / inside))
+    assert code == 3 and what in data["message"]
+    assert contents(run) == before
+
+
+def test_export_to_a_dcp_folder_with_a_slash_has_the_layout_of_dcp(run: Path, tmp_path: Path, call_json: Any) -> None:
+    """The completion of a shell adds the slash: the folder had the layout of Hugging Face."""
+    assert call_json("export", str(run), "--to", f"{tmp_path}/new.dcp/")[0] == 0
+    assert (tmp_path / "new.dcp" / ".metadata").exists()
+
+
+def test_a_transposed_tensor_is_arranged_once(tmp_path: Path, call_json: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An import of one such tensor in a .pt file arranged all of it for each chunk."""
+    torch.save({"w": torch.zeros(3000, 1500).t()}, tmp_path / "one.pt")
+    arranged, real = list[int](), tensors.as_bytes
+    monkeypatch.setattr(tensors, "as_bytes", lambda one: arranged.append(1) or real(one))
+    assert call_json("import", str(tmp_path / "one.pt"), str(tmp_path / "run"))[0] == 0
+    assert len(arranged) == 1
+
+
+def test_json_of_the_program_of_the_user_does_not_change_the_output(run: Path, call: Call) -> None:
+    code, out, err = call("replay", str(run), "--in", str(run / "nothing"), "--", "python", "-c", "", "--json")
+    assert code == 3 and not out and err.startswith("lastgood: ")

@@ -590,8 +590,12 @@ def test_what_is_restored_gets_its_copies_and_a_failed_restore_too(tmp_path: Pat
         copies = ckpt._pipeline.places.copies = NodeCopies()
         ckpt.restore()
         ckpt.restore(step=1)
-        ckpt.restore(step=0)
         assert copies.offered == [3, 1]
+        ckpt._pipeline.places.copies = None
+    with lastgood.Checkpointer(tmp_path, blank()) as ckpt:
+        copies = ckpt._pipeline.places.copies = NodeCopies()
+        ckpt.restore(step=0)
+        assert copies.offered == []
         ckpt._pipeline.places.copies = None
     with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3), "epoch": 0}) as ckpt:
         copies = ckpt._pipeline.places.copies = NodeCopies()

@@ -101,6 +101,28 @@ def test_starting_over_becomes_durable_with_its_first_save(tmp_path: Path) -> No
     assert newest(tmp_path) == 1
 
 
+@pytest.mark.parametrize("moved", ["restored", "trained", "trained before a refused step"])
+def test_a_state_that_has_moved_on_cannot_start_over(tmp_path: Path, moved: str) -> None:
+    """restore(step=0) returned step 0 in a process that had trained or restored ten steps, and left its state as it
+    was: the next save stored the weights of step 10 as those of step 0."""
+    trained(tmp_path)
+    state = {"w": torch.zeros(3)}
+    with lastgood.Checkpointer(tmp_path, state, save_on_exit=False) as ckpt:
+        if moved == "restored":
+            ckpt.restore()
+        elif moved == "trained":
+            ckpt.restore(step=0)
+            ckpt.step(1)
+        else:
+            state["w"].fill_(9)
+            with pytest.raises(errors.NotRestored):
+                ckpt.step(1)
+        with pytest.raises(errors.Refused, match="cannot start over"):
+            ckpt.restore(step=0)
+    with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}) as ckpt:
+        assert ckpt.restore(step=0).step == 0
+
+
 def test_nothing_is_deleted_for_a_rewind_that_is_not_durable(tmp_path: Path) -> None:
     state = trained(tmp_path)
     with lastgood.Checkpointer(tmp_path, state, retention=Keep(last=1)) as ckpt:

@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         answer = _answer(args)
         if isinstance(answer, int):
             return answer
-        if "--json" in args:
+        if _as_json(args):
             print(json.dumps(answer.data, indent=2, allow_nan=False))
         else:
             whole = answer.error or isinstance(answer.view, Text)  # a message or a report is never cut in a pipe
@@ -132,7 +132,7 @@ def _answer(args: list[str]) -> Answer | int:
         answer: Answer | int | None = _face_with_guests()(args=args, prog_name="lastgood", standalone_mode=False)
         return answer or 0
     except UsageError as error:
-        if "--json" not in args:
+        if not _as_json(args):
             error.show()
             return USAGE
         data = {"error": "Usage", "message": error.format_message(), "safe": "Nothing was touched.", "todo": ""}
@@ -143,6 +143,12 @@ def _answer(args: list[str]) -> Answer | int:
         for part in (error.safe, error.todo):
             lines.append("\n" + clean(part.strip(), "\n") if part else "")
         return Answer(data, lines, error.exit_code, True)
+
+
+def _as_json(args: list[str]) -> bool:
+    """Whether the answer is asked for as JSON; not by an argument of the user's own program."""
+    own = args[: args.index("--")] if "--" in args else args
+    return "--json" in own and own[0] != "run"
 
 
 @functools.cache

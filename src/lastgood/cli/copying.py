@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, cast
 
@@ -9,11 +10,11 @@ import typer
 from rich.text import Text
 
 from ..engine.arena import Arena
-from ..errors import Damaged, Unreadable
+from ..errors import Damaged, Refused, Unreadable
 from ..format import commit
 from ..limits import CHUNK_BYTES, WORKERS
 from ..ports import Mendable
-from ..run import access, copying
+from ..run import access, copying, paths
 from ..units import size
 from .answer import Answer
 from .arguments import Json, TakeOver
@@ -46,9 +47,25 @@ def copy(
     return Answer(data, Text("\n".join(lines)), 4 if data["failed"] else 0)
 
 
+def _require_apart(source: str, target: str) -> None:
+    """Raise Refused for a target that is the run itself, or lies in it."""
+    one, other = [
+        place.root if place.kind == "objects" else os.path.realpath(place.root)
+        for place in map(paths.parsed, (source, target))
+    ]
+    if other == one or other.startswith(f"{one}/"):
+        raise Refused(
+            f"{target} is {'the run itself' if other == one else f'a folder in the run {source}'}",
+            safe="Nothing was copied.",
+            todo="Name another place.",
+        )
+
+
 def copied(source: str, target: str, steps: list[str], take_over: bool) -> dict[str, Any]:
     """Copy the generations that `steps` name, or all. Raises what opening, reading and writing raise."""
-    tier, place = access.for_reading(source), access.many_files(target)
+    tier = access.for_reading(source)
+    _require_apart(source, target)
+    place = access.many_files(target)
     survey = commit.survey(tier)
     wanted = [find(survey, one) for one in steps] if steps else [*survey.generations, *survey.broken]
     failed = [{**named(at), "why": survey.broken[at].what} for at in wanted if at in survey.broken]

@@ -44,6 +44,8 @@ def export(
     content = Content(tier, generation)
     chosen = _chosen(content, only)
     target = os.path.abspath(to)
+    if target.endswith(".dcp"):
+        to = target  # with a slash, as the completion of a shell adds it, too
     folder = to.endswith(("/", ".dcp"))
     _require_absent(target, force, folder)
     staged = os.path.join(os.path.dirname(target), f".{os.path.basename(target)}.{os.urandom(4).hex()}.tmp")

@@ -266,8 +266,14 @@ def _pt(path: str, prefix: str) -> Foreign:
             found.require_free(name)
             (found.values[name],) = capture({name: value}, exclude=["rng"]).values.values()
 
+    newest: dict[str, torch.Tensor] = {}
+    """the tensor that was read last, in row-major order: to arrange it anew for each chunk takes long"""
+
     def read(name: str, start: int, mv: memoryview) -> None:
-        mv[:] = live.as_bytes(kept[name])[start : start + len(mv)].numpy().data
+        if name not in newest:
+            newest.clear()
+            newest[name] = live.as_bytes(kept[name])
+        mv[:] = newest[name][start : start + len(mv)].numpy().data
 
     found = Foreign(read)
     try:

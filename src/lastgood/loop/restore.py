@@ -250,9 +250,17 @@ class Restorer:
             raise
 
     def start_over(self) -> Restored:
-        """The result of restore(step=0) without a generation of step 0. Raises Refused if the state is half loaded."""
+        """The result of restore(step=0) without a generation of step 0. Raises Refused if the state is half loaded, or
+        no longer the initial one, as far as this process has trained or restored it."""
+        progress = self._progress
         require(
             not self._saver.half_loaded, "the live state is half of another step", "Build it anew, or restore a step."
+        )
+        trained = progress.called and (progress.step > 0 or progress.parameters_changed())
+        require(
+            not (trained or progress.restored_generation),  # guard: start-over-needs-initial-state
+            f"the run cannot start over with this state, which is that of step {progress.step} or later",
+            "Build the state anew, in a new process or as new objects in a new Checkpointer, then restore(step=0).",
         )
         return Restored(step=0, generation=None, seconds=0.0, bytes=0)
 

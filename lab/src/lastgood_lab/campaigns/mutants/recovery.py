@@ -155,6 +155,11 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a save in flight is restored after divergence", "saves-in-flight-are-suspect", Remove()),
         ("a device that has failed keeps the run open", "failed-comparison-closes-run", Instead("raise")),
         ("a diverged state is taken for the start", "diverged-state-is-not-the-start", Never()),
+        (
+            "a trained state is taken for the start",
+            "start-over-needs-initial-state",
+            Swap("not (trained or progress.restored_generation)", "True"),
+        ),
         ("a run that was never good is given up", "start-over-if-never-good", Instead("return False")),
         ("folders of a running supervisor are removed", "folder-in-use-not-removed", Remove()),
         ("a loss of NaN is not noticed", "non-finite-metric-found", Never()),
