@@ -222,19 +222,15 @@ def safetensors(file: File, path: str, prefix: str) -> Foreign:
     return found
 
 
-def _pt(path: str, prefix: str) -> Foreign:
-    """The contents of a file of torch.save. Raises Unstorable, ManifestInvalid."""
+def _loaded_pt(path: str) -> Any:
+    """What a file of torch.save holds, without running code. Raises Unstorable, ManifestInvalid."""
     import pickle
     import zipfile
 
-    with needed("torch", "`lastgood import` of a .pt file"):
-        import torch
-
-        from ..state import tensors as live
-        from ..state.capture import capture
+    import torch
 
     try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
         raise Unstorable(
             f"{path} holds more than tensors and plain values, or is no file of torch.save",
@@ -244,6 +240,17 @@ def _pt(path: str, prefix: str) -> Foreign:
     except (RuntimeError, EOFError, ValueError, KeyError, AttributeError) as error:
         reason = str(error).partition("\n")[0]
         raise ManifestInvalid(f"{path} cannot be read: {reason}", safe="Nothing was touched.") from error
+
+
+def _pt(path: str, prefix: str) -> Foreign:
+    """The contents of a file of torch.save. Raises as `_loaded_pt`."""
+    with needed("torch", "`lastgood import` of a .pt file"):
+        import torch
+
+        from ..state import tensors as live
+        from ..state.capture import capture
+
+    loaded = _loaded_pt(path)
     kept: dict[str, torch.Tensor] = {}
     regions: dict[Any, str] = {}
 
