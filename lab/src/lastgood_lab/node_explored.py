@@ -143,7 +143,7 @@ def _of_sockets(world: World) -> Names:
             "ThreadPoolExecutor": lambda count, name: ActorExecutor(world),
             "Lock": lambda path, mark=b"": FileLock(world, path, mark),
             "PosixFiles": lambda: SimpleNamespace(rename=lambda old, new: world.at(old).rename(old, new)),
-            "MemoryFiles": lambda folder, spill: world.at(folder),
+            "MemoryFiles": lambda folder, spill, buffered: world.at(folder),
             "still": lambda folder: contextlib.nullcontext(),
             "memory_relief": SimpleNamespace(watched=lambda *_: contextlib.nullcontext(), AGENT_INTERVAL_SECONDS=0.0),
             "shutil": SimpleNamespace(rmtree=lambda path, ignore_errors: world.at(path).remove_tree(path)),
