@@ -24,6 +24,7 @@ from ranked_memory import (
     died_beside_left_out,
     folder,
     found_beside_left_out,
+    preempted,
     scrubbed,
     trained,
     uninterrupted,
@@ -58,6 +59,14 @@ def test_killed_ranks_go_on_exactly_from_the_memory_of_their_nodes(tmp_path: Pat
         assert f"memory://{folder(home, node, memory)}" in found[rank]["sources"]
         assert found[rank]["losses"] == losses(size)[rank][6:]
     assert steps(home)[-1] == 9
+
+
+def test_preempted_ranks_serve_rank_0_until_it_has_closed(tmp_path: Path, memory: Path) -> None:
+    """At SIGTERM the other nodes left at once. Rank 0 still asked them for their files while it verified its last save
+    in memory, and waited for the rest of the grace period, in which Slurm killed it."""
+    for code, warnings in world(2, preempted, ["a", "b"], memory, tmp_path / "home"):
+        assert code == 75
+        assert not [one for one in warnings if "while leaving" in one or "has not done its part" in one]
 
 
 @pytest.mark.parametrize("after", [["a"], ["a", "b", "a", "b"]], ids="".join)

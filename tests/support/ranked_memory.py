@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -207,3 +208,44 @@ def died_beside_left_out(
 def found_beside_left_out(home: Path, size: int) -> list[dict[str, Any]]:
     """What each rank of `died_beside_left_out` has found."""
     return [json.loads((home.parent / f"{rank}.json").read_text()) for rank in range(size)]
+
+
+def preempted(rank: int, size: int, nodes: Sequence[str], memory: Path, home: Path) -> tuple[int, list[str]]:
+    """All ranks are asked to end. Rank 0 asks for the files of the other nodes once rank 1 is leaving.
+
+    Returns the exit code, and the warnings that this rank has reported.
+    """
+    loop, end = Loop("fsdp", size), 0
+    with reports(logging.WARNING) as texts:
+        try:
+            with opened(loop, nodes[rank], memory, home, preemption=lastgood.Preemption(grace_seconds=60)) as ckpt:
+                ckpt.restore()
+                _note_close(ckpt._pipeline, home.with_name("left"), asks=rank == 0)
+                if rank == 0:
+                    signal.raise_signal(signal.SIGTERM)
+                for n in range(1, 10_000):
+                    loop.step(n)
+                    ckpt.step(n)
+        except SystemExit as ended_with:
+            end = int(ended_with.code or 0)
+    return end, texts
+
+
+def _note_close(pipeline: Any, left: Path, asks: bool) -> None:
+    """Before the pipeline is closed, make the file `left`; with `asks`, wait for it, and list the files of all nodes.
+
+    A server that was asked to leave has ended before.
+    """
+    close, tier = pipeline.close, pipeline.places.front.tier
+
+    def noted(*given: Any) -> None:
+        if asks:
+            until(left.exists)
+            pipeline.run.tier.listings("gen")
+        else:
+            if tier.server._left.is_set():
+                tier.server._thread.join()
+            left.touch()
+        close(*given)
+
+    pipeline.close = noted

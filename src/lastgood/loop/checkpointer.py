@@ -40,7 +40,7 @@ from .ending import Ending, refresh
 from .load import LoadRequest, Restored, load, report
 from .metrics import numbers
 from .options import CADENCE, EarlierKeywords, OnError, Options, Ranks, Tuning, check_state
-from .preemption import EndRequest, Preemption
+from .preemption import EndRequest, Preempted, Preemption
 from .progress import Progress
 from .reports import Reports
 from .restore import Followed, Restorer
@@ -69,10 +69,9 @@ class Checkpointer:
     A pattern that matches no name is refused at the first step.
     `on_error`: what happens when a save fails in the background: "warn" (default) reports it and training goes on,
     "raise" raises it from the next call. `on_event`: called with each Event (docs/events.md), on the training thread;
-    default None.
-    `parity`: "10+2" writes a fifth more, so that any two of twelve parts of a verified generation can be lost and are
-    rebuilt; default None: no parity. `scrub`: Scrub(...) reads old generations again from time to time, in all places
-    of the run; default None: never.
+    default None. `parity`: "10+2" writes a fifth more, so that any two of twelve parts of a verified generation can be
+    lost and are rebuilt; default None: no parity. `scrub`: Scrub(...) reads old generations again from time to time, in
+    all places of the run; default None: never.
     `finite_also`, `finite_except`: name patterns of further tensors that must not hold NaN or infinity, and of those
     that may; default (). Parameters of modules and the state of optimizers whose step can be hooked must not: a
     generation whose tensors do is restored only if its step is asked for.
@@ -389,7 +388,8 @@ class Checkpointer:
             return
         survivor, owned = self._just_in_time, not self._closed and self._process == os.getpid()
         try:
-            self._pipeline.places.leave()
+            if kind is not Preempted:  # guard: preempted-rank-serves-the-others
+                self._pipeline.places.leave()
             if survivor is not None and owned and survivor.wanted(error):
                 self._leave(survivor)
             else:

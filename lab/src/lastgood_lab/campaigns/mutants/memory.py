@@ -255,6 +255,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *table(
         "peers",
         ("peers", "ranks_memory"),
+        ("a preempted rank leaves the others unanswered", "preempted-rank-serves-the-others", Always()),
         ("copies come into a deleted generation", "deleted-generation-gets-no-copies", Never()),
         ("finished files are replaced", "finished-copy-not-replaced", Never()),
         (
