@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, cast
 
@@ -49,13 +48,10 @@ def copy(
 
 def _require_apart(source: str, target: str) -> None:
     """Raise Refused for a target that is the run itself, or lies in it."""
-    one, other = [
-        place.root if place.kind == "objects" else os.path.realpath(place.root)
-        for place in map(paths.parsed, (source, target))
-    ]
-    if other == one or other.startswith(f"{one}/"):
+    run, other = paths.parsed(source), paths.parsed(target)
+    if paths.lies_in(other, run):
         raise Refused(
-            f"{target} is {'the run itself' if other == one else f'a folder in the run {source}'}",
+            f"{target} is {'the run itself' if paths.lies_in(run, other) else f'a folder in the run {source}'}",
             safe="Nothing was copied.",
             todo="Name another place.",
         )

@@ -50,11 +50,9 @@ def held(run: str, others: list[str]) -> dict[str, Any]:
     for name in names:
         try:
             tier = first if name == first.place else access.for_reading(name)
-            found = commit.survey(tier)
+            surveys[name] = commit.survey(tier)
         except LastgoodError as error:
             errors[name] = error.what
-            continue
-        surveys[name] = found
     of = copying.run_of(surveys[first.place]) if first.place in surveys else None
     for name, found in list(surveys.items()):
         if of is None or (other := copying.run_of(found)) in (None, of):

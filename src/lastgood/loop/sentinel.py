@@ -131,8 +131,12 @@ class DivergenceCheck:
         that is under way. What it raises, also a device that has failed, is raised by `report`, once the run is
         closed."""
         try:
-            if sys.exc_info()[0] is None:
-                self.finish() if self._ranks.size == 1 else self.settle()
+            if sys.exc_info()[0] is not None:
+                return
+            if self._ranks.size == 1:
+                self.finish()
+            else:
+                self.settle()
         except Exception as error:  # noqa: BLE001 - `report` raises it
             self._at_end = error  # guard: failed-comparison-closes-run
 

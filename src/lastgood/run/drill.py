@@ -107,8 +107,7 @@ def drill(run: str, scratch_folder: str | None, announce: Callable[[str], object
 def _require_outside(parent: str, urls: Sequence[str]) -> None:
     """Raise Refused for a directory for copies, without links, that lies in one of these places of the run."""
     for place in map(paths.parsed, urls):
-        root = os.path.realpath(place.root) if place.kind != "objects" else None
-        if root is not None and os.path.commonpath([root, parent]) == root:  # guard: drill-copies-outside-the-run
+        if paths.lies_in(paths.Place(parent, "directory"), place):  # guard: drill-copies-outside-the-run
             raise Refused(
                 f"{parent} lies in {place.url}, a place of the run",
                 safe="Nothing was copied.",

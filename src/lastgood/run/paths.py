@@ -54,6 +54,14 @@ class Place(NamedTuple):
         return {"slots": SLOTS, "memory": MEMORY}.get(self.kind, "") + self.root
 
 
+def lies_in(inner: Place, outer: Place) -> bool:
+    """Whether one place is the other, or lies in it; of directories, links are followed."""
+    if (inner.kind == "objects") != (outer.kind == "objects"):
+        return False
+    one, other = [at.root if at.kind == "objects" else os.path.realpath(at.root) for at in (inner, outer)]
+    return one == other or one.startswith(other.rstrip("/") + "/")
+
+
 def runs_near(root: str) -> str:
     """What to do for somebody who has named a place that holds no run: the run that it is a part of, else the runs in
     it or, if it does not exist, beside it. Looks at directories only.
