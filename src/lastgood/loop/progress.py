@@ -37,7 +37,7 @@ class Progress:
         self.restored_generation = False
         """whether the state was restored from a generation"""
         self._version = version(self._state)
-        self._samplers = instances_of(self._state, ResumableSampler)
+        self.samplers = instances_of(self._state, ResumableSampler)
         """those of the state, as of the last step: it may get more"""
         self.trained: Position | None = None
         """the windows that the last step has trained, from the position before it on; None if that is not known"""
@@ -59,9 +59,9 @@ class Progress:
         """Record that step `n` is completed, and count it on the samplers of the state. A second call does nothing."""
         if n > self.step:
             rank, ranks, first = self._ranks.rank, self._ranks.size, self.step == self.resumed_step
-            self._samplers = instances_of(self._state, ResumableSampler)
+            self.samplers = instances_of(self._state, ResumableSampler)
             before = self._position()
-            count_step(self._samplers, n, self.step, rank=rank, ranks=ranks, first=first)
+            count_step(self.samplers, n, self.step, rank=rank, ranks=ranks, first=first)
             self.step = self._outcomes.completed = n
             self._note_trained(before)
 
@@ -78,7 +78,7 @@ class Progress:
         found = self._position()
         if found is None:
             return None
-        (sampler,) = self._samplers
+        (sampler,) = self.samplers
         if sampler.batches_per_step is not None or self.trained is None:
             return Position(*found[:2], sampler.batches_per_step or 1)
         epoch, first, count = self.trained
@@ -87,16 +87,16 @@ class Progress:
 
     def samples(self, epoch: int, first: int, count: int) -> list[int]:
         """The ids of the samples of these windows, of all ranks. Empty if there is not exactly one sampler."""
-        if len(self._samplers) != 1:
+        if len(self.samplers) != 1:
             return []
-        ids: list[int] = self._samplers[0].order(epoch)[first : first + count].reshape(-1).tolist()
+        ids: list[int] = self.samplers[0].order(epoch)[first : first + count].reshape(-1).tolist()
         return ids
 
     def _position(self) -> tuple[int, int, int] | None:
         """Epoch and window of the first batch that is not counted, and the windows of an epoch."""
-        if len(self._samplers) != 1:
+        if len(self.samplers) != 1:
             return None
-        (one,) = self._samplers
+        (one,) = self.samplers
         return (*one.counted, one.steps_per_epoch)
 
     def restored(self, step: int, generation: Generation | None) -> None:
@@ -104,8 +104,8 @@ class Progress:
         self.step = self.resumed_step = step
         self.restored_generation, self._version = generation is not None, version(self._state)
         self._outcomes.restored(step if generation else None)
-        self._samplers = instances_of(self._state, ResumableSampler)
-        for one in self._samplers:
+        self.samplers = instances_of(self._state, ResumableSampler)
+        for one in self.samplers:
             one.restart_after(step)  # guard: sampler-restarts-after-restore
         self.trained = None
 

@@ -15,7 +15,6 @@ from typing import Any
 
 from ..coordination.single_rank import AnyRanks
 from ..data.audit import Audit
-from ..data.sampler import ResumableSampler
 from ..data.trained import multiset_hash, trained_ids
 from ..events import Event
 from ..run import job_logs
@@ -109,11 +108,11 @@ class StepLog:
 
     def _samples(self) -> dict[str, Any]:
         """Where the last step was in the data, and the hash and number of the ids that this rank has trained."""
-        trained, state = self._progress.trained, self._state
+        trained = self._progress.trained
         if trained is None:
             return dict.fromkeys(("epoch", "cursor_step", "sample_ids_hash", "sample_ids_count"))
-        (sampler,) = instances_of(state, ResumableSampler)
-        ids = trained_ids(instances_of(state, Audit), sampler, *trained)
+        (sampler,) = self._progress.samplers
+        ids = trained_ids(instances_of(self._state, Audit), sampler, *trained)
         return {
             "epoch": trained.epoch,
             "cursor_step": trained.window,
