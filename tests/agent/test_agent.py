@@ -308,7 +308,7 @@ def test_a_home_that_another_process_writes_to_is_left_alone(run: Run) -> None:
     assert steps(run.home) == [3]
 
 
-OPENED_SINCE = "from lastgood.agent import server; server.commit_unless_held = lambda memory, folder: ''"
+OPENED_SINCE = "from lastgood.agent import server; server.commit_unless_held = lambda *_: ''"
 """An agent whose attempts do not see that a process has the run open, as if it had opened it since."""
 
 

@@ -15,16 +15,19 @@ import pytest
 from msgspec import structs
 
 import lastgood
-from agents import agent, ended, state, until
+from agents import LIMIT_SECONDS, agent, ended, state, until
 from lastgood import errors
 from lastgood.agent import nodes
 from lastgood.agent.peer_files import PeerFiles
+from lastgood.engine.inline_executor import Inline
 from lastgood.format import commit, layout
+from lastgood.io.files import Lock
 from lastgood.io.memory_files import MemoryFiles
 from lastgood.policy.placement import Node, copies, missing_copies
-from lastgood.records import Extent, Finding, Generation, GenerationId, judged
-from lastgood.run.agent_link import AgentLink
-from lastgood.run.agent_messages import Send, Serve, Work
+from lastgood.records import Extent, Finding, Generation, GenerationId, World, judged
+from lastgood.run import access
+from lastgood.run.agent_link import PROTOCOL, AgentLink, asked, connected, write_spec
+from lastgood.run.agent_messages import AgentSpec, Request, Send, Serve, Work
 from lastgood.run.known import Environment, Holds, KnownRun
 from lastgood.run.node_copies import CopyRequest, CopySender, NodeCopies, ask_all
 from lastgood.run.node_disks import NodeDisks, Nodes
@@ -36,6 +39,7 @@ from lastgood.run.peer_security import own_certificates
 from lastgood.run.peers import FileCall, PeerNode, PeerOrder, Peers, PeerTable
 from lastgood.run.planned_save import RunOptions
 from lastgood.run.watched import Sources
+from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
 from lastgood.wire.channel import Channel
 from lastgood.wire.nixl import Nixl
@@ -43,6 +47,7 @@ from lastgood.wire.port import Peer
 from lastgood.wire.security import SharedKey
 from lastgood.wire.serving import Server
 from lastgood.wire.window import Window
+from lastgood_lab.plain import save
 from training import Training
 from wired import authority
 
@@ -352,6 +357,92 @@ def test_a_generation_that_was_deleted_meanwhile_gets_no_copies(tmp_path: Path, 
     ):
         peers.send(disk(tmp_path / "a"), generation, generation.commit.seals[0], node)
     assert not files_of(tmp_path / "b")
+
+
+# ---- the late commit of another node -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sealed(tmp_path: Path, generation: Generation) -> Path:
+    """A node that has sealed its part of a generation, and has no COMMIT of it."""
+    root = tmp_path / "b"
+    shutil.copytree(tmp_path / "a", root, copy_function=shutil.copy)
+    (root / layout.folder(generation.id) / "COMMIT.json").unlink()
+    return root
+
+
+def commit_of(generation: Generation, **changed: object) -> bytes:
+    return layout.encode(structs.replace(generation.commit, **changed))
+
+
+def test_a_node_commits_late_what_it_has_sealed(sealed: Path, generation: Generation) -> None:
+    with served(sealed) as node, contextlib.closing(Peers(JOB, BY_KEY, "a")) as peers:
+        assert peers.seals(node, generation.id) == generation.commit.seals
+        peers.commit(node, generation.id, commit_of(generation))
+        peers.commit(node, generation.id, commit_of(generation))  # the first answer was lost
+    assert commit.read_generation(disk(sealed), generation.id, generation.commit.run).id == generation.id
+
+
+def test_no_node_commits_late_while_a_process_has_the_run_open(sealed: Path, generation: Generation) -> None:
+    with (
+        served(sealed) as node,
+        contextlib.closing(Peers(JOB, BY_KEY, "a")) as peers,
+        contextlib.closing(Lock(str(sealed / access.LOCK))),
+    ):
+        with pytest.raises(errors.RunLocked, match="has the run open on another node"):
+            peers.seals(node, generation.id)
+        with pytest.raises(errors.RunLocked):
+            peers.commit(node, generation.id, commit_of(generation))
+    assert not [*sealed.glob("gen/*/COMMIT*")]
+
+
+@pytest.mark.parametrize("case", ["another seal", "no seal", "another generation", "torn"])
+def test_a_late_commit_that_does_not_fit_is_refused(sealed: Path, generation: Generation, case: str) -> None:
+    data, folder = commit_of(generation), sealed / layout.folder(generation.id)
+    if case == "another seal":
+        (seal,) = generation.commit.seals
+        data = commit_of(generation, seals=[structs.replace(seal, digest="0" * 32)])
+    elif case == "no seal":  # what the next job has removed
+        (folder / "r00000.manifest.json").unlink()
+    elif case == "another generation":
+        data = commit_of(generation, step=generation.step + 1)
+    else:
+        data = data[:-5]
+    with (
+        served(sealed) as node,
+        contextlib.closing(Peers(JOB, BY_KEY, "a")) as peers,
+        pytest.raises((errors.Refused, errors.Damaged)),
+    ):
+        peers.commit(node, generation.id, data)
+    assert not [*sealed.glob("gen/*/COMMIT*")]
+
+
+def test_the_copies_of_a_drill_are_never_committed_late(sealed: Path, generation: Generation) -> None:
+    files = PeerFiles(lambda: disk(sealed), of_drill=True)
+    asked = msgspec.json.encode(FileCall(call="seals", name=layout.folder(generation.id)))
+    with pytest.raises(errors.Refused):
+        files.handle(Peer(JOB, "a"), asked, memoryview(b""))
+
+
+def test_an_agent_ends_although_a_node_that_has_sealed_stays_away(memory: Path, tmp_path: Path) -> None:
+    """The save may be whole, and no agent can know it: it is given up when no process comes."""
+    folder, away = memory / "run", PeerNode(leader=1, name="b", domain="", host="127.0.0.1", port=1)
+    with access.for_writing(f"memory://{folder}", "atomic_dirsync") as tier:
+        run = RunWriter(tier, Inline())
+        run.begin(None)
+        one = save(run, 1, {"w": b"x" * 100})
+    (folder / layout.folder(one.id) / layout.INTENT).write_bytes(
+        layout.encode(structs.replace(one.commit, seals=[], world=World(ranks=2)))
+    )
+    (folder / layout.folder(one.id) / layout.COMMIT).unlink()
+    write_spec(disk(folder), AgentSpec(format=1, places=[], order=0, spill=None, nodes=[away]))
+    with agent(folder, linger_seconds=2.0) as process:
+        with contextlib.closing(connected(str(folder))) as training:
+            serve = Serve(job=JOB, key=KEY, node="a", host="127.0.0.1", port=0)
+            assert not asked(training, Request(protocol=PROTOCOL, call="serve", serve=serve)).error
+            assert not asked(training, Request(protocol=PROTOCOL, call="attach")).error
+        assert process.wait(LIMIT_SECONDS) == 0
+    assert not folder.exists()
 
 
 def test_a_generation_is_kept_until_every_place_has_it() -> None:

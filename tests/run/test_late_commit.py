@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,18 @@ from harness import reported
 from histories import at, generation
 from lastgood.coordination.single_rank import SingleTopic
 from lastgood.engine.inline_executor import Inline
-from lastgood.errors import NoSpace, TierDown
+from lastgood.errors import LastgoodError, NoSpace, PeerDown, RunLocked, TierDown
 from lastgood.format import commit, layout
 from lastgood.format.commit import Survey
+from lastgood.format.intents import seals_of
+from lastgood.io.files import PosixFiles
 from lastgood.policy.restore import under_way
 from lastgood.ports import Tier
-from lastgood.records import Commit, Generation, GenerationId, Incarnation
+from lastgood.records import Commit, Generation, GenerationId, Incarnation, Seal
 from lastgood.run import access, memory_place, paths
+from lastgood.run.late_commit import commit_unless_held
 from lastgood.run.writer import RunWriter
+from lastgood.storage.directory import Disk
 from lastgood_lab.plain import load, save
 
 
@@ -204,6 +209,75 @@ def test_a_disk_gets_no_intent(tmp_path: Path) -> None:
     with access.for_writing(tmp_path / "run", "atomic_dirsync") as tier:
         save(RunWriter(tier, Inline()), 1, {"w": b"x"})
     assert not [*(tmp_path / "run").rglob(layout.INTENT)]
+
+
+# ---- by the agent of one of several nodes ---------------------------------------------------------------------------
+
+
+class OtherNode:
+    """Stands for the agents of the other nodes: of one node, with the files of the rank that is missing here.
+
+    `failing`: what the next calls raise; None: nothing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.committed = folder, dict[GenerationId, bytes]()
+        self.failing = list[LastgoodError | None]()
+
+    def seals(self, at: GenerationId) -> list[Seal]:
+        if self.failing and (error := self.failing.pop(0)) is not None:
+            raise error
+        return seals_of(Disk(PosixFiles(), str(self.folder)), at)
+
+    def commit(self, at: GenerationId, data: bytes) -> None:
+        self.seals(at)
+        self.committed[at] = data
+
+
+def divided(run: Run, elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> GenerationId:
+    """A save that is sealed, whose files lie on another node: this one has the intent."""
+    at = run.sealed(monkeypatch, 5, 7)
+    there = elsewhere / layout.folder(at)
+    there.mkdir(parents=True)
+    for one in (run.folder / layout.folder(at)).glob("r0*"):
+        shutil.move(one, there / one.name)
+    return at
+
+
+def attempt(run: Run, others: OtherNode) -> str:
+    """One attempt of the agent to commit: why it is to be tried again."""
+    return commit_unless_held(access.for_reading(f"{paths.MEMORY}{run.folder}"), str(run.folder), others)
+
+
+def test_what_all_nodes_have_sealed_is_committed_on_each_of_them(run: Run, monkeypatch, tmp_path: Path) -> None:
+    at = divided(run, tmp_path / "b", monkeypatch)
+    other, record = OtherNode(tmp_path / "b"), run.folder / layout.folder(at) / layout.COMMIT
+    assert attempt(run, other) == ""
+    assert other.committed == {at: record.read_bytes()}
+    assert not [*run.folder.rglob(layout.INTENT)]
+
+
+@pytest.mark.parametrize("error", [RunLocked("a process has it open"), PeerDown("it cannot be reached")], ids=str)
+@pytest.mark.parametrize("calls", [0, 1], ids=["seals", "commit"])
+def test_a_node_that_does_not_commit_now_is_asked_again(run: Run, monkeypatch, tmp_path: Path, error, calls) -> None:
+    """COMMIT on this node alone is not seen by the next attempt, and the other nodes would never copy their parts."""
+    at = divided(run, tmp_path / "b", monkeypatch)
+    other, record = OtherNode(tmp_path / "b"), run.folder / layout.folder(at) / layout.COMMIT
+    other.failing += [None] * calls + [error]
+    assert attempt(run, other) == error.what and not record.exists()
+    assert attempt(run, other) == "" and record.exists() and other.committed
+
+
+def test_a_commit_of_this_node_alone_is_put_on_the_others(run: Run, monkeypatch, tmp_path: Path) -> None:
+    """The coordinator was lost while it created COMMIT: the other nodes did not have it, and copied nothing."""
+    at = divided(run, tmp_path / "b", monkeypatch)
+    other, folder = OtherNode(tmp_path / "b"), run.folder / layout.folder(at)
+    intent = (folder / layout.INTENT).read_bytes()
+    assert attempt(run, OtherNode(tmp_path / "b")) == ""
+    (folder / layout.INTENT).write_bytes(intent)
+    assert attempt(run, other) == ""
+    assert other.committed == {at: (folder / layout.COMMIT).read_bytes()}
+    assert not [*run.folder.rglob(layout.INTENT)], "all nodes have it"
 
 
 # ---- which save is meant -----------------------------------------------------------------------------------------

@@ -358,6 +358,7 @@ def test_a_part_in_memory_is_named_where_the_home_has_nothing(run: Run, tmp_path
     said that nothing had been committed."""
     path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
     assert subprocess.run([sys.executable, "-c", KILLED, path, str(run.home)]).returncode == -signal.SIGKILL
+    ended(str(run.memory))  # it would copy meanwhile
     (manifest,) = run.memory.glob("gen/000000000007-*/r00000.manifest.json")
     manifest.unlink()
     for older in [run.home / "gen", *set(run.memory.glob("gen/*")) - {manifest.parent}]:

@@ -15,7 +15,7 @@ from lastgood.errors import CommitUnknown, TierDown
 from lastgood.io.files import PosixFiles
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
-from lastgood_lab.campaigns.node_commit import COPIES, PARITY, Subject, explore, without
+from lastgood_lab.campaigns.node_commit import COPIES, LATE, PARITY, Subject, explore, without
 from lastgood_lab.plain import save
 
 
@@ -31,6 +31,12 @@ def test_no_schedule_with_parity_breaks_a_rule() -> None:
     found = explore(range(14, 18), PARITY)
     assert not found.problems
     assert len(set(found.digests)) > 30, "most schedules differ"
+
+
+def test_no_schedule_of_late_commits_by_agents_breaks_a_rule() -> None:
+    found = explore(range(40), LATE)
+    assert not found.problems
+    assert len(set(found.digests)) > 200, "most schedules differ"
 
 
 @pytest.mark.parametrize(("subject", "seeds"), [(COPIES, range(7, 10)), (PARITY, range(1))], ids=["copies", "parity"])

@@ -109,7 +109,7 @@ def trained(
 
 
 def died_before_commit(
-    rank: int, size: int, nodes: Sequence[str], memory: Path, home: Path, upto: int, with_agents: bool
+    rank: int, size: int, nodes: Sequence[str], memory: Path, home: Path, upto: int, with_agents: bool, copies: int = 1
 ) -> None:
     """Train; all ranks die when every one has sealed step `upto`, and before its COMMIT. `with_agents`: as above."""
     own, sealed = folder(home, nodes[rank], memory), home.with_name("sealed")
@@ -121,7 +121,7 @@ def died_before_commit(
             ended(str(own))
         os._exit(9)
 
-    ckpt = opened(loop, nodes[rank], memory, home)
+    ckpt = opened(loop, nodes[rank], memory, home, copies)
     found = ckpt.restore()
     for n in range(found.step + 1, upto):
         loop.step(n)

@@ -20,6 +20,8 @@ from .plain import State
 
 WATCH_POINTS = 5
 """So many points lie between two looks at what a job has done."""
+REST_POINTS = 150
+"""Agents go on for up to so many points after a job."""
 
 
 def opened(world: World, ledger: Ledger) -> tuple[Generation | None, State]:
@@ -86,9 +88,9 @@ def make_folders(world: World, nodes: Sequence[int]) -> None:
         folders[f"/m{node}"].setdefault("run", None)
 
 
-def until_ended(world: World, job: Job) -> None:
-    """Play a job to its end; its agents then go on for a while."""
-    scheduler = world.scheduler
+def until_ended(world: World, job: Job, points: int = REST_POINTS, rest_seconds: float = 0.0) -> None:
+    """Play a job to its end; its agents then go on for up to so many points, and as long as that by the clock."""
+    scheduler, ended_at = world.scheduler, [0.0]
 
     def abort() -> None:
         scheduler.aborted = True
@@ -98,9 +100,14 @@ def until_ended(world: World, job: Job) -> None:
         if job.alive:
             scheduler.later(WATCH_POINTS, watch)
         else:
-            scheduler.later(scheduler.chance.randrange(150), abort)
+            scheduler.later(scheduler.chance.randrange(points), abort)
+
+    def over(until: float) -> bool:
+        if job.alive:
+            ended_at[0] = scheduler.now
+        return not job.alive and until >= ended_at[0] + rest_seconds
 
     scheduler.later(0, watch)
-    scheduler.over = lambda until: not job.alive
+    scheduler.over = over
     job.start()
     scheduler.run()

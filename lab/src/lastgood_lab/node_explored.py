@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from lastgood.agent import drain, nodes, parity_files, server, works
+from lastgood.agent import drain, nodes, parity_files, peer_files, server, works
 from lastgood.coordination import rounds
 from lastgood.engine import stripes
 from lastgood.engine.inline_executor import Inline
@@ -133,6 +133,7 @@ def _of_sockets(world: World) -> Names:
             "started": lambda url: _started(world, paths.parsed(url).root),
         },
         late_commit: {"Lock": lambda path, mark=b"": FileLock(world, path, mark)},
+        peer_files: {"Lock": lambda path, mark=b"": FileLock(world, path, mark)},
         server: {
             "time": clock,
             "random": SimpleNamespace(uniform=lambda least, most: world.scheduler.chance.uniform(least, most)),

@@ -65,6 +65,14 @@ def saved(generation: Generation) -> State:
     return {name: data for one in generation.commit.seals for name, data in given(generation.id, one.rank).items()}
 
 
+def nodes_of(leaders: Sequence[int], machines: Sequence[int]) -> list[PeerNode]:
+    """The nodes of a job, with the addresses of their agents. `leaders`, `machines`: as for `Job`."""
+    return [
+        PeerNode(leader=one, name=f"n{machines[one]}", domain="", host=f"n{machines[one]}", port=LISTEN_PORT)
+        for one in sorted(set(leaders))
+    ]
+
+
 class Job:
     """One opening of a run.
 
@@ -88,10 +96,7 @@ class Job:
         self.world, self.name, self.steps, self.options, self.below = world, name, steps, options, below
         self._nodes, self._machines, self._resumes = Nodes(tuple(leaders)), machines, resumes
         self.processes = [Process(f"{name}{rank}", machine) for rank, machine in enumerate(machines)]
-        nodes = [
-            PeerNode(leader=one, name=f"n{machines[one]}", domain="", host=f"n{machines[one]}", port=LISTEN_PORT)
-            for one in sorted(set(leaders))
-        ]
+        nodes = nodes_of(leaders, machines)
         several = options.copies_among_nodes > 1 and len(nodes) > 1
         self._table = PeerTable(job=name, key="00" * 32, nodes=nodes) if several else None
         self._code = options.code_among(len(nodes)) if several else None

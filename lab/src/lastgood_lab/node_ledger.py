@@ -3,7 +3,8 @@
 a COMMIT              has the bytes of every other COMMIT of its generation; every rank has sealed its files
 a COMMIT in the home  has every file beside it, with the bytes that its rank has sealed
 a file of a rank      never changes while COMMIT and its manifest are beside it, and goes after all COMMITs
-an agent              removes no COMMIT, and accepts no file of a generation without one
+an agent              removes no COMMIT, and accepts no file of a generation without one; commits late for others only
+                      while no process has the run open there, and where the intent lies after all others
 a removal             leaves the newest generation that can be restored, or a newer one. If a machine dies while
                       requests to remove are on their way, only what had copies counts
 a removal of COMMIT   by a job that makes copies or parity leaves the newest generation that survives a lost node, or a
@@ -26,6 +27,7 @@ import msgspec
 
 from lastgood.format import layout
 from lastgood.records import Commit, GenerationId
+from lastgood.run.access import AGENTS_MARK, LOCK
 from lastgood.run.peers import FileCall
 
 from .interleaving import Process
@@ -225,6 +227,14 @@ class Ledger:
                 self._wrong(f"{at} was committed before {missing[0]} was sealed")
         if self.commits[at][0] != data:
             self._wrong(f"{at} has two different COMMITs")
+        if layout.INTENT in beside and self.world.me().name.startswith("agent"):
+            lack = [
+                node
+                for node, there in self.folders_of(at).items()
+                if layout.COMMIT not in there and any(manifest in there for manifest, _ in self.parts_of(at))
+            ]
+            if lack:
+                self._wrong(f"{root}: {self.world.me().name} committed {at}, and node {lack[0]} has no COMMIT yet")
         if root == "/home/run" and not self.in_home(at):
             self._wrong(f"{at} was committed in the home without all its files: {sorted(beside)}")
 
@@ -267,6 +277,8 @@ class Ledger:
     def asked(self, node: int, request: bytes) -> Callable[[], None]:
         """An agent is asked for something by another one. What is returned is called if it has done so."""
         call = msgspec.json.decode(request, type=FileCall)
+        held = self.world.locks.get(f"/m{node}/run/{LOCK}")
+        is_open = held is not None and held[0].alive and held[1] != AGENTS_MARK
         path = f"/m{node}/run/{call.name.rpartition('/')[0]}"
 
         def committed() -> bool:
@@ -275,6 +287,8 @@ class Ledger:
         before = committed()
 
         def accepted() -> None:
+            if call.call == "commit" and is_open:
+                self._wrong(f"the agent of node {node} committed {call.name} while a process had the run open there")
             if call.call in ("create", "write", "finish", "put") and not before and not committed():
                 self._wrong(
                     f"the agent of node {node} accepted {call.call} of {call.name}, which is not committed there"

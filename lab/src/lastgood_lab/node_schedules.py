@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
+
 from lastgood.errors import LastgoodError, NothingGood
 from lastgood.format import layout, stripe_layout
 from lastgood.records import GenerationId
@@ -23,7 +25,7 @@ from lastgood.run.planned_save import RunOptions
 
 from .interleaving import Process
 from .node_endings import WATCH_POINTS, make_folders, opened, reopened, until_ended
-from .node_job import KEEP_HOME, Job, saved
+from .node_job import KEEP_HOME, Job, nodes_of, saved
 from .node_ledger import Ledger
 from .node_world import HOME_URL, World, start_agent
 from .shared_files import Content, Folders
@@ -37,6 +39,10 @@ NOISE = ((0.0, 0.0), (0.0, 0.0), (0.03, 0.0), (0.1, 0.0), (0.0, 0.1), (0.0, 0.3)
 """The shares of messages that something happens to: in the store of the job, between agents."""
 EVENT_POINTS, FOLLOWED_POINTS = 250, 1800
 """Deaths and the job that follows come before this point of a second act; deaths with parity before the other one."""
+SEALED_POINTS = 8, 20, 60
+"""Parts of a save between the last seal and the end of the commit."""
+LATE_POINTS = 2000
+"""Agents that may commit late go on for up to so long after a first act: those of the second one do not listen."""
 COMMITTED_POINTS = 300
 """The part of a job that follows a commit: deletions, and parity."""
 DEATHS = "all", "coordinator", "rank", "agent", "node", "node of the coordinator", "all", "agent"
@@ -46,11 +52,12 @@ FIRST = GenerationId(step=10, incarnation="a" * 8)
 
 class Shape(NamedTuple):
     """`leaders`: for each rank the lowest rank of its node. `copies`: on how many nodes each file is to lie. `parity`:
-    among the nodes, in place of copies, as "2+1"; None: there is none."""
+    among the nodes, in place of copies, as "2+1"; None: there is none. `late`: whether agents commit late together."""
 
     leaders: tuple[int, ...]
     copies: int = 1
     parity: str | None = None
+    late: bool = False
 
     @property
     def machines(self) -> list[int]:
@@ -60,6 +67,11 @@ class Shape(NamedTuple):
     @property
     def options(self) -> RunOptions:
         return RunOptions(copies=self.copies, node_parity=self.parity)
+
+    @property
+    def spec(self) -> AgentSpec:
+        """What the agents of the job know."""
+        return msgspec.structs.replace(SPEC, nodes=nodes_of(self.leaders, self.machines) if self.late else [])
 
 
 SHAPES = (
@@ -79,6 +91,12 @@ PARITY_SHAPES = (
     Shape((0, 1, 2, 3), parity="2+2"),
 )
 """The least that shares parity; parts of different lengths; more nodes than a stripe has cells; two losses."""
+LATE_SHAPES = (
+    Shape((0, 1), 2, late=True),
+    Shape((0, 1, 1), 2, late=True),
+    Shape((0, 0, 2), 2, late=True),
+    Shape((0, 1, 2), 2, late=True),
+)
 
 
 @dataclass
@@ -122,7 +140,7 @@ class Explorer:
             machines = shape.machines
             folders: dict[str, Folders] = {f"m{node}": _empty(f"/m{node}") for node in set(machines)}
             folders["home"] = _empty("/home")
-            ledger = Ledger(self._world, sorted(set(machines)), SPEC, 1000.0, orders={"none": 0})
+            ledger = Ledger(self._world, sorted(set(machines)), shape.spec, 1000.0, orders={"none": 0})
             ledger.losses = max(shape.options.copies_among_nodes - 1, 1)
             self._world.begin(random.Random(1), folders, ledger, (0.0, 0.0))
             job = Job(self._world, "a", shape.leaders, machines, [FIRST.step], shape.options, below=True)
@@ -154,8 +172,31 @@ class Explorer:
             for _ in range(chance.choice((0, 1, 1, 1, 2, 3)))
         ]
         world.scheduler.events = sorted(deaths, key=lambda one: one[0])
-        until_ended(world, job)
+        if shape.late and chance.random() < 0.7:
+            self._die_after_seal(job)
+        until_ended(world, job, *((LATE_POINTS, QUIET_SECONDS) if shape.late else ()))
         return self._left(shape, ledger)
+
+    def _die_after_seal(self, job: Job) -> None:
+        """Kill all ranks of a job, or the coordinator, soon after some or all ranks have sealed: often before the
+        commit."""
+        ledger, scheduler = self._world.ledger, self._world.scheduler
+        chance, files = scheduler.chance, 2 * len(job.processes)
+        enough = len(ledger.sealed) + chance.choice((1, files, files, files))
+        ranks = job.processes if chance.random() < 0.7 else job.processes[:1]
+
+        def strike() -> None:
+            self._story.append(f"{len(ranks)} ranks at point {scheduler.count}, after a seal")
+            for one in ranks:
+                self._world.kill(one)
+
+        def watch() -> None:
+            if len(ledger.sealed) >= enough:
+                scheduler.later(chance.randrange(chance.choice(SEALED_POINTS)), strike)
+            elif job.alive:
+                scheduler.later(WATCH_POINTS, watch)
+
+        scheduler.later(WATCH_POINTS, watch)
 
     def _left(self, shape: Shape, ledger: Ledger) -> Scene:
         world, scheduler = self._world, self._world.scheduler

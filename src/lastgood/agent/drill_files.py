@@ -176,7 +176,7 @@ class DrillFiles:
             except LastgoodError:
                 shutil.rmtree(root, ignore_errors=True)
                 raise
-            self._drill = _Drill(name, peer.node, until, PeerFiles(lambda: disk, parity=True))
+            self._drill = _Drill(name, peer.node, until, PeerFiles(lambda: disk, of_drill=True))
         self._begun()
 
     def _require_none(self, hinders: Callable[[_Drill], bool]) -> None:

@@ -7,13 +7,15 @@ Nothing listens before a training process asks for it, with the key and the addr
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 from ..errors import LastgoodError
 from ..format import commit
 from ..ports import Mendable
-from ..records import Generation
+from ..records import Generation, GenerationId, Seal
 from ..run.agent_messages import KnownPeers, Send, Serve
 from ..run.peer_security import security
 from ..run.peers import PeerNode, PeerOrder, Peers
@@ -23,8 +25,11 @@ from ..wire.serving import Server
 from .drill_files import DrillFiles, WithDrills
 from .peer_files import PeerFiles
 
+Result = TypeVar("Result")
 SENDERS = 2
 """So many generations are sent at the same time."""
+ASKED_AT_ONCE = 32
+"""So many nodes are asked at the same time."""
 
 
 class Nodes:
@@ -43,6 +48,8 @@ class Nodes:
         """the nodes that hold what this node's files can be computed from"""
         self.port = 0
         """where it listens; 0: it does not"""
+        self.committed = threading.Event()
+        """set once another node has committed a save late, on this node too"""
         self.drills = DrillFiles(memory, wake)
 
     def __enter__(self) -> Nodes:
@@ -60,7 +67,7 @@ class Nodes:
         An agent that cannot listen still reads from the other nodes, to rebuild what is damaged here.
         """
         self._stop()
-        files = PeerFiles(self._memory)
+        files = PeerFiles(self._memory, self._note_commit)
         self._serving.callback(self.drills.clear)
         self._serving.callback(files.close)
         me, at = Peer(serve.job, serve.node), (serve.host, serve.port)
@@ -89,6 +96,16 @@ class Nodes:
         job, key, certificates = self._served.job, self._served.key, self._served.certificates
         return KnownPeers(job=job, key=key, copies=copies, parity=self.parity, certificates=certificates)
 
+    def others(self, nodes: Sequence[PeerNode]) -> OtherNodes | None:
+        """The other ones of these nodes of the job; None: there are none, or this node does not serve them."""
+        served, peers = self._served, self.peers
+        others = [one for one in nodes if served is not None and one.name != served.node]
+        return OtherNodes(peers, others) if peers is not None and others else None
+
+    def _note_commit(self) -> None:
+        self.committed.set()
+        self._wake()
+
     def _sent(self, send: Send, peers: Peers | None) -> str:
         if peers is None:
             return "it was not asked to serve other nodes"
@@ -111,6 +128,36 @@ class Nodes:
         self.peers, self._served, self.port = None, None, 0
         self._receivers.clear()
         self.parity = []
+
+
+class OtherNodes:
+    """`late_commit.Others` over the wire: the nodes of the job but this one, all asked at the same time."""
+
+    def __init__(self, peers: Peers, nodes: Sequence[PeerNode]) -> None:
+        self._peers, self._nodes = peers, nodes
+
+    def seals(self, at: GenerationId) -> list[Seal]:
+        return [seal for found in self._on_all(lambda node: self._peers.seals(node, at)) for seal in found]
+
+    def commit(self, at: GenerationId, data: bytes) -> None:
+        self._on_all(lambda node: self._peers.commit(node, at, data))
+
+    def _on_all(self, call: Callable[[PeerNode], Result]) -> list[Result]:
+        """The answers of all nodes. Raises the first error once all have ended."""
+        failed = threading.Event()
+
+        def asked(node: PeerNode) -> list[Result]:
+            if failed.is_set():  # of thousands of nodes, those that are lost would take too long together
+                return []
+            try:
+                return [call(node)]
+            except BaseException:
+                failed.set()
+                raise
+
+        with ThreadPoolExecutor(min(len(self._nodes), ASKED_AT_ONCE), "lastgood-late") as workers:
+            ended = [workers.submit(asked, node) for node in self._nodes]
+        return [answer for one in ended for answer in one.result()]
 
 
 def _sent_to(peers: Peers, memory: Mendable, generation: Generation, orders: Sequence[PeerOrder]) -> str:

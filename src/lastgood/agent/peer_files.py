@@ -5,21 +5,27 @@ Invariants
   2. A file has its name once all bytes are there: who reads while it is being received reads from another node.
   3. A file counts only with its manifest, which comes after it.
   4. Nothing is written to a generation whose COMMIT this node does not have: it may have been deleted meanwhile.
+  5. COMMIT itself is created under the lock of the run, beside the seals of this node that it names (late_commit.py).
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import msgspec
 
-from ..errors import NameTaken, Refused
-from ..format import layout
-from ..limits import SLOT_LIMIT_BYTES, WIRE_BULK_LIMIT_BYTES
+from ..errors import NameTaken, Refused, RunLocked
+from ..format import intents, layout
+from ..io.files import Lock
+from ..limits import RECORD_LIMIT_BYTES, SLOT_LIMIT_BYTES, WIRE_BULK_LIMIT_BYTES
 from ..ports import Mendable, Upload
-from ..records import Extent
+from ..records import Commit, Extent, GenerationId
+from ..run import access, paths
+from ..run.late_commit import HELD
 from ..run.peers import NO_CALL, RANK_FILE, STRIPE_FILE, FileCall
 from ..wire.port import Answer, Peer
 
@@ -39,11 +45,14 @@ class _Receiving:
 
 
 class PeerFiles:
-    """`wire.port.Service` over the memory of this node. `memory`: makes its tier. `parity` (default False): whether
-    other nodes write files of parity too, as a drill does in its copies (drill_files.py)."""
+    """`wire.port.Service` over the memory of this node. `memory`: makes its tier. `committed`: called after a late
+    commit. `of_drill` (default False): it serves the copies of a drill (drill_files.py), where other nodes write files
+    of parity too, and which are never committed late."""
 
-    def __init__(self, memory: Callable[[], Mendable], parity: bool = False) -> None:
-        self._memory, self._parity = memory, parity
+    def __init__(
+        self, memory: Callable[[], Mendable], committed: Callable[[], None] = lambda: None, of_drill: bool = False
+    ) -> None:
+        self._memory, self._committed, self._of_drill = memory, committed, of_drill
         self._lock = threading.Lock()
         self._files: dict[str, _Receiving] = {}
         self._buffers = threading.local()
@@ -56,9 +65,9 @@ class PeerFiles:
             one.upload.abort()
 
     def buffer(self, peer: Peer, request: bytes, length: int) -> memoryview:
-        """Memory for the bytes of a "write" or "put"."""
+        """Memory for the bytes of a "write", "put" or "commit"."""
         call = self._decoded(request)
-        if call.call not in ("write", "put") or call.length != length or length > WIRE_BULK_LIMIT_BYTES:
+        if call.call not in ("write", "put", "commit") or call.length != length or length > WIRE_BULK_LIMIT_BYTES:
             raise Refused(f"{call.call} of {length} bytes; its record says {call.length}", safe="Nothing was written.")
         return self._buffer(length)
 
@@ -73,6 +82,15 @@ class PeerFiles:
             return Answer(b"", (data,))
         if call.call == "abort":
             self._drop(call.name, call.sending)
+            return Answer()
+        if call.call in ("seals", "commit"):
+            at = layout.parse_folder(call.name.removeprefix("gen/"))
+            assert at is not None
+            with _not_open(disk):  # guard: late-commit-refused-while-open
+                if call.call == "seals":
+                    return Answer(msgspec.json.encode(intents.seals_of(disk, at)))
+                _commit(disk, at, bytes(bulk))
+            self._committed()
             return Answer()
         folder = call.name.rpartition("/")[0]
         if layout.COMMIT not in disk.list(folder):  # guard: deleted-generation-gets-no-copies
@@ -96,10 +114,12 @@ class PeerFiles:
         """The call. Raises Refused for anything else, and for a file that is not one of a rank."""
         call = decoded(request)
         folder = call.name.removeprefix("gen/")
-        if call.call == "list" and call.name.startswith("gen/") and layout.parse_folder(folder) is not None:
+        of_folder = ("list",) if self._of_drill else ("list", "seals", "commit")
+        is_folder = call.name.startswith("gen/") and layout.parse_folder(folder) is not None
+        if call.call in of_folder and is_folder and 0 <= call.length <= RECORD_LIMIT_BYTES:
             return call
         found = RANK_FILE.fullmatch(call.name)
-        if self._parity or call.call == "read":  # guard: parity-of-others-not-written
+        if self._of_drill or call.call == "read":  # guard: parity-of-others-not-written
             found = found or STRIPE_FILE.fullmatch(call.name)
         known = found is not None and layout.parse_folder(found[1]) is not None and call.call in _CALLS
         if not known or min(call.offset, call.length) < 0 or call.length > _longest(call):
@@ -147,6 +167,29 @@ class PeerFiles:
             names = [name for name in self._files if name.startswith(f"{folder}/")]
         for name in names:
             self._drop(name)
+
+
+@contextlib.contextmanager
+def _not_open(disk: Mendable) -> Iterator[None]:
+    """Inside, no process opens the run on this node. Raises RunLocked where one has it open, or where none was ever."""
+    folder = paths.parsed(disk.place).root
+    try:
+        lock = Lock(os.path.join(folder, access.LOCK), access.AGENTS_MARK)
+    except OSError as error:
+        raise RunLocked(f"{HELD} on another node", safe="Nothing was committed.") from error
+    with contextlib.closing(lock):
+        yield
+
+
+def _commit(disk: Mendable, at: GenerationId, data: bytes) -> None:
+    """Create a COMMIT beside the seals of this node. Raises Damaged, Refused, and as `Tier.put_new`."""
+    name = f"{layout.folder(at)}/{layout.COMMIT}"
+    record = layout.decode(data, Commit, name)
+    mine = intents.seals_of(disk, at)
+    if record.id != at or not mine or any(seal not in record.seals for seal in mine):
+        # guard: commit-beside-its-seals
+        raise Refused(f"this node has not sealed its part of {at} as COMMIT says", safe="Nothing was committed.")
+    disk.put_new(name, data)
 
 
 def _require_unfinished(disk: Mendable, name: str) -> None:

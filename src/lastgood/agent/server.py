@@ -43,9 +43,10 @@ from ..run.late_commit import HELD, commit_in, commit_unless_held
 from ..run.lower_place import PAUSES_SECONDS, pause_seconds
 from ..run.packed import PackedTier
 from ..storage.directory import Disk
+from .client import Client
 from .drain import Drained, committed, drained
 from .nodes import Nodes
-from .works import Done, Works
+from .works import Works
 
 FIRST_SECONDS = 2.0
 """How long a new agent waits for the training process that has started it to attach."""
@@ -56,21 +57,6 @@ FAILURES_TO_END = 2
 and the system may not have released the locks of a process that was killed a moment ago."""
 CONNECTIONS_LIMIT = 256
 """So many processes may be connected at once; others are refused."""
-
-
-class Client:
-    """One connection, and what has been received of its next request."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection, self.data = connection, b""
-        self.attached = self.waits = False
-        """whether it is a training process; whether its request is answered once the copies have stopped"""
-        self.ends = 0
-        """how many failures to end end its request; 0: it has not asked for the end"""
-        self.sending: Future[str] | None = None
-        """the end of the sending that it has asked for: why that failed; empty if it did not"""
-        self.work: Future[Done] | None = None
-        """the end of the work that it has asked for"""
 
 
 class Server:
@@ -124,6 +110,7 @@ class Server:
                 self._serve_once()
                 self._nodes.drills.end_idle()
                 self._note_copies()
+                self._note_late_commit()
                 self._answer_senders()
                 self._answer_workers()
                 if not self._holds_its_folder():
@@ -288,6 +275,12 @@ class Server:
         if client.attached and not self._attached():
             self._next_at, self._failures, self._left_at = 0.0, 0, time.monotonic()
 
+    def _note_late_commit(self) -> None:
+        """If another node has committed a save late, copy this node's part of it."""
+        if self._nodes.committed.is_set():
+            self._nodes.committed.clear()
+            self._next_at, self._failures = 0.0, 0  # guard: late-commit-is-copied
+
     def _is_over(self, now: float) -> bool:
         """Whether the agent is to end: nobody has come since all was copied, or, on a disk, since the last process."""
         if self._next_at is None:
@@ -310,7 +303,10 @@ class Server:
     def _copy(self) -> Drained:
         """On the worker: one attempt. Raises Cancelled if a training process attaches meanwhile."""
         spec, tier, self._copied = read_spec(self._folder), self._tier(), []
-        self._held = commit_unless_held(tier, self._folder) if self._in_memory else ""
+        # Nodes that are busy or cut off are waited for as long as the next training process.
+        waits = time.monotonic() < self._left_at + self._linger_seconds  # guard: late-commit-given-up
+        others = self._nodes.others(spec.nodes) if spec is not None and waits else None
+        self._held = commit_unless_held(tier, self._folder, others) if self._in_memory else ""
         here = committed(tier)
         if spec is None:
             found = Drained([f"{SPEC} cannot be read, which names the places below"] if here else [], [], [])

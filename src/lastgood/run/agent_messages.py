@@ -25,13 +25,15 @@ class CopyTo(Record, frozen=True, kw_only=True):
 class AgentSpec(Record, frozen=True, kw_only=True):
     """What an agent needs to know of a run. `order`: the highest claim that its trainers have made in object stores.
 
-    `spill`: the folder of files that did not fit into memory; None: there is none.
+    `spill`: the folder of files that did not fit into memory; None: there is none. `nodes`: those of the job whose
+    agents listen; empty if none do.
     """
 
     format: int
     places: list[CopyTo]
     order: int
     spill: str | None
+    nodes: list[PeerNode] = msgspec.field(default_factory=list)
 
 
 class Copied(Record, frozen=True, kw_only=True):

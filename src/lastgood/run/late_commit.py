@@ -1,53 +1,103 @@
 """Commits the newest save in memory that every rank had sealed when the job was lost, before its coordinator committed.
 
-Called where no training process saves: by the next opening of the run, or by the agent of the only node, under the lock
-of the run. Changes nothing else.
+Called where no training process saves, under the lock of the run: by the next opening, or by the agent of the
+coordinator's node. Changes nothing else.
+
+On several nodes the agent asks those of the other ones (`Others`). Only the node of the coordinator has the intent, so
+only one agent commits a save.
+
+Invariants
+  1. COMMIT is created on this node after it is on all others: until then each attempt begins anew.
+  2. What is created is what the intent and the seals of all ranks say, whoever creates it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Sequence
+from typing import Protocol
 
 from .. import reporting
-from ..errors import CommitUnknown, LastgoodError, NoSpace, NotWritable
+from ..errors import CommitUnknown, LastgoodError, NoSpace, NotWritable, Refused, RunLocked, Unavailable
 from ..format import commit, intents, layout
+from ..format.sealed import read
 from ..io.files import Lock
 from ..policy import restore
 from ..ports import Tier
-from ..records import Commit, Incarnation
+from ..records import Commit, GenerationId, Incarnation, Seal
 from . import access, paths
 from .known import Environment, KnownRun
 
 HELD = "a process has the run open"
 
 
-def sealed_by_all(tier: Tier, survey: commit.Survey, run: str) -> tuple[Commit, str] | None:
+class Others(Protocol):
+    """The agents of the other nodes of the job. No training process may have the run open on any of them."""
+
+    def seals(self, at: GenerationId) -> Sequence[Seal]:
+        """As `intents.seals_of`, on all of these nodes. Raises RunLocked, PeerRefused, Unavailable."""
+
+    def commit(self, at: GenerationId, data: bytes) -> None:
+        """Create this COMMIT on all of these nodes. Raises as `seals`, as `Tier.put_new`, and Refused by a node that
+        has not sealed what COMMIT names."""
+
+
+def sealed_by_all(
+    tier: Tier, survey: commit.Survey, run: str, others: Others | None = None
+) -> tuple[Commit, str] | None:
     """The COMMIT of the newest save that every rank has sealed, and the name of its digest; None if there is none.
 
-    `survey`: of the place. `run`: the id of the run. Raises Unavailable.
+    `survey`: of the place. `run`: the id of the run. `others`: have seals too (default: none do). Raises Unavailable,
+    and what `others` raises.
     """
     if not paths.in_memory(tier.place):
         return None
     listings = {at: survey.listings[layout.folder(at).partition("/")[2]] for at in survey.incomplete}
     found = {at: one for at, files in listings.items() if (one := intents.find(tier, at, run, files))}
     for at in restore.under_way(survey, {at: one.record for at, one in found.items()}):
-        record = found[at].sealed(intents.seals_of(tier, at))
+        seals = intents.seals_of(tier, at)
+        record = found[at].sealed(seals)
+        if record is None and others is not None:
+            record = found[at].sealed([*seals, *others.seals(at)])
         if record is not None:
             return record, found[at].algorithm
     return None
 
 
-def commit_in(memory: Tier) -> None:
+def commit_in(memory: Tier, others: Others | None = None) -> None:
     """As `commit_sealed`, for an agent, which has not opened the run. The lock of the run is held."""
     known = KnownRun(memory, Environment())
-    commit_sealed(known, known.run_id)
+    if others is not None:
+        _complete(known, others)
+    commit_sealed(known, known.run_id, others)
 
 
-def commit_unless_held(memory: Tier, folder: str) -> str:
+def _complete(known: KnownRun, others: Others) -> None:
+    """Put the COMMIT on the other nodes beside which the intent still lies: its coordinator was lost before all had it.
+
+    Raises as `Others.commit`.
+    """
+    tier = known.tier
+    for at in known.survey.generations:
+        listing = known.survey.listings[layout.folder(at).partition("/")[2]]
+        if layout.INTENT not in listing:
+            continue
+        try:
+            others.commit(at, read(tier, f"{layout.folder(at)}/{layout.COMMIT}", listing[layout.COMMIT]))
+        except RunLocked:
+            raise
+        except Refused:  # it was deleted there, or the nodes have gone on with another job
+            continue
+        with contextlib.suppress(LastgoodError):  # it is completed once more then
+            intents.withdraw(tier, at)
+
+
+def commit_unless_held(memory: Tier, folder: str, others: Others | None = None) -> str:
     """As `commit_in`, under the lock of the run in this folder. Where the save cannot be committed, it stays as it is.
 
-    Returns why it is to be tried again, or "": of a killed process a connection may end before the lock does.
+    Returns why it is to be tried again, or "": of a killed process a connection may end before the lock does, and
+    another node may be busy or cut off for a while.
     """
     try:
         lock = Lock(os.path.join(folder, access.LOCK), access.AGENTS_MARK)
@@ -56,21 +106,28 @@ def commit_unless_held(memory: Tier, folder: str) -> str:
     except OSError:  # nothing was ever saved here, or somebody has removed it
         return ""
     with contextlib.closing(lock), contextlib.suppress(OSError, LastgoodError):
-        commit_in(memory)
+        try:
+            commit_in(memory, others)
+        except (RunLocked, Unavailable) as error:
+            if others is not None:
+                return error.what
     return ""
 
 
-def commit_sealed(known: KnownRun, run: str) -> None:
+def commit_sealed(known: KnownRun, run: str, others: Others | None = None) -> None:
     """Commit the newest save that every rank has sealed, if nothing newer is known. `run`: the id of the run.
 
-    Where memory has no room for its COMMIT, the save stays as it is. Raises Unavailable, TierDown.
+    `others`: as for `sealed_by_all`. Where memory has no room for its COMMIT, the save stays as it is. Raises
+    Unavailable, TierDown, and what `others` raises.
     """
     tier, survey = known.tier, known.survey
-    found = sealed_by_all(tier, survey, run)
+    found = sealed_by_all(tier, survey, run, others)
     if found is None:
         return
     at = found[0].id
     try:
+        if others is not None:
+            others.commit(at, layout.encode(*found))  # guard: late-commit-on-others-first
         commit.publish(tier, *found)  # guard: sealed-save-committed-late
     except (CommitUnknown, NoSpace, NotWritable) as error:
         reporting.warning(f"step {at.step} had been saved by all ranks when the job was lost, and is given up: {error}")

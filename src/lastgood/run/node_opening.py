@@ -212,10 +212,11 @@ def start_agent(tier: Tier, options: RunOptions, claims: Sequence[Tier], outcome
     assert not isinstance(tier.own, Slots)
     order = max((getattr(one, "order", 0) for one in claims), default=0)
     places = [CopyTo(url=paths.parsed(one.path).url, keep=one.keep) for one in options.below]
+    nodes = tier.links.table.nodes if tier.links.table is not None else []
     # The folder that this process uses, too: files may lie in one that an earlier opening has chosen.
     files = memory_place.files_of(paths.parsed(tier.place).root, options.spill(tier.place))
     # guard: agent-knows-earlier-spill
-    spec = AgentSpec(format=layout.FORMAT, places=places, order=order, spill=files.spill_folder)
+    spec = AgentSpec(format=layout.FORMAT, places=places, order=order, spill=files.spill_folder, nodes=nodes)
     try:
         tier.links.agent.start(tier.own, spec)
     except LastgoodError as error:

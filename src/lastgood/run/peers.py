@@ -9,9 +9,11 @@
     agent    put       creates a manifest; the file that it describes was finished before
     agent    abort     drops an unfinished file
     both     read      a range of a file, as bulk bytes of the answer (a drill too)
+    agent    seals     the seals in the folder of a generation, for a late commit (late_commit.py)
+    agent    commit    creates the COMMIT of a generation whose seals it has told
 
 Only files of ranks in folders of generations have such calls; files of parity are listed and read. A manifest shows
-that the files beside it are complete.
+that the files beside it are complete. "seals" and "commit" are refused while a training process has the run open.
 
 A drill has copies of these files made on the other node, in a folder of its own there (drill_copies.py). Its calls are
 those above, with the name of that folder before each name, and three more:
@@ -23,6 +25,7 @@ those above, with the name of that folder before each name, and three more:
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import re
 import secrets
@@ -37,7 +40,7 @@ from ..errors import Cancelled, Damaged, LastgoodError, MissingBlob, Truncated
 from ..format import layout, sealed, stripe_layout
 from ..limits import CHUNK_BYTES
 from ..ports import Tier
-from ..records import Extent, Generation, Record, Seal
+from ..records import Extent, Generation, GenerationId, Record, Seal
 from ..wire.channel import Channel
 from ..wire.port import Peer
 from ..wire.security import Security
@@ -45,6 +48,8 @@ from ..wire.window import MakeMemory
 
 CALL_SECONDS = 60.0
 """How long one call to another node may take."""
+LATE_CALL_SECONDS = 3.0
+"""How long a call of a late commit may take. Two of them end sooner than a training process waits for the agent."""
 CHUNKS_AT_ONCE = 2
 """So many chunks of a file are on their way at a time: one is read and digested while another one is received."""
 RANK_FILE = re.compile(r"gen/(\d+-[0-9a-f]+)/r\d{5,}(\.\d+)?\.(safetensors|manifest\.json)")
@@ -59,9 +64,11 @@ NO_CALL = "this is no call of an agent"
 
 
 class FileCall(Record, frozen=True, kw_only=True):
-    """One call. `name`: of the file, or of the folder for "list"."""
+    """One call. `name`: of the file, or of the folder of the generation for "list", "seals" and "commit"."""
 
-    call: Literal["list", "create", "write", "finish", "put", "abort", "read", "open", "copy", "remove"]
+    call: Literal[
+        "list", "create", "write", "finish", "put", "abort", "read", "open", "copy", "remove", "seals", "commit"
+    ]
     name: str
     sending: str = ""
     """a random text of one sending of the files of a rank: two that overlap never write to one file"""
@@ -158,6 +165,16 @@ class Peers:
     def list(self, node: PeerNode, folder: str) -> dict[str, int | None]:
         """The folder of a generation on another node, as `ports.Tier.list`. Raises what `port.Wire` raises."""
         return msgspec.json.decode(self._call(node, FileCall(call="list", name=folder)), type=dict[str, int | None])
+
+    def seals(self, node: PeerNode, at: GenerationId) -> builtins.list[Seal]:
+        """As `late_commit.Others.seals`, on one node."""
+        asked = FileCall(call="seals", name=layout.folder(at))
+        return msgspec.json.decode(self._call(node, asked, (), LATE_CALL_SECONDS), type=builtins.list[Seal])
+
+    def commit(self, node: PeerNode, at: GenerationId, data: bytes) -> None:
+        """As `late_commit.Others.commit`, on one node."""
+        asked = FileCall(call="commit", name=layout.folder(at), length=len(data))
+        self._call(node, asked, [memoryview(data)], LATE_CALL_SECONDS)
 
     def send(self, disk: Tier, generation: Generation, seal: Seal, node: PeerNode) -> int:
         """Send the files of one rank to a node, unless it has them. Returns the bytes that were sent.

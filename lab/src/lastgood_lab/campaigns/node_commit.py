@@ -1,6 +1,6 @@
 """The commit among agents, peers and a coordinator that may die, explored by a deterministic scheduler.
 
-    python -m lastgood_lab.campaigns.node_commit [--schedules 1000000] [--seed 0] [--jobs 2] [--parity]
+    python -m lastgood_lab.campaigns.node_commit [--schedules 1000000] [--seed 0] [--jobs 2] [--parity | --late]
     python -m lastgood_lab.campaigns.node_commit --replay 17/3          # one schedule: first act 17, second act 3
     python -m lastgood_lab.campaigns.node_commit --safeguards only      # no report
 
@@ -17,7 +17,7 @@ the agents have time. Then a restore must find the newest generation that a save
 nodes are left that have it; and the home must have it, as far as an agent has what it needs.
 
 `--parity`: the nodes share parity in place of copies, of which a bit is flipped at times; jobs rebuild what lost nodes
-had.
+had. `--late`: the nodes have copies, and their agents commit a save that all ranks had sealed when the job was lost.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from lastgood_lab.campaigns.checkout import checkout
 from lastgood_lab.campaigns.reports import report
 from lastgood_lab.campaigns.trials import progress
 from lastgood_lab.node_explored import explored
-from lastgood_lab.node_schedules import PARITY_SHAPES, SHAPES, Explorer
+from lastgood_lab.node_schedules import LATE_SHAPES, PARITY_SHAPES, SHAPES, Explorer, Shape
 from lastgood_lab.node_world import World
 
 SECOND_ACTS = 10
@@ -92,16 +92,25 @@ generation, do not come about here ("stripe-record-plausible", "stripes-of-this-
 manifest, where another copy is left, comes too seldom ("rebuilt-manifest-matches-seal")."""
 
 
-class Subject(NamedTuple):
-    """What is explored: nodes that share parity, or that have copies."""
+LATE_SAFEGUARDS = "late-commit-on-others-first", "late-commit-refused-while-open"
+"""Those of a late commit by agents whose removal can break a rule here. A COMMIT with too few seals is refused again
+where it is created. That other nodes copy what was committed late is not seen: agents of a second act begin anew."""
 
-    parity: bool = False
+
+class Subject(NamedTuple):
+    """What is explored. `name`: of the option and of the report. `shapes`: of the jobs. `safeguards`: to remove."""
+
+    name: str
+    shapes: tuple[Shape, ...]
+    safeguards: tuple[str, ...]
 
     def explorer(self, world: World) -> Explorer:
-        return Explorer(world, PARITY_SHAPES if self.parity else SHAPES)
+        return Explorer(world, self.shapes)
 
 
-COPIES, PARITY = Subject(), Subject(parity=True)
+COPIES = Subject("directory", SHAPES, SAFEGUARDS)
+PARITY = Subject("parity", PARITY_SHAPES, PARITY_SAFEGUARDS)
+LATE = Subject("late", LATE_SHAPES, LATE_SAFEGUARDS)
 
 
 class Explored(NamedTuple):
@@ -170,7 +179,7 @@ def without(guard: str, schedules: int = SEARCH, subject: Subject = COPIES) -> t
         file = holder(mutant)
         (copy / file.relative_to(root / "src")).write_text(mutant.apply(file.read_text()))
         command = [sys.executable, "-m", "lastgood_lab.campaigns.node_commit", "--search", str(schedules)]
-        command += ["--parity"] * subject.parity
+        command += [f"--{subject.name}"] if subject is not COPIES else []
         paths = [str(copy), str(root / "lab/src"), *filter(None, sys.path)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -240,11 +249,12 @@ def main() -> int:
     options.add_argument("--seed", type=int, default=0, help="of the first act that is played first")
     options.add_argument("--jobs", type=int, default=2)
     options.add_argument("--parity", action="store_true", help="nodes share parity, in place of copies")
+    options.add_argument("--late", action="store_true", help="agents commit what all ranks of a lost job had sealed")
     options.add_argument("--replay", default="", help="FIRST/SECOND: play one schedule again")
     options.add_argument("--search", type=int, default=0, help="end with the first violation; writes no report")
     options.add_argument("--safeguards", choices=("too", "only", "not"), default="too", help="whether to remove these")
     args = options.parse_args()
-    subject = Subject(args.parity)
+    subject = PARITY if args.parity else LATE if args.late else COPIES
     if args.replay:
         return replay(args.replay, subject)
     if args.search:
@@ -253,8 +263,7 @@ def main() -> int:
     if args.safeguards != "only":
         found = campaign(args.schedules, args.seed, args.jobs, subject)
     seconds = time.monotonic() - begun
-    guards = PARITY_SAFEGUARDS if args.parity else SAFEGUARDS
-    removed = {guard: without(guard, SEARCH, subject) for guard in guards if args.safeguards != "not"}
+    removed = {guard: without(guard, SEARCH, subject) for guard in subject.safeguards if args.safeguards != "not"}
     unfound = [guard for guard, (count, _) in removed.items() if not count]
     table = [f"| `{guard}` | {count or 'not found'} | {what[:200]} |" for guard, (count, what) in removed.items()]
     if found is None:
@@ -281,7 +290,7 @@ def main() -> int:
             "\n".join(["| removed safeguard | found after schedules | as |", "|---|---|---|", *table]),
             *([f"- {one}" for one in problems[:50]]),
         ],
-        tier="parity" if args.parity else "directory",
+        tier=subject.name,
     )
     print(*problems[:50], sep="\n")
     return int(bool(problems or unfound))

@@ -123,6 +123,18 @@ MUTANTS: tuple[Mutant, ...] = (
         ("hosts of one name share a spill folder", "hosts-of-one-name-differ", Swap("{file.read().strip()}", "")),
     ),
     *table(
+        "late commit over the wire",
+        ("peers", "ranks_memory"),
+        (
+            "a save is committed under a process that has opened the run",
+            "late-commit-refused-while-open",
+            Swap("_not_open(disk)", "contextlib.nullcontext()"),
+        ),
+        ("a node commits what it has not sealed", "commit-beside-its-seals", Instead("pass")),
+        ("a node does not copy what another one has committed late", "late-commit-is-copied", Instead("pass")),
+        ("an agent waits for ever for a node that is lost", "late-commit-given-up", Swap("<", "< 1e9 +")),
+    ),
+    *table(
         "late commit",
         ("late_commit", "ranks_memory"),
         ("what all ranks have sealed is removed", "sealed-save-committed-late", Instead("return")),
@@ -131,6 +143,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "late-commit-tried-again",
             Swap(" and not self._held", ""),
         ),
+        ("COMMIT on one node is not put on the others", "late-commit-on-others-first", Instead("pass")),
         ("full memory cannot be opened", "full-memory-opens", Instead("raise")),
         ("a save is committed that a rank has not sealed", "save-of-some-ranks-not-committed", Instead("pass")),
         ("the intent of another save is followed", "intent-belongs-to-folder", Instead("pass")),
