@@ -42,11 +42,11 @@ from lastgood.records import (
     StripeFile,
     World,
 )
-from lastgood.run import paths
+from lastgood.run import node_parity, paths
 from lastgood.run.agent_link import AgentLink
 from lastgood.run.node_copies import CopyMaker
 from lastgood.run.node_disks import NodeDisks, NodeFiles, NodeLinks, Nodes, NodeView
-from lastgood.run.node_parity import ParityMaker, rebuilder
+from lastgood.run.node_parity import NodeRebuild, ParityMaker, rebuilder
 from lastgood.run.node_transfer import Carrier, Transfer
 from lastgood.run.peers import FileCall, PeerNode, Peers, PeerTable, StripeMember, StripeOrder
 from lastgood.run.planned_save import RunOptions
@@ -403,6 +403,26 @@ def test_a_node_whose_agent_does_not_listen_has_no_part_in_parity(cluster: Clust
         cluster.disk(2).put_new(f"{layout.folder(AT)}/{name}", data)
     assert some.outlives(cluster.generation) and copies[1].outlives(cluster.generation)
     assert not every.outlives(cluster.generation) and not copies[0].outlives(cluster.generation)
+
+
+def test_nothing_is_rebuilt_where_another_node_can_not_be(cluster: Cluster, monkeypatch) -> None:
+    """Two nodes were lost while parity of the newest save was being written. One of them read all that its files were
+    computed from over the network, the other one found that there was too little, and an older save was restored."""
+    cluster.protect()
+    for rank in (2, 3):
+        cluster.lose(rank)
+    (record,) = cluster.folder(1).glob("s*-00003.parity-*.json")
+    record.unlink()  # node 3 needs it, and node 2 does not
+    asked = list[object]()
+    monkeypatch.setattr(node_parity, "ask_all", lambda requests, request, own: asked.append(request))
+    links = NodeLinks(AgentLink("memory:///none"), PeerTable(job=JOB, key=KEY, nodes=cluster.nodes), cluster.peers)
+    others = Asked([cluster.disk(rank) for rank in range(1, NODES)])
+    disks = NodeDisks(cluster.disk(0), Nodes(tuple(range(NODES))), others, links)  # type: ignore[arg-type]
+    assert links.table is not None
+    work = NodeRebuild(disks, links.table, RankGroup(0, NODES, Board(), "run"))
+    with pytest.raises(errors.BeyondRepair):
+        work.rebuild(cluster.generation, lambda: False)
+    assert not asked
 
 
 def test_chunks_for_a_node_wait_once_for_an_agent_that_is_silent(cluster: Cluster, monkeypatch) -> None:

@@ -32,7 +32,8 @@ from lastgood.run.node_parity import NodeRebuild, ParityBuilder, ParityMaker, se
 from lastgood.run.outcomes import Outcomes
 from lastgood.run.part_copies import OtherRanks, PartServer
 from lastgood.run.paths import MEMORY
-from lastgood.run.peers import PeerNode, PeerTable
+from lastgood.run.peer_security import security
+from lastgood.run.peers import PeerNode, Peers, PeerTable
 from lastgood.run.places import unite
 from lastgood.run.planned_save import RunOptions
 from lastgood.run.rank_requests import Requests, RequestServer
@@ -148,7 +149,10 @@ class Job:
         if self._table is not None:
             host = f"n{machine}"
             agent.serve(Serve(job=self.name, key=self._table.key, node=host, host=host, port=LISTEN_PORT))
-        return self.world.memory(machine), NodeLinks(agent, self._table)
+        if self._table is None:
+            return self.world.memory(machine), NodeLinks(agent)
+        peers = Peers(self.name, security(self._table.key, None), f"n{machine}")
+        return self.world.memory(machine), NodeLinks(agent, self._table, peers)
 
     def _saved(self, run: RunWriter | Follower, group: RankGroup, step: int) -> Generation | None:
         """Save once. None: the save failed, and the run goes on."""

@@ -19,11 +19,12 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
 from ..coordination.rounds import RankGroup
+from ..engine.stripes import Rebuilt
 from ..errors import BeyondRepair
 from ..format import layout, stripe_layout
 from ..io.checksum import digest
@@ -31,12 +32,14 @@ from ..io.reed_solomon import Code
 from ..policy.parts import divided
 from ..policy.placement import groups
 from ..policy.stripes import StripeSet, neighbours, stripe_sets
+from ..ports import Tier
 from ..records import Generation, GenerationId, Record
+from . import rebuilding
 from .agent_link import AgentLink
 from .agent_messages import Work
 from .node_copies import ask_all, left_out, lies_on, place_of, placed
 from .node_disks import NodeDisks
-from .peers import PeerTable, StripeMember, StripeOrder
+from .peers import PeerDisk, PeerTable, StripeMember, StripeOrder
 from .rank_requests import Requests
 from .verify import Stop, never
 
@@ -217,10 +220,11 @@ class NodeRebuild:
         possible = any(stripe_layout.is_record(name) for listing in listings.values() for name in listing)
         held, leaders = self._disks.held(generation), self._disks.nodes.leaders
         damaged = {one.blob.rpartition("/")[2].partition(".")[0] for one in generation.damaged}
-        ranks, names = dict[str, list[int]](), list[str]()
+        ranks, names, nowhere = dict[str, list[int]](), list[str](), list[int]()
         for seal in generation.commit.seals:
             holders = sorted(leader for leader, parts in held.items() if seal.rank in parts)
             if not holders:
+                nowhere.append(seal.rank)
                 holders = [rebuilder(seal.rank, leaders, self._table)]
             elif seal.manifest.partition(".")[0] not in damaged:
                 continue
@@ -231,10 +235,22 @@ class NodeRebuild:
         if ranks and not possible:
             what = f"{generation.id} has neither parity nor another copy on other nodes"
             raise BeyondRepair(what, safe="Nothing was changed.")
+        files = {name for listing in listings.values() for name in listing}
+        self._require(generation, [one for one in nowhere if layout.blob_name(one) not in files])
         request = RebuildRequest(at=generation.id, root=generation.root, ranks=ranks)
         if ranks:
             ask_all(self._requests, request, lambda: self._own.served(msgspec.to_builtins(request), stop))
         return names
+
+    def _require(self, generation: Generation, ranks: Sequence[int]) -> None:
+        """As `rebuilding.require`, for all nodes together: one may be able to rebuild its part, and another one not."""
+        if not ranks:
+            return
+        peers = self._disks.links.peers
+        assert peers is not None, "the coordinator leads its node"
+        others = [cast(Tier, PeerDisk(peers, one)) for one in self._table.nodes if one.leader != 0]
+        rebuilt = Rebuilt([self._disks.own, *others], generation)
+        rebuilding.require(rebuilt, self._disks.own, generation, ranks)  # guard: feasible-on-all-nodes
 
     def end(self) -> None:
         """Tell the other leaders that nothing more is asked."""

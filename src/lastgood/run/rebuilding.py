@@ -38,10 +38,8 @@ def rebuild(
     """
     rebuilt, here = Rebuilt([target, *others], generation), target.list(layout.folder(generation.id))
     lost, (copies, held) = cast(Tier, rebuilt), _with_copies(others, generation, ranks)
-    for seal in generation.commit.seals:
-        if seal.rank in ranks and layout.blob_name(seal.rank) not in {*here, *held}:
-            # Before chunks cross the network for a generation that cannot be made whole.
-            rebuilt.require(sealed.first_sealed([target, lost], generation, seal))  # guard: feasible-before-reading
+    nowhere = [rank for rank in ranks if layout.blob_name(rank) not in {*here, *held}]
+    require(rebuilt, target, generation, nowhere)  # guard: feasible-before-reading
     with ThreadPoolExecutor(WORKERS, "lastgood-rebuild") as workers:
         how = copying.Copying(Arena(EXAMINATION_CHUNKS * CHUNK_BYTES, CHUNK_BYTES), workers, stop=stop)
         copying.copy_files(target, [*copies, lost], generation, ranks, how)
@@ -49,6 +47,17 @@ def rebuild(
         if seal.rank in ranks:
             _put_manifest(target, lost, generation, seal.rank)  # guard: rebuilt-manifest-last
     return rebuilt.passed_over
+
+
+def require(rebuilt: Rebuilt, own: Tier, generation: Generation, ranks: Collection[int]) -> None:
+    """Raise BeyondRepair unless the tensor files of these ranks, which no node has, can be computed from parity.
+
+    It reads records alone: chunks must not cross the network for a generation that cannot be made whole. `own`: the
+    place that may have manifests of these ranks.
+    """
+    for seal in generation.commit.seals:
+        if seal.rank in ranks:
+            rebuilt.require(sealed.first_sealed([own, cast(Tier, rebuilt)], generation, seal))
 
 
 def _with_copies(others: Sequence[Tier], generation: Generation, ranks: Collection[int]) -> tuple[list[Tier], set[str]]:

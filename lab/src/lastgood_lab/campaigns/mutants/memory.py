@@ -409,6 +409,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a damaged copy of a manifest is used", "rebuilt-manifest-matches-seal", Remove()),
         ("a rebuilt file has no manifest", "rebuilt-manifest-last", Remove()),
         ("chunks are read of what cannot be made whole", "feasible-before-reading", Remove()),
+        ("a node rebuilds its part of what cannot be made whole", "feasible-on-all-nodes", Remove()),
         ("another node writes parity here", "parity-of-others-not-written", Always()),
         ("a record that cannot be true is used", "stripe-record-plausible", Never()),
         ("parity is made with too few nodes", "parity-needs-its-nodes", Swap("<= nodes", "<= nodes + 2")),
