@@ -262,3 +262,46 @@ def test_the_last_batch_of_an_epoch_is_known_before_its_step(tmp_path: Path) -> 
                     if n == total:
                         break
     assert ends == [10, 19] and epochs == [2]
+
+
+class Accumulating:
+    """A training in which each step has the gradients of four batches; an epoch has ten.
+
+    `discards`: whether an epoch that ends in the middle of a step drops the gradients of that step. Else the next epoch
+    completes it.
+    """
+
+    def __init__(self, root: Path, discards: bool) -> None:
+        self.root, self.discards = root, discards
+        self.weights, self.sampler = torch.zeros(40), make()
+
+    def run(self, epochs: int) -> None:
+        """Train until so many epochs are over; leaving the `with` saves."""
+        state = {"weights": self.weights, "sampler": self.sampler}
+        gradient, batches = torch.zeros(40), 0
+        with lastgood.Checkpointer(self.root, state, cadence=lastgood.Every(steps=100)) as ckpt:
+            n = ckpt.restore().step
+            while self.sampler.position[0] < epochs:
+                for ids in self.sampler.loader(DATA):
+                    gradient[ids] += 1 + n
+                    batches += 1
+                    if batches % 4 == 0:
+                        n += 1
+                        self.weights += gradient
+                        gradient.zero_()
+                        ckpt.step(n)
+                if self.discards:
+                    gradient.zero_()
+                    batches = 0
+
+
+@pytest.mark.parametrize("discards", [False, True])
+def test_batches_without_a_step_at_an_epochs_end_come_again(tmp_path: Path, discards: bool) -> None:
+    """An epoch ended in the middle of gradient accumulation, and counted as trained: a resume from a save at its end
+    left its last batches out, although no step had trained them."""
+    one = Accumulating(tmp_path / "one", discards)
+    one.run(3)
+    for epochs in (1, 2, 3):
+        other = Accumulating(tmp_path / "other", discards)
+        other.run(epochs)
+    assert torch.equal(one.weights, other.weights) and place(one.sampler) == place(other.sampler)
