@@ -39,10 +39,6 @@ from .worker_seeding import SeededDataset, Window, WorkerInit, unchanged
 # Options that decide which samples come, and in which order. With `in_order=False` batches come in any order, so the
 # number of batches trained would not say which ones these were.
 _RESERVED = {"batch_sampler", "batch_size", "drop_last", "generator", "in_order", "sampler", "shuffle"}
-_AHEAD = (
-    "the loader yielded one batch more before the first step of this iteration than before the second. If it is "
-    "fetched ahead of the step, as frameworks do, a resume leaves it out: give the sampler batches_per_step."
-)
 
 
 class ResumableSampler(Sampler[list[int]]):
@@ -248,8 +244,7 @@ class ResumableSampler(Sampler[list[int]]):
             self._move(*self._after(steps))
         elif at.counts_yielded and not at.stale:
             at.require_step_due()
-            if at.count() and self.rank == 0:
-                reporting.warning(_AHEAD)
+            at.note_step()
             self._counts_inside |= not at.ended
             self._move(at.epoch, at.next_step)
         elif not at.stale:
@@ -264,7 +259,7 @@ class ResumableSampler(Sampler[list[int]]):
                     todo="Let n in step(n) count completed optimizer steps, each of one batch (or batches_per_step), "
                     "and call step(n) at the end of each epoch too; or take the batches from sampler.loader(dataset).",
                 )
-            at.earlier_counted = True
+            at.note_step()
             self._move(*place)
 
     def _after(self, steps: int) -> tuple[int, int]:
@@ -419,6 +414,8 @@ class ResumableSampler(Sampler[list[int]]):
                     todo="Make an optimizer step at the end of each epoch, and call step(n) then; where steps span "
                     "epochs leave batches_per_step out.",
                 )
+            if before.fetched_all and not counted:
+                before.report_repeated(self.remaining)
             earlier_counted = before.earlier_counted and counted
         self._invalidate("a newer iteration over the sampler began")
         self._iteration = Iteration(
@@ -435,6 +432,7 @@ class ResumableSampler(Sampler[list[int]]):
         for window in self._windows(at):
             at.note_fetched(self._skips.next(at.epoch, at.next_step))
             yield window.ids
+        at.fetched_all = True
 
     def _windows(self, at: Iteration) -> Iterator[Window]:
         windows, slices = self.order(at.epoch), at.division.slices
