@@ -224,6 +224,37 @@ def test_a_sampler_in_a_dataclass_or_deque_is_counted(tmp_path: Path, container)
         assert place(again) == (0, 3)
 
 
+class Trainer:
+    """An object of the user's own, whose state has that of its sampler."""
+
+    def __init__(self, counts: bool) -> None:
+        self.sampler, self.counts = make(), counts
+
+    def state_dict(self) -> dict[str, object]:
+        return {"sampler": self.sampler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, dict[str, object]]) -> None:
+        self.sampler.load_state_dict(state["sampler"])
+
+    def train(self, ckpt: lastgood.Checkpointer, steps: int) -> None:
+        for n, _ in zip(range(1, steps + 1), self.sampler.loader(DATA), strict=False):
+            if self.counts:
+                self.sampler.consumed()
+            ckpt.step(n)
+
+
+@pytest.mark.parametrize("where", ["inside", "inside, and counted there", "beside it"])
+def test_a_sampler_inside_of_an_object_is_reported_if_nothing_counts_it(tmp_path: Path, where: str, caplog) -> None:
+    """Nothing counted steps on a sampler whose state only an object's own `state_dict()` returned: each resume began
+    the epoch again, without a report."""
+    trainer = Trainer(counts=where == "inside, and counted there")
+    beside = {"sampler": trainer.sampler} if where == "beside it" else {}
+    with lastgood.Checkpointer(tmp_path, {"trainer": trainer, **beside}) as ckpt:
+        trainer.train(ckpt, 3)
+    reported = "step 1: trainer.sampler is a ResumableSampler that an object of the state holds" in caplog.text
+    assert reported == (where == "inside") == (place(trainer.sampler) == (0, 0))
+
+
 def test_a_step_calls_nothing_for_each_number_of_a_list(tmp_path: Path) -> None:
     """Each step looked for samplers in every number of a list: 1.4 s a step beside a history of a million losses."""
     calls = list[str]()

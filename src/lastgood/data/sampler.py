@@ -228,6 +228,12 @@ class ResumableSampler(Sampler[list[int]]):
         return self._cached is None and step != self._step  # guard: counted-step-needs-no-read
 
     @property
+    def is_read_uncounted(self) -> bool:
+        """Whether an iteration is under way, and no step was counted in it."""
+        at = self._iteration
+        return at is not None and at.batches > 0 and not (at.counted or at.stale or at.ended or at.fetched_all)
+
+    @property
     def counted(self) -> tuple[int, int]:
         """(epoch, window) of the first batch that is not counted yet."""
         return self._counted

@@ -1,8 +1,9 @@
-"""On which samplers of a state an optimizer step counts, and whether the loop reads from any of them."""
+"""On which samplers of a state an optimizer step counts, and whether the loop reads from any of them, or from one that
+only an object of the state holds."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from .. import reporting
 from .sampler import ResumableSampler
@@ -42,3 +43,18 @@ def count_step(
     for one in samplers:
         if not read or one in read or one.world_size < ranks:  # guard: idle-sampler-stands-still
             one.advance_to(step, previous)
+
+
+def report_uncounted(held: Mapping[str, ResumableSampler], step: int) -> None:
+    """Report each sampler that an object of the state holds if the loop reads from it, and nobody counts its steps.
+
+    Called at the first `step`. `held`: by path; none of them is in the state itself. The object may count the steps of
+    its sampler (`consumed`), and an iteration that has ended is probably that of an evaluation: these are not reported.
+    """
+    for path, one in held.items():
+        if one.is_read_uncounted:
+            reporting.warning(
+                f"step {step}: {path} is a ResumableSampler that an object of the state holds. Steps are counted only "
+                "on samplers that are in the state themselves, so a resume begins its epoch again: give it an entry of "
+                'its own, as state={"sampler": sampler, ...}'
+            )

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from ..coordination.single_rank import AnyRanks
 from ..data.sampler import ResumableSampler
-from ..data.step_counting import count_step
+from ..data.step_counting import count_step, report_uncounted
 from ..data.trained import by_epoch
 from ..errors import StepTaken
 from ..io.heartbeat import Position
@@ -18,7 +18,7 @@ from ..limits import STEP_LIMIT
 from ..policy.arguments import is_whole, require
 from ..records import Generation
 from ..run.outcomes import Outcomes
-from ..state.objects import instances_of
+from ..state.objects import held_by_objects, instances_of
 from ..state.parameter_versions import version
 from .load import LoadRequest
 
@@ -64,6 +64,8 @@ class Progress:
             self.samplers = instances_of(self._state, ResumableSampler)
             before = self._position()
             count_step(self.samplers, n, self.step, rank=rank, ranks=ranks, first=first)
+            if first and rank == 0:
+                report_uncounted(held_by_objects(self._state, ResumableSampler), n)
             self.step = self._outcomes.completed = n
             self._note_trained(before)
 
