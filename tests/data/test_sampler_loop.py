@@ -5,6 +5,7 @@ Loops that only look wrong are tested too: none of them is refused.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections import deque
 from collections.abc import Iterator
@@ -18,10 +19,11 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import lastgood
-from harness import place
+from harness import place, reports
 from lastgood import ResumableSampler
-from lastgood.data.step_counting import count_step
+from lastgood.data.step_counting import count_step, report_missing_parts
 from lastgood.errors import Refused
+from lastgood_lab.worlds import world
 
 DATA = torch.arange(40)
 
@@ -201,6 +203,39 @@ def test_ranks_that_receive_batches_from_another_rank_count_them(caplog) -> None
     for n in (1, 2, 3):
         count_step([sampler], n, n - 1, rank=1, ranks=2, first=n == 1)
     assert place(sampler) == (0, 3) and not caplog.text
+
+
+# ---- samplers of several ranks --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ranks", "missing"),
+    [
+        ([(2, 0), (2, 0)], "1"),
+        ([(4, 0), (4, 1), (4, 1), (4, 1)], "2, 3"),
+        ([(2, 0), (2, 0), (2, 1), (2, 1)], ""),  # two tensor-parallel groups
+        ([(1, 0), (1, 0)], ""),  # one of them, or datasets that differ from rank to rank
+        ([(2, 0), (1, 0)], ""),
+        ([(4, 0), (4, 1)], ""),
+        ([(2, 0), None], ""),  # the other rank keeps its sampler elsewhere
+    ],
+)
+def test_a_part_of_the_windows_that_no_rank_has_is_reported(ranks, missing: str, caplog) -> None:
+    """Samplers that were made with the same `rank=` on all ranks trained the same samples, without a report."""
+    report_missing_parts([{} if one is None else {"sampler": one} for one in ranks])
+    assert (f"none of them has rank={missing}:" in caplog.text) == bool(missing) == bool(caplog.text)
+
+
+def texts_at_restore(rank: int, ranks: int, root: Path) -> list[str]:
+    with reports(logging.WARNING) as texts, lastgood.Checkpointer(root, {"sampler": make(world_size=ranks)}) as ckpt:
+        ckpt.restore()
+    return [one for one in texts if "ResumableSampler" in one]
+
+
+@pytest.mark.slow
+def test_rank_0_reports_the_missing_part_at_the_restore(tmp_path: Path) -> None:
+    (one,), others = world(2, texts_at_restore, tmp_path)
+    assert one.startswith("sampler: all ranks have a ResumableSampler with world_size=2") and not others
 
 
 # ---- where in the state the sampler is ------------------------------------------------------------------------------

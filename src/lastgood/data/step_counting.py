@@ -1,5 +1,4 @@
-"""On which samplers of a state an optimizer step counts, and whether the loop reads from any of them, or from one that
-only an object of the state holds."""
+"""On which samplers of a state an optimizer step counts, and reports of samplers that do not fit the training."""
 
 from __future__ import annotations
 
@@ -57,4 +56,22 @@ def report_uncounted(held: Mapping[str, ResumableSampler], step: int) -> None:
                 f"step {step}: {path} is a ResumableSampler that an object of the state holds. Steps are counted only "
                 "on samplers that are in the state themselves, so a resume begins its epoch again: give it an entry of "
                 'its own, as state={"sampler": sampler, ...}'
+            )
+
+
+def report_missing_parts(posts: Sequence[Mapping[str, tuple[int, int]]]) -> None:
+    """Report samplers that divide the windows among ranks of this job where no rank has one of the parts.
+
+    `posts`: of each rank of the job, (world_size, rank) of its samplers, by path. Several ranks may have the same part,
+    as those of a tensor-parallel group do. A sampler that some ranks do not have, or that is made for more ranks than
+    the job has, is not looked at: the missing part may be trained elsewhere.
+    """
+    for path in sorted(set.intersection(*map(set, posts))):
+        worlds, held = ({one[path][index] for one in posts} for index in (0, 1))
+        missing = sorted(set(range(max(worlds))) - held)
+        if missing and len(worlds) == 1 and max(worlds) <= len(posts):
+            reporting.threat(
+                f"{path}: all ranks have a ResumableSampler with world_size={max(worlds)}, and none of them has rank="
+                f"{', '.join(map(str, missing))}: no rank trains that part of the windows, and several ranks train "
+                "the same one. Give each its data-parallel rank: ResumableSampler(..., rank=rank, world_size=...)"
             )
