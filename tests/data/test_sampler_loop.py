@@ -5,6 +5,7 @@ Loops that only look wrong are tested too: none of them is refused.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections import deque
 from collections.abc import Iterator
@@ -18,10 +19,11 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import lastgood
-from harness import place
+from harness import place, reports
 from lastgood import ResumableSampler
-from lastgood.data.step_counting import count_step
+from lastgood.data.step_counting import count_step, report_missing_parts
 from lastgood.errors import Refused
+from lastgood_lab.worlds import world
 
 DATA = torch.arange(40)
 
@@ -203,6 +205,39 @@ def test_ranks_that_receive_batches_from_another_rank_count_them(caplog) -> None
     assert place(sampler) == (0, 3) and not caplog.text
 
 
+# ---- samplers of several ranks --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ranks", "missing"),
+    [
+        ([(2, 0), (2, 0)], "1"),
+        ([(4, 0), (4, 1), (4, 1), (4, 1)], "2, 3"),
+        ([(2, 0), (2, 0), (2, 1), (2, 1)], ""),  # two tensor-parallel groups
+        ([(1, 0), (1, 0)], ""),  # one of them, or datasets that differ from rank to rank
+        ([(2, 0), (1, 0)], ""),
+        ([(4, 0), (4, 1)], ""),
+        ([(2, 0), None], ""),  # the other rank keeps its sampler elsewhere
+    ],
+)
+def test_a_part_of_the_windows_that_no_rank_has_is_reported(ranks, missing: str, caplog) -> None:
+    """Samplers that were made with the same `rank=` on all ranks trained the same samples, without a report."""
+    report_missing_parts([{} if one is None else {"sampler": one} for one in ranks])
+    assert (f"none of them has rank={missing}:" in caplog.text) == bool(missing) == bool(caplog.text)
+
+
+def texts_at_restore(rank: int, ranks: int, root: Path) -> list[str]:
+    with reports(logging.WARNING) as texts, lastgood.Checkpointer(root, {"sampler": make(world_size=ranks)}) as ckpt:
+        ckpt.restore()
+    return [one for one in texts if "ResumableSampler" in one]
+
+
+@pytest.mark.slow
+def test_rank_0_reports_the_missing_part_at_the_restore(tmp_path: Path) -> None:
+    (one,), others = world(2, texts_at_restore, tmp_path)
+    assert one.startswith("sampler: all ranks have a ResumableSampler with world_size=2") and not others
+
+
 # ---- where in the state the sampler is ------------------------------------------------------------------------------
 
 
@@ -222,6 +257,37 @@ def test_a_sampler_in_a_dataclass_or_deque_is_counted(tmp_path: Path, container)
     with lastgood.Checkpointer(tmp_path, {"train": container(again)}) as ckpt:
         ckpt.restore()
         assert place(again) == (0, 3)
+
+
+class Trainer:
+    """An object of the user's own, whose state has that of its sampler."""
+
+    def __init__(self, counts: bool) -> None:
+        self.sampler, self.counts = make(), counts
+
+    def state_dict(self) -> dict[str, object]:
+        return {"sampler": self.sampler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, dict[str, object]]) -> None:
+        self.sampler.load_state_dict(state["sampler"])
+
+    def train(self, ckpt: lastgood.Checkpointer, steps: int) -> None:
+        for n, _ in zip(range(1, steps + 1), self.sampler.loader(DATA), strict=False):
+            if self.counts:
+                self.sampler.consumed()
+            ckpt.step(n)
+
+
+@pytest.mark.parametrize("where", ["inside", "inside, and counted there", "beside it"])
+def test_a_sampler_inside_of_an_object_is_reported_if_nothing_counts_it(tmp_path: Path, where: str, caplog) -> None:
+    """Nothing counted steps on a sampler whose state only an object's own `state_dict()` returned: each resume began
+    the epoch again, without a report."""
+    trainer = Trainer(counts=where == "inside, and counted there")
+    beside = {"sampler": trainer.sampler} if where == "beside it" else {}
+    with lastgood.Checkpointer(tmp_path, {"trainer": trainer, **beside}) as ckpt:
+        trainer.train(ckpt, 3)
+    reported = "step 1: trainer.sampler is a ResumableSampler that an object of the state holds" in caplog.text
+    assert reported == (where == "inside") == (place(trainer.sampler) == (0, 0))
 
 
 def test_a_step_calls_nothing_for_each_number_of_a_list(tmp_path: Path) -> None:
@@ -262,3 +328,46 @@ def test_the_last_batch_of_an_epoch_is_known_before_its_step(tmp_path: Path) -> 
                     if n == total:
                         break
     assert ends == [10, 19] and epochs == [2]
+
+
+class Accumulating:
+    """A training in which each step has the gradients of four batches; an epoch has ten.
+
+    `discards`: whether an epoch that ends in the middle of a step drops the gradients of that step. Else the next epoch
+    completes it.
+    """
+
+    def __init__(self, root: Path, discards: bool) -> None:
+        self.root, self.discards = root, discards
+        self.weights, self.sampler = torch.zeros(40), make()
+
+    def run(self, epochs: int) -> None:
+        """Train until so many epochs are over; leaving the `with` saves."""
+        state = {"weights": self.weights, "sampler": self.sampler}
+        gradient, batches = torch.zeros(40), 0
+        with lastgood.Checkpointer(self.root, state, cadence=lastgood.Every(steps=100)) as ckpt:
+            n = ckpt.restore().step
+            while self.sampler.position[0] < epochs:
+                for ids in self.sampler.loader(DATA):
+                    gradient[ids] += 1 + n
+                    batches += 1
+                    if batches % 4 == 0:
+                        n += 1
+                        self.weights += gradient
+                        gradient.zero_()
+                        ckpt.step(n)
+                if self.discards:
+                    gradient.zero_()
+                    batches = 0
+
+
+@pytest.mark.parametrize("discards", [False, True])
+def test_batches_without_a_step_at_an_epochs_end_come_again(tmp_path: Path, discards: bool) -> None:
+    """An epoch ended in the middle of gradient accumulation, and counted as trained: a resume from a save at its end
+    left its last batches out, although no step had trained them."""
+    one = Accumulating(tmp_path / "one", discards)
+    one.run(3)
+    for epochs in (1, 2, 3):
+        other = Accumulating(tmp_path / "other", discards)
+        other.run(epochs)
+    assert torch.equal(one.weights, other.weights) and place(one.sampler) == place(other.sampler)

@@ -246,6 +246,19 @@ def test_steps_across_two_iterations_are_refused_where_workers_fetch_ahead() -> 
     assert place(sampler) == (0, 0)
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(("steps", "repeated"), [([4, 8], 8), ([*range(1, 11)], 0), ([], 0)])
+def test_batches_that_come_again_in_the_next_epoch_are_reported(num_workers, steps, repeated, caplog) -> None:
+    """With gradient accumulation and a DataLoader of the user's own, each epoch yielded the last batches of the one
+    before again, without a report. A loop with a step for each batch, and an evaluation, are not reported."""
+    sampler = make()
+    for n, _ in enumerate(own_loader(sampler, num_workers), 1):
+        if n in steps:
+            sampler.consumed()
+    assert len(list(own_loader(sampler, num_workers))) == (repeated or 10)
+    assert (f"{repeated} of them belong to no step" in caplog.text) == bool(repeated)
+
+
 def test_a_counted_step_excludes_batches_fetched_after_it() -> None:
     """A second Checkpointer reports the step when the loop already holds the next batch."""
     sampler = make()

@@ -82,6 +82,16 @@ def test_windows_that_are_trained_already_are_not_left_out() -> None:
     assert one.skip(0, 2, 2) == []
 
 
+def test_batches_whose_step_comes_in_the_next_epoch_can_be_left_out() -> None:
+    one = sampler()
+    for number, _ in enumerate(one.loader(Ids())):
+        if number == 3:
+            one.consumed()
+    assert (one.counted, one.position, one.remaining) == ((0, 4), (1, 0), 6)
+    assert one.skip(0, 3, 3) == one.order(0)[4:].reshape(-1).tolist()
+    assert one.counted == one.position == (1, 0)
+
+
 def test_an_iteration_that_has_begun_is_over() -> None:
     one = sampler()
     batches = iter(one.loader(Ids()))

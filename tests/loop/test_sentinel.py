@@ -80,6 +80,24 @@ def test_a_loss_that_is_not_finite_takes_the_loop_back(tmp_path: Path, bad: floa
     assert named == loop.sampler.order(0)[6:10].tolist(), "the samples of each bad step"
 
 
+def test_all_batches_of_a_step_over_two_epochs_are_left_out(tmp_path: Path) -> None:
+    """Of a bad step whose gradients were accumulated over the end of an epoch, only the batches of one epoch were left
+    out, so that training diverged again."""
+    sampler = lastgood.ResumableSampler(400, global_batch=40, seed=1)
+    every, batches = lastgood.Every(steps=1), 0
+    with lastgood.Checkpointer(
+        tmp_path, {"sampler": sampler}, cadence=every, sentinel=lastgood.Sentinel(every=1)
+    ) as ckpt:
+        with pytest.raises(TrainingDiverged, match="step 3: loss nan"):
+            for _ in range(2):
+                for _ in sampler.loader(Ids()):
+                    batches += 1
+                    if batches % 4 == 0:
+                        ckpt.step(batches // 4, metrics={"loss": math.nan if batches == 12 else 1.0})
+        assert ckpt.restore().step == 2
+    assert sampler.skipped == [(0, 8), (0, 9), (1, 0), (1, 1)]
+
+
 def test_a_generation_after_the_spike_is_not_restored(tmp_path: Path) -> None:
     """Its tensors are finite, so the guard finds nothing. Of the samples that were left out one line was printed for
     each window, five times the same."""

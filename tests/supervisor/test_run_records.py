@@ -126,6 +126,9 @@ def test_ids_of_a_step_come_from_the_audit_else_from_the_order() -> None:
     audit.observe(0, 3, [9])
     assert trained_ids([audit], sampler, 0, 2, 2).tolist() == [2, 22, 2, 22, 3, 23, 9]
     assert trained_ids([audit], sampler, 0, 4, 1).tolist() == [], "not observed"
+    sampler.skip(0, 5, 1)
+    expected = np.concatenate([sampler.order(0)[4, 2:], sampler.order(1)[0, 2:]])
+    assert np.array_equal(trained_ids([], sampler, 0, 4, 3), expected), "of a step over the end of an epoch"
 
 
 def test_ids_of_ranks_with_unequal_parts_are_those_of_the_window() -> None:

@@ -7,8 +7,14 @@ from types import FrameType
 
 from torch.utils.data import BatchSampler
 
+from .. import reporting
 from ..errors import Refused
 from .division import Division
+
+_AHEAD = (
+    "the loader yielded one batch more before the first step of this iteration than before the second. If it is "
+    "fetched ahead of the step, as frameworks do, a resume leaves it out: give the sampler batches_per_step."
+)
 
 
 @dataclass
@@ -35,6 +41,8 @@ class Iteration:
     """why the iteration is no longer valid; empty while it is valid"""
     ended: bool = False
     """whether the loader has yielded every batch and has been asked for the next one"""
+    fetched_all: bool = False
+    """whether a DataLoader of the user's own has fetched every batch and has asked for the next one"""
     counted: list[int] = field(default_factory=list)
     """numbers of batches yielded before the first counted step, and between the first and the second"""
 
@@ -83,16 +91,33 @@ class Iteration:
                 "loader.completes_step is true; or leave largest_batch out.",
             )
 
-    def count(self) -> bool:
-        """Record a counted step. True if a batch was probably fetched ahead of the first step.
+    def note_step(self) -> None:
+        """A step is counted. If a batch was probably fetched ahead of the first one, report it.
 
         That is so if this is the second counted step, and it has one batch less than the first. A loop that takes
         equally many batches for each step, or reports every k-th step, never does this.
         """
+        self.earlier_counted = True
         if len(self.counted) == 2:
-            return False
+            return
         self.counted.append(self.batches - sum(self.counted))
-        return len(self.counted) == 2 and self.counted[0] - 1 == self.counted[1] > 0
+        ahead = len(self.counted) == 2 and self.counted[0] - 1 == self.counted[1] > 0
+        if ahead and self.counts_yielded and self.division.rank == 0:
+            reporting.warning(_AHEAD)
+
+    def report_repeated(self, batches: int) -> None:
+        """The last `batches` of this iteration, in which all were fetched, come again: no step has counted them.
+
+        An iteration without a counted step is not one of a training. Workers fetch ahead, so it is not known whether
+        the loop has received all batches.
+        """
+        if self.counted and self.division.rank == 0:
+            reporting.warning(
+                f"the batches of epoch {self.epoch} were fetched to its end, and {batches} of them belong to no step "
+                "that was counted: they come again now. If the loop has trained with them, make an optimizer step at "
+                "the end of each epoch, and call step(n) then; with gradient accumulation give the sampler "
+                "batches_per_step too: without it a step counts one batch"
+            )
 
 
 def require_no_joining_batch_sampler(sampler: object, caller: FrameType | None) -> None:

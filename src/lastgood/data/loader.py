@@ -107,9 +107,7 @@ class Loader:
                 safe="The cursor has not moved past the windows that were trained.",
                 todo="Let the dataset raise another error, or return every sample.",
             )
-        at.ended = True
-        if at.counts_yielded:  # guard: prefetch-not-counted-at-epoch-end
-            sampler._move(at.epoch, at.next_step)  # the loop asks for the next batch: it has trained on all before
+        sampler._end(at)
 
 
 class Fetching:

@@ -8,6 +8,7 @@ Invariants
   1. The order is a pure function of (dataset_size, global_batch, seed, shuffle) and the epoch. The world size and
      `largest_batch` only decide which rank trains which part of a window, in how many batches.
   2. The cursor counts the windows that the weights were trained with. Fetching runs ahead of it and never moves it.
+     The next iteration begins behind an epoch that has ended, also if a step still has to count its last batches.
   3. Each optimizer step is counted once, by its number, however many checkpointers report it.
   4. Only one iteration is valid at a time. A newer one, or a load, invalidates the older ones: these raise Refused and
      move nothing.
@@ -38,10 +39,6 @@ from .worker_seeding import SeededDataset, Window, WorkerInit, unchanged
 # Options that decide which samples come, and in which order. With `in_order=False` batches come in any order, so the
 # number of batches trained would not say which ones these were.
 _RESERVED = {"batch_sampler", "batch_size", "drop_last", "generator", "in_order", "sampler", "shuffle"}
-_AHEAD = (
-    "the loader yielded one batch more before the first step of this iteration than before the second. If it is "
-    "fetched ahead of the step, as frameworks do, a resume leaves it out: give the sampler batches_per_step."
-)
 
 
 class ResumableSampler(Sampler[list[int]]):
@@ -136,7 +133,9 @@ class ResumableSampler(Sampler[list[int]]):
         self._order = Order(self.dataset_size, self.global_batch, self._seed, self.shuffle)
         self.steps_per_epoch = self._order.steps_per_epoch
         self._earlier: list[tuple[int, Order]] = []  # (epoch, order of the epochs before it), ascending
-        self._epoch = self._cursor = 0
+        self._epoch = self._cursor = 0  # where the next iteration begins
+        self._counted = (0, 0)  # the cursor: behind the last window that was counted
+        self._counts_inside = False  # whether a step was counted before its iteration had ended
         self._step: int | None = 0  # number of the last optimizer step that was counted; None: unknown
         self._skips = Skips()
         self._iteration: Iteration | None = None
@@ -187,17 +186,14 @@ class ResumableSampler(Sampler[list[int]]):
     @property
     def remaining(self) -> int:
         """Batches left in the current epoch: what an iteration that starts now yields."""
-        return self._windows_left() * self._division.batches
-
-    def _windows_left(self) -> int:
-        return self._skips.remaining(self._epoch, self._cursor, self.steps_per_epoch)
+        return self._skips.remaining(self._epoch, self._cursor, self.steps_per_epoch) * self._division.batches
 
     @property
     def position(self) -> tuple[int, int]:
         """(epoch, window) of the batch that `loader` yielded last, until its step is counted.
 
-        Otherwise that of the first batch that is not counted yet: before the first batch, after a counted step or a
-        load, and always with a DataLoader of your own or with `batches_per_step`.
+        Otherwise that of the first batch of an iteration that starts now: before the first batch, after a counted step,
+        the end of an epoch or a load, and always with a DataLoader of your own or with `batches_per_step`.
         """
         return self._last_yielded or (self._epoch, self._cursor)
 
@@ -232,9 +228,15 @@ class ResumableSampler(Sampler[list[int]]):
         return self._cached is None and step != self._step  # guard: counted-step-needs-no-read
 
     @property
+    def is_read_uncounted(self) -> bool:
+        """Whether an iteration is under way, and no step was counted in it."""
+        at = self._iteration
+        return at is not None and at.batches > 0 and not (at.counted or at.stale or at.ended or at.fetched_all)
+
+    @property
     def counted(self) -> tuple[int, int]:
         """(epoch, window) of the first batch that is not counted yet."""
-        return self._epoch, self._cursor
+        return self._counted
 
     def consumed(self) -> None:
         """Count one more optimizer step; without a Checkpointer. After the last window comes (epoch + 1, 0)."""
@@ -248,8 +250,8 @@ class ResumableSampler(Sampler[list[int]]):
             self._move(*self._after(steps))
         elif at.counts_yielded and not at.stale:
             at.require_step_due()
-            if at.count() and self.rank == 0:
-                reporting.warning(_AHEAD)
+            at.note_step()
+            self._counts_inside |= not at.ended
             self._move(at.epoch, at.next_step)
         elif not at.stale:
             place = self._after(steps)
@@ -263,38 +265,31 @@ class ResumableSampler(Sampler[list[int]]):
                     todo="Let n in step(n) count completed optimizer steps, each of one batch (or batches_per_step), "
                     "and call step(n) at the end of each epoch too; or take the batches from sampler.loader(dataset).",
                 )
-            at.earlier_counted = True
+            at.note_step()
             self._move(*place)
 
     def _after(self, steps: int) -> tuple[int, int]:
-        """Epoch and cursor after this many more steps. No step takes batches from two epochs."""
-        each = self.batches_per_step or 1
-        if self._skips:
-            return self._after_with_skips(steps, each)
-        left = -(-self._windows_left() // each)  # guard: last-step-takes-remainder
-        if steps < left:
-            return self._epoch, self._cursor + steps * each
-        epochs, steps = divmod(steps - left, -(-self.steps_per_epoch // each))
-        return self._epoch + 1 + epochs, steps * each
-
-    def _after_with_skips(self, steps: int, each: int) -> tuple[int, int]:
-        """As `_after`, step by step."""
-        epoch, cursor = self._place(self._epoch, self._cursor)
-        for _ in range(steps):
-            began, left = epoch, each
-            while left and epoch == began:
-                (epoch, cursor), left = self._place(epoch, cursor + 1), left - 1
-        return epoch, cursor
+        return self._skips.after(self._epoch, self._cursor, self.steps_per_epoch, steps, self.batches_per_step or 1)
 
     def _place(self, epoch: int, cursor: int) -> tuple[int, int]:
-        # The first window from this one on that is not left out.
-        while (cursor := self._skips.next(epoch, cursor)) >= self.steps_per_epoch:  # guard: skipped-windows-passed
-            epoch, cursor = epoch + 1, cursor - self.steps_per_epoch
-        return epoch, cursor
+        return self._skips.place(epoch, cursor, self.steps_per_epoch)
 
     def _move(self, epoch: int, cursor: int) -> None:
+        self._go_on_from(epoch, cursor)
+        self._counted = self._epoch, self._cursor
+
+    def _go_on_from(self, epoch: int, cursor: int) -> None:
         self._epoch, self._cursor = self._place(epoch, cursor)
         self._last_yielded = None
+
+    def _end(self, at: Iteration) -> None:
+        # The loader has yielded every batch, and was asked for the next one. Where steps are counted inside of
+        # iterations, the batches since the last step belong to the next one. Other iterations are those of an
+        # evaluation, or of a loop that counts no steps: they count as a whole.
+        at.ended = True
+        if at.counts_yielded:  # guard: prefetch-not-counted-at-epoch-end
+            move = self._go_on_from if self._counts_inside else self._move  # guard: last-step-of-epoch-not-presumed
+            move(at.epoch, at.next_step)
 
     def skip(self, epoch: int, first: int, count: int) -> list[int]:
         """Leave windows out of the order, for good. Returns the ids of their samples; empty if none is left out anew.
@@ -306,12 +301,13 @@ class ResumableSampler(Sampler[list[int]]):
         epoch, first = whole_number("epoch", epoch), whole_number("first", first)
         ahead = range(first, min(first + whole_number("count", count), self.steps_per_epoch))
         known = self._skips.of(epoch)
-        new = [one for one in ahead if (epoch, one) >= (self._epoch, self._cursor) and one not in known]
+        new = [one for one in ahead if (epoch, one) >= self._counted and one not in known]
         if not new:
             return []
         self._invalidate("batches were left out of the order")
         self._skips.add(epoch, new)
-        self._move(self._epoch, self._cursor)
+        self._counted = self._place(*self._counted)
+        self._go_on_from(self._epoch, self._cursor)
         return [int(one) for one in self._order_of(epoch).of(epoch)[new].reshape(-1)]
 
     @property
@@ -324,10 +320,10 @@ class ResumableSampler(Sampler[list[int]]):
     def state_dict(self) -> dict[str, Any]:
         """The parameters of the order, the position in it, and the last counted step. Equal on every rank."""
         return {
-            "cursor_step": self._cursor,
+            "cursor_step": self._counted[1],
             "dataset_size": self.dataset_size,
             "earlier": [[until, one.dataset_size, one.global_batch, one.shuffle] for until, one in self._earlier],
-            "epoch": self._epoch,
+            "epoch": self._counted[0],
             "global_batch": self.global_batch,
             "seed": self._seed,
             "shuffle": self.shuffle,
@@ -352,6 +348,7 @@ class ResumableSampler(Sampler[list[int]]):
                 changed = differences(saved.order, self._order)
                 reporting.info(f"from epoch {saved.epoch} on the samples have another order: {changed}")
         self._step, self._skips = saved.step, saved.skips
+        self._counts_inside = saved.cursor > 0
         self._move(saved.epoch, saved.cursor)
 
     def differs(self, state: object) -> str:
@@ -423,6 +420,8 @@ class ResumableSampler(Sampler[list[int]]):
                     todo="Make an optimizer step at the end of each epoch, and call step(n) then; where steps span "
                     "epochs leave batches_per_step out.",
                 )
+            if before.fetched_all and not counted:
+                before.report_repeated(self.remaining)
             earlier_counted = before.earlier_counted and counted
         self._invalidate("a newer iteration over the sampler began")
         self._iteration = Iteration(
@@ -439,6 +438,7 @@ class ResumableSampler(Sampler[list[int]]):
         for window in self._windows(at):
             at.note_fetched(self._skips.next(at.epoch, at.next_step))
             yield window.ids
+        at.fetched_all = True
 
     def _windows(self, at: Iteration) -> Iterator[Window]:
         windows, slices = self.order(at.epoch), at.division.slices

@@ -1,4 +1,7 @@
-"""Windows of the order that are left out: batches that made training diverge. Pure; knows no cursor."""
+"""Windows of the order that are left out, batches that made training diverge, and which windows come without them.
+
+Pure; knows no cursor. `windows`: of an epoch.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,34 @@ class Skips:
         return window
 
     def remaining(self, epoch: int, window: int, windows: int) -> int:
-        """How many windows from this one on are not left out, of an epoch of so many `windows`."""
+        """How many windows of an epoch, from this one on, are not left out."""
         return windows - window - sum(window <= one < windows for one in self._windows.get(epoch, ()))
+
+    def place(self, epoch: int, window: int, windows: int) -> tuple[int, int]:
+        """Epoch and window of the first one from this one on that is not left out, in this epoch or a later one."""
+        while (window := self.next(epoch, window)) >= windows:  # guard: skipped-windows-passed
+            epoch, window = epoch + 1, window - windows
+        return epoch, window
+
+    def after(self, epoch: int, window: int, windows: int, steps: int, each: int) -> tuple[int, int]:
+        """Epoch and window behind so many steps, of `each` windows, from this one on. No step takes windows from two
+        epochs: the last one of an epoch takes what is left of it."""
+        if self:
+            return self._after(epoch, window, windows, steps, each)
+        left = -(-(windows - window) // each)  # guard: last-step-takes-remainder
+        if steps < left:
+            return epoch, window + steps * each
+        epochs, steps = divmod(steps - left, -(-windows // each))
+        return epoch + 1 + epochs, steps * each
+
+    def _after(self, epoch: int, window: int, windows: int, steps: int, each: int) -> tuple[int, int]:
+        """As `after`, step by step."""
+        epoch, window = self.place(epoch, window, windows)
+        for _ in range(steps):
+            began, left = epoch, each
+            while left and epoch == began:
+                (epoch, window), left = self.place(epoch, window + 1, windows), left - 1
+        return epoch, window
 
     def of(self, epoch: int) -> list[int]:
         """The windows of an epoch that are left out, ascending."""

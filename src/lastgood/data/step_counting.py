@@ -1,8 +1,8 @@
-"""On which samplers of a state an optimizer step counts, and whether the loop reads from any of them."""
+"""On which samplers of a state an optimizer step counts, and reports of samplers that do not fit the training."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from .. import reporting
 from .sampler import ResumableSampler
@@ -42,3 +42,36 @@ def count_step(
     for one in samplers:
         if not read or one in read or one.world_size < ranks:  # guard: idle-sampler-stands-still
             one.advance_to(step, previous)
+
+
+def report_uncounted(held: Mapping[str, ResumableSampler], step: int) -> None:
+    """Report each sampler that an object of the state holds if the loop reads from it, and nobody counts its steps.
+
+    Called at the first `step`. `held`: by path; none of them is in the state itself. The object may count the steps of
+    its sampler (`consumed`), and an iteration that has ended is probably that of an evaluation: these are not reported.
+    """
+    for path, one in held.items():
+        if one.is_read_uncounted:
+            reporting.warning(
+                f"step {step}: {path} is a ResumableSampler that an object of the state holds. Steps are counted only "
+                "on samplers that are in the state themselves, so a resume begins its epoch again: give it an entry of "
+                'its own, as state={"sampler": sampler, ...}'
+            )
+
+
+def report_missing_parts(posts: Sequence[Mapping[str, tuple[int, int]]]) -> None:
+    """Report samplers that divide the windows among ranks of this job where no rank has one of the parts.
+
+    `posts`: of each rank of the job, (world_size, rank) of its samplers, by path. Several ranks may have the same part,
+    as those of a tensor-parallel group do. A sampler that some ranks do not have, or that is made for more ranks than
+    the job has, is not looked at: the missing part may be trained elsewhere.
+    """
+    for path in sorted(set.intersection(*map(set, posts))):
+        worlds, held = ({one[path][index] for one in posts} for index in (0, 1))
+        missing = sorted(set(range(max(worlds))) - held)
+        if missing and len(worlds) == 1 and max(worlds) <= len(posts):
+            reporting.threat(
+                f"{path}: all ranks have a ResumableSampler with world_size={max(worlds)}, and none of them has rank="
+                f"{', '.join(map(str, missing))}: no rank trains that part of the windows, and several ranks train "
+                "the same one. Give each its data-parallel rank: ResumableSampler(..., rank=rank, world_size=...)"
+            )

@@ -6,17 +6,19 @@ Everything here runs on the training thread.
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 
 from ..coordination.single_rank import AnyRanks
 from ..data.sampler import ResumableSampler
-from ..data.step_counting import count_step
+from ..data.step_counting import count_step, report_uncounted
+from ..data.trained import by_epoch
 from ..errors import StepTaken
 from ..io.heartbeat import Position
 from ..limits import STEP_LIMIT
 from ..policy.arguments import is_whole, require
 from ..records import Generation
 from ..run.outcomes import Outcomes
-from ..state.objects import instances_of
+from ..state.objects import held_by_objects, instances_of
 from ..state.parameter_versions import version
 from .load import LoadRequest
 
@@ -62,6 +64,8 @@ class Progress:
             self.samplers = instances_of(self._state, ResumableSampler)
             before = self._position()
             count_step(self.samplers, n, self.step, rank=rank, ranks=ranks, first=first)
+            if first and rank == 0:
+                report_uncounted(held_by_objects(self._state, ResumableSampler), n)
             self.step = self._outcomes.completed = n
             self._note_trained(before)
 
@@ -82,15 +86,19 @@ class Progress:
         if sampler.batches_per_step is not None or self.trained is None:
             return Position(*found[:2], sampler.batches_per_step or 1)
         epoch, first, count = self.trained
-        left_out = sum(at == epoch and first <= window < first + count for at, window in sampler.skipped)
+        behind = (window + (at - epoch) * sampler.steps_per_epoch for at, window in sampler.skipped)
+        left_out = sum(first <= window < first + count for window in behind)
         return Position(*found[:2], max(1, count - left_out))
 
-    def samples(self, epoch: int, first: int, count: int) -> list[int]:
-        """The ids of the samples of these windows, of all ranks. Empty if there is not exactly one sampler."""
-        if len(self.samplers) != 1:
-            return []
-        ids: list[int] = self.samplers[0].order(epoch)[first : first + count].reshape(-1).tolist()
-        return ids
+    def samples(self, trained: Position) -> Iterator[tuple[int, range, list[int]]]:
+        """Epoch, windows and ids of the samples, of all ranks, that a step has trained, epoch by epoch.
+
+        Nothing if there is not exactly one sampler.
+        """
+        if len(self.samplers) == 1:
+            (one,) = self.samplers
+            for epoch, windows in by_epoch(one, *trained):
+                yield epoch, windows, one.order(epoch)[windows.start : windows.stop].reshape(-1).tolist()
 
     def _position(self) -> tuple[int, int, int] | None:
         """Epoch and window of the first batch that is not counted, and the windows of an epoch."""

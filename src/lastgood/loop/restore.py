@@ -19,6 +19,7 @@ from .. import reporting
 from ..coordination.rounds import RankGroup
 from ..coordination.single_rank import AnyRanks, AnyTopic
 from ..data.sampler import ResumableSampler
+from ..data.step_counting import report_missing_parts
 from ..engine import guard
 from ..engine.arena import Arena
 from ..engine.finite import not_finite_error
@@ -39,7 +40,7 @@ from ..run.peer_reads import PeerReads
 from ..run.pipeline import Pipeline
 from ..run.watched import Sources
 from ..run.writer import RunWriter
-from ..state.objects import instances_of
+from ..state.objects import find_objects, instances_of
 from .load import LoadRequest, Restored
 from .progress import Progress
 from .reports import Reports
@@ -334,12 +335,20 @@ class Restorer:
             if samples and self._ranks.is_coordinator:
                 reporting.warning(f"{samples:,} samples are left out, from epoch {epoch}: {why}")
 
+    def _report_missing_parts(self) -> None:
+        """Report, at rank 0, if no sampler of any rank has a part of the order."""
+        found = find_objects(self._request.state)
+        mine = {path: [one.world_size, one.rank] for path, one in found.items() if isinstance(one, ResumableSampler)}
+        self._ranks.topic("parts of the order").agree(mine, report_missing_parts)
+
     def continue_from(self, found: Restored, followed: Followed) -> None:
         """Make the saves that follow descend from the restored generation, or from nothing if there is none.
 
         `followed`: the advice that was followed; the batches that it names are left out.
         """
         self._leave_out(followed.advice)
+        if self._ranks.size > 1:
+            self._report_missing_parts()
         pipeline, generation, state = self._pipeline, found.generation, self._request.state
         run, several = pipeline.run, self._ranks.size > 1
         self._saver.half_loaded = False

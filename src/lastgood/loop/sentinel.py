@@ -28,6 +28,7 @@ from .. import reporting
 from ..coordination.single_rank import AnyRanks
 from ..errors import LastgoodError, Refused, TrainingDiverged
 from ..format import layout
+from ..io.heartbeat import Position
 from ..limits import STEP_LIMIT
 from ..records import GenerationId
 from ..run import advice, side_records
@@ -63,7 +64,7 @@ class DivergenceCheck:
     ) -> None:
         self._options, self._url, self._pipeline, self._saver = options, url, pipeline, saver
         self._progress, self._ranks, self._beat = progress, ranks, beat
-        self._pending: tuple[_Values, dict[int, Skip]] | None = None
+        self._pending: tuple[_Values, dict[int, Position]] | None = None
         """what is to be compared once a device has copied it: metrics, and the windows that their steps have trained"""
         self._at_end: Exception | None = None
         self.restart()
@@ -71,7 +72,7 @@ class DivergenceCheck:
     def restart(self) -> None:
         """The state was restored, or nothing was trained yet: what was seen before counts no more."""
         self._seen, self._last = _Seen(self._options), self._progress.step
-        self._trained = dict[int, Skip]()
+        self._trained = dict[int, Position]()
         """step -> the windows that it has trained, since the last comparison"""
         self._pending = None
 
@@ -91,7 +92,7 @@ class DivergenceCheck:
                 todo="Give it in each step: step(n, metrics={'loss': loss}), or name other metrics in Sentinel(...).",
             ) from None
         if (trained := self._progress.trained) is not None:
-            self._trained[n] = Skip(epoch=trained.epoch, first=trained.window, count=trained.windows)
+            self._trained[n] = trained
         before, self._last = self._last, n
         # At the same steps after each restart. Of several ranks each may learn at another step that the loop is to end.
         if n // self._options.every > before // self._options.every or (at_once and self._ranks.size == 1):
@@ -205,9 +206,12 @@ class DivergenceCheck:
         why = f"training diverged: {what}"
         made = Advice(format=layout.FORMAT, by="sentinel", at=time.time(), step=first, why=why, from_start=from_start)
         found = [replace(made, suspect=one) for one in suspects]
-        bad = [one for step, one in self._trained.items() if first <= step <= n]
-        named = [replace(one, samples=self._progress.samples(one.epoch, one.first, one.count)) for one in bad]
-        return found + [replace(made, skip=one) for one in named]
+        for step, trained in self._trained.items():
+            if first <= step <= n:
+                for epoch, windows, ids in self._progress.samples(trained):
+                    left_out = Skip(epoch=epoch, first=windows.start, count=len(windows), samples=ids)
+                    found.append(replace(made, skip=left_out))
+        return found
 
 
 _SAFE = "Generations from before are untouched."

@@ -369,6 +369,22 @@ def instances_of(state: Mapping[str, Any], kind: type[T]) -> list[T]:
     return list({id(one): one for one in find_objects(state).values() if isinstance(one, kind)}.values())
 
 
+def held_by_objects(state: Mapping[str, Any], kind: type[T]) -> dict[str, T]:
+    """The objects of a class that are attributes of the objects of a state, and not in it themselves, by path.
+
+    Those of a DataLoader are left out: torchdata's, which has a state, counts the batches of its sampler itself.
+    """
+    found = find_objects(state)
+    known = {id(one) for one in found.values()}
+    return {
+        join(path, name): part
+        for path, one in found.items()
+        if not isinstance(one, DataLoader)
+        for name, part in getattr(one, "__dict__", {}).items()
+        if isinstance(part, kind) and id(part) not in known
+    }
+
+
 def modules_of(state: Mapping[str, Any]) -> dict[str, nn.Module]:
     """The modules of a state, by path."""
     return {path: one for path, one in find_objects(state).items() if isinstance(one, nn.Module)}

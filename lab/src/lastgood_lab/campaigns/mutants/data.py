@@ -13,7 +13,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "windows that are left out are trained",
             "skipped-windows-passed",
-            Swap("self._skips.next(epoch, cursor)", "cursor"),
+            Swap("self.next(epoch, window)", "window"),
         ),
         (
             "samples that were left out count as missing",
@@ -56,7 +56,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "the last step of an epoch does not take the batches that remain",
             "last-step-takes-remainder",
-            Instead("left = self.remaining // each"),
+            Instead("left = (windows - window) // each"),
         ),
         (
             "batches that are yielded ahead of a step are counted",
@@ -67,6 +67,11 @@ MUTANTS: tuple[Mutant, ...] = (
             "batches that are yielded ahead are counted at the end of an epoch",
             "prefetch-not-counted-at-epoch-end",
             Always(),
+        ),
+        (
+            "batches at the end of an epoch that no step has trained are counted",
+            "last-step-of-epoch-not-presumed",
+            Swap("self._counts_inside", "False"),
         ),
         ("ranks have different numbers of batches in a window", "equal-number-of-batches", Never()),
         ("a step is counted in the middle of a window", "step-completes-window", Never()),
