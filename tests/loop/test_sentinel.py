@@ -16,8 +16,9 @@ import torch
 from torch.utils.data import Dataset
 
 import lastgood
-from harness import reported, reports
+from harness import reported, reports, steps
 from lastgood.errors import NothingGood, Refused, TrainingDiverged
+from lastgood.io import heartbeat
 from lastgood.loop import sentinel
 from lastgood.run import access, advice
 from lastgood.run.pipeline import Pipeline
@@ -264,6 +265,22 @@ def test_batches_are_left_out_so_often_as_was_permitted(tmp_path: Path) -> None:
     found = advice.read(access.for_reading(tmp_path))
     assert {one.step for one in found if one.skip} == {4}
     assert {one.suspect.step for one in found if one.suspect} == {4, 13}, "no restore takes the state of either"
+
+
+def test_a_diverged_step_is_no_progress_once_no_batches_are_left_out(tmp_path: Path, monkeypatch) -> None:
+    """It was saved for people, and `lastgood run` took that for progress: it started the job again without end, each
+    time from the same step."""
+    page = str(tmp_path / "page")
+    heartbeat.create(page)
+    monkeypatch.setenv(heartbeat.VARIABLE, page)
+    loop = Loop(tmp_path / "run", {3: math.nan, 13: math.nan}, lastgood.Sentinel(every=1, at_most=1))
+    with loop.ckpt:
+        with pytest.raises(TrainingDiverged):
+            loop.train(20)
+        with pytest.raises(TrainingDiverged, match="left out 1 times"):
+            loop.train(20)
+        loop.ckpt.wait()
+    assert heartbeat.read(page).saved_step == 12 and steps(tmp_path / "run")[-1] == 13
 
 
 def test_a_step_that_is_asked_for_is_restored_without_advice(tmp_path: Path) -> None:

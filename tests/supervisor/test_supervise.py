@@ -428,12 +428,14 @@ def test_what_a_rank_has_started_ends_with_its_attempt(tmp_path: Path) -> None:
 
 
 def test_ranks_have_torchruns_environment_and_a_new_port_each_attempt(tmp_path: Path) -> None:
+    """All ranks of a node drew the same numbers from torch's generator, and again in each attempt."""
     names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"]
     text = f"""
         import json, os, random, sys
         attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
-        import numpy
-        seen = {{name: os.environ[name] for name in {names!r}}} | {{"drawn": [random.random(), numpy.random.rand()]}}
+        import numpy, torch
+        drawn = [random.random(), numpy.random.rand(), torch.rand(()).item()]
+        seen = {{name: os.environ[name] for name in {names!r}}} | {{"drawn": drawn}}
         json.dump(seen, open({str(tmp_path)!r} + f"/seen{{attempt}}{{rank}}", "w"))
         sys.exit(attempt == "0")
     """
@@ -443,7 +445,7 @@ def test_ranks_have_torchruns_environment_and_a_new_port_each_attempt(tmp_path: 
     assert seen["0", "1"]["RANK"] == seen["0", "1"]["LOCAL_RANK"] == "1" and seen["0", "1"]["WORLD_SIZE"] == "2"
     assert seen["0", "0"]["TORCHELASTIC_RUN_ID"] == "job7"
     assert seen["0", "0"]["MASTER_PORT"] == seen["0", "1"]["MASTER_PORT"] != seen["1", "0"]["MASTER_PORT"]
-    assert len({number for one in seen.values() for number in one["drawn"]}) == 8, "a fork draws numbers of its own"
+    assert len({number for one in seen.values() for number in one["drawn"]}) == 12, "a fork draws numbers of its own"
 
 
 @pytest.mark.long

@@ -29,6 +29,10 @@ class Beat:
         """the step that was shown last, since the restore"""
         self._restored = False
         """whether the loop has called restore(), or was warned that it has not"""
+        self._saved: int | None = None
+        """the newest step whose save is known to be committed"""
+        self._good: int | None = None
+        """the newest step that is shown as saved at most; None: any is"""
         self.stall_seconds = 0.0
         """how long the loop has waited for saves: in the calls that begin them, at the fence, and for their ends"""
 
@@ -40,7 +44,7 @@ class Beat:
     def restored(self, step: int, generation: Generation | None) -> None:
         """The state is that of a step, restored from a generation or (None) that of the beginning."""
         if self._page is not None:
-            self._shown_step, self._restored = None, True
+            self._shown_step, self._restored, self._good = None, True, None
             incarnation = "" if generation is None else generation.id.incarnation
             self._page.restored(step, incarnation, self._progress.next_position())
 
@@ -64,7 +68,14 @@ class Beat:
     def saved(self, step: int | None) -> None:
         """The newest step whose save is known to be committed; None: there is none."""
         if self._page is not None and step is not None:
-            self._page.saved(step)
+            self._saved = step
+            self._page.saved(step if self._good is None else min(step, self._good))
+
+    def diverged(self, first: int) -> None:
+        """A restore goes back before the step `first`, and trains with the same batches again: what was saved since is
+        not shown as saved. Otherwise the supervisor would take it for progress, and start the job again for ever."""
+        self._good = first - 1
+        self.saved(self._saved)
 
     def saving(self) -> contextlib.AbstractContextManager[None]:
         """In the block, the loop waits for a save."""

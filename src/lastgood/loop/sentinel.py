@@ -157,6 +157,8 @@ class DivergenceCheck:
         topic = self._ranks.topic("diverged advice")
         todo, for_ever = topic.agree(None, lambda _: self._advised(n, first, what))
         kept = self._kept(n, for_ever)
+        if not for_ever:
+            self._beat.diverged(first)  # guard: diverged-step-is-no-progress
         self._seen = _Seen(self._options)  # who catches the error and leaves the `with` does not receive it again
         raise TrainingDiverged(f"training has diverged: {what}", safe=f"{kept}{_SAFE}", todo=todo)
 

@@ -119,9 +119,10 @@ class Zygote:
         """End it, and the processes that wait. The ranks go on."""
         self._ahead.close()
         self._socket.close()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        if self._process.poll() is None:  # else its number may be that of another group by now
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
 
     def _answer(self, touch: Callable[[], None]) -> bytes:
         waiting = [self._socket.fileno(), self._signals.descriptor]
@@ -223,8 +224,11 @@ def _forked() -> int | None:
 
 def _become(start: Fork, descriptors: Sequence[int]) -> None:
     program.become_rank(start.supervisor, start.environment)
+    # Otherwise every rank would draw the same numbers, in every attempt. Python seeds its own generator at a fork.
     if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed()  # otherwise every rank would draw the same numbers, in every attempt
+        numpy.random.seed()
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.seed()  # guard: forked-ranks-draw-own-numbers
     for number, one in enumerate(descriptors, start=1):
         os.dup2(one, number)
         os.close(one)

@@ -56,6 +56,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a bound of the user is not kept", "restarts-bounded", Never()),
         ("a job that fails for ever is started for ever", "no-endless-restarts", Never()),
         ("a rank outlives its supervisor", "child-dies-with-parent", Remove()),
+        ("all ranks of a node draw the same numbers", "forked-ranks-draw-own-numbers", Remove()),
         ("a rank that was just forked is not ended", "rank-without-group-killed", Remove()),
         ("what ranks have started is left", "processes-of-ranks-awaited", Remove()),
         (
@@ -155,6 +156,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a save in flight is restored after divergence", "saves-in-flight-are-suspect", Remove()),
         ("a device that has failed keeps the run open", "failed-comparison-closes-run", Instead("raise")),
         ("a diverged state is taken for the start", "diverged-state-is-not-the-start", Never()),
+        ("a job that diverges again and again is started without end", "diverged-step-is-no-progress", Remove()),
         (
             "a trained state is taken for the start",
             "start-over-needs-initial-state",
