@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
+import itertools
 import types
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from torch import nn, optim
 import lastgood
 from harness import reports
 from lastgood import errors
+from lastgood.state import instances, live_check, objects
 from lastgood.state.patterns import CHECKS
 from lastgood.state.storable import LISTED
 from lastgood_lab.worlds import world
@@ -405,6 +408,33 @@ def test_the_check_at_the_first_step_changes_and_copies_nothing(tmp_path: Path) 
         assert torch.equal(torch.get_rng_state(), before[0])
         assert all(torch.equal(one, before[1][name]) for name, one in state["model"].state_dict().items())
     assert not (tmp_path / "gen").exists()
+
+
+@dataclass
+class Node:
+    """Of a tree, with a link to the node above."""
+
+    above: object = None
+    below: list[object] = field(default_factory=list)
+
+
+@pytest.mark.parametrize("excluded", [True, False])
+def test_a_tree_with_links_to_its_root_is_refused_at_once(tmp_path: Path, monkeypatch, excluded: bool) -> None:
+    """Each branch was entered from each link to the root again: the run was never open, nor if the tree was excluded."""
+    calls, before = itertools.count(), instances.parts_of
+
+    def counted(obj: object) -> dict[str, object]:
+        assert next(calls) < 10_000, "the same nodes are entered again and again"
+        return before(obj)
+
+    for module in (live_check, objects):
+        monkeypatch.setattr(module, "parts_of", counted)
+    root = Node()
+    root.below = [Node(root), Node(root)]
+    state = {"w": torch.zeros(2), "tree": root}
+    with lastgood.Checkpointer(tmp_path, state, exclude=["tree"] if excluded else [], save_on_exit=False) as ckpt:
+        with contextlib.nullcontext() if excluded else pytest.raises(errors.Unstorable, match="contains itself"):
+            ckpt.save(1)
 
 
 def test_a_state_that_contains_itself_twice_is_refused(tmp_path: Path) -> None:

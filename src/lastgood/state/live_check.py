@@ -36,7 +36,7 @@ def require_live(state: Mapping[str, Any]) -> None:
     (`module.to()`, `load_state_dict(assign=True)`, FSDP). So it is refused too. A copy of weights that is kept on
     purpose is accepted as a plain dict of tensors: `dict(copies)`.
     """
-    found = [one for key, value in state.items() for one in _state_dicts(value, component(key))]
+    found = [one for key, value in state.items() for one in _state_dicts(value, component(key), frozenset())]
     if found:
         listed = "\n".join(f"  {path}: the state_dict() of {kind}" for path, kind in found)
         raise Refused(
@@ -47,22 +47,24 @@ def require_live(state: Mapping[str, Any]) -> None:
         )
 
 
-def _state_dicts(obj: Any, path: str, depth: int = 0) -> Iterator[tuple[str, str]]:
-    """Path and kind of every `state_dict()` in nested containers, dataclasses and namedtuples."""
-    if depth > DEPTH_LIMIT:
+def _state_dicts(obj: Any, path: str, above: frozenset[int]) -> Iterator[tuple[str, str]]:
+    """Path and kind of every `state_dict()` in nested containers, dataclasses and namedtuples. `above`: the ids of those
+    that this one is in."""
+    if id(obj) in above or len(above) > DEPTH_LIMIT:
         return  # the first save refuses it by name
+    below = above | {id(obj)}
     if isinstance(obj, Mapping) and not tag_of(obj):  # an object is read again at every save
         if kind := _kind(obj):
             yield path, kind
             return
         for key, part in obj.items():
-            yield from _state_dicts(part, join(path, key), depth + 1)
+            yield from _state_dicts(part, join(path, key), below)
     elif not tag_of(obj) and (parts := parts_of(obj)):
         for name, part in parts.items():
-            yield from _state_dicts(part, join(path, name), depth + 1)
+            yield from _state_dicts(part, join(path, name), below)
     elif isinstance(obj, (list, tuple, deque)) and not only_numbers(obj):
         for index, part in enumerate(obj):
-            yield from _state_dicts(part, f"{path}.{index}", depth + 1)
+            yield from _state_dicts(part, f"{path}.{index}", below)
 
 
 def _kind(obj: Mapping[Any, Any]) -> str:

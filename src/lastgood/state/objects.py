@@ -78,19 +78,22 @@ def stale_state(optimizer: Optimizer, path: str) -> Unstorable:
     )
 
 
-def holds_objects(obj: Any, depth: int = 0) -> bool:
-    """Whether this object, or one inside of these plain containers, can only be restored by writing into it."""
+def holds_objects(obj: Any, above: frozenset[int] = frozenset()) -> bool:
+    """Whether this object, or one inside of these plain containers, can only be restored by writing into it.
+
+    `above`: as for `_find_objects`; by default it is in none.
+    """
     if isinstance(obj, (list, tuple)) and only_numbers(obj):
         return False
     if tag_of(obj):
         return True
-    if depth > DEPTH_LIMIT:
+    if id(obj) in above or len(above) > DEPTH_LIMIT:
         return False
     if isinstance(obj, (Mapping, list, tuple, deque)):
         parts = obj.values() if isinstance(obj, Mapping) else obj
     else:
         parts = parts_of(obj).values()
-    return any(holds_objects(part, depth + 1) for part in parts)
+    return any(holds_objects(part, above | {id(obj)}) for part in parts)
 
 
 # ---- kinds of objects ------------------------------------------------------------------------------------------
@@ -286,7 +289,10 @@ def module_entries(module: nn.Module, path: str) -> tuple[dict[str, Any], dict[s
     return entries, names
 
 
-_DATA = frozenset({torch.Tensor, nn.Parameter, np.ndarray, int, float, bool, str, bytes, type(None)})
+_DATA = frozenset(
+    {torch.Tensor, nn.Parameter, np.ndarray, np.float64, np.float32, np.int64, np.bool_}
+    | {int, float, bool, str, bytes, type(None)}
+)
 
 
 class Member(NamedTuple):
@@ -341,25 +347,28 @@ def find_objects(state: Mapping[str, Any]) -> dict[str, Any]:
     """The objects of a state that are not plain data (modules, optimizers, ...), by path; not those inside of them."""
     found: dict[str, Any] = {}
     for key, value in state.items():
-        _find_objects(value, component(key), found, 0)
+        _find_objects(value, component(key), found, frozenset())
     return found
 
 
-def _find_objects(obj: Any, path: str, found: dict[str, Any], depth: int) -> None:
+def _find_objects(obj: Any, path: str, found: dict[str, Any], above: frozenset[int]) -> None:
+    """`above`: the ids of the containers that this object is in. One that contains itself, or is too deep, is refused
+    by the first save."""
     kind = type(obj)
-    if kind in _DATA or depth > DEPTH_LIMIT:
+    if kind in _DATA or id(obj) in above or len(above) > DEPTH_LIMIT:
         return
+    below = above | {id(obj)}
     if kind is dict or kind is OrderedDict or kind is defaultdict:
         if not set(map(type, obj.values())) <= _DATA:
             for key, item in obj.items():
-                _find_objects(item, join(path, key), found, depth + 1)
+                _find_objects(item, join(path, key), found, below)
     elif kind is list or kind is tuple or kind is deque:
         if not set(map(type, obj)) <= _DATA:
             for index, item in enumerate(obj):
-                _find_objects(item, f"{path}.{index}", found, depth + 1)
+                _find_objects(item, f"{path}.{index}", found, below)
     elif not tag_of(obj) and (parts := parts_of(obj)):
         for name, part in parts.items():
-            _find_objects(part, join(path, name), found, depth + 1)
+            _find_objects(part, join(path, name), found, below)
     else:
         found[path] = obj
 
