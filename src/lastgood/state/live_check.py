@@ -48,8 +48,10 @@ def require_live(state: Mapping[str, Any]) -> None:
 
 
 def _state_dicts(obj: Any, path: str, above: frozenset[int]) -> Iterator[tuple[str, str]]:
-    """Path and kind of every `state_dict()` in nested containers, dataclasses and namedtuples. `above`: the ids of those
-    that this one is in."""
+    """Path and kind of every `state_dict()` in nested containers, dataclasses and namedtuples.
+
+    `above`: the ids of those that this one is in.
+    """
     if id(obj) in above or len(above) > DEPTH_LIMIT:
         return  # the first save refuses it by name
     below = above | {id(obj)}
