@@ -681,6 +681,19 @@ def test_a_closed_output_pipe_ends_the_command_without_a_traceback(run: Path) ->
         assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.slow
+def test_output_that_cannot_be_written_is_one_error_without_a_traceback(run: Path) -> None:
+    """On a full disk, and where stdout was closed (`>&-`), each command ended in a traceback, with exit code 1."""
+    for command in (["show", run], ["ls", run, "--json"]):
+        with open("/dev/full", "w") as full:
+            done = python("-m", "lastgood", *command, stdout=full, stderr=subprocess.PIPE)
+        assert done.returncode == 5 and done.stderr.startswith("lastgood: the output cannot be written: No space")
+        assert len(done.stderr.splitlines()) == 2
+    line = f"{sys.executable} -m lastgood show {run} >&-"
+    closed = subprocess.run(["sh", "-c", line], stderr=subprocess.PIPE, text=True)
+    assert (closed.returncode, closed.stderr) == (0, "")
+
+
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS"):
