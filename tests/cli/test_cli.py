@@ -439,11 +439,24 @@ def test_a_sharded_export_has_the_layout_of_hugging_face(tmp_path: Path, call_js
 
 
 def test_a_failed_export_of_damaged_bytes_leaves_no_file(run: Path, call_json: Any, tmp_path: Path) -> None:
+    """Only the error for `.safetensors` said what to do."""
     newest = RunReader(access.for_reading(run)).generation()
     flip(folder(run, newest) / "r00000.safetensors", 5000)
     for name in ("m.safetensors", "m.pt", "m.dcp", "m/"):
         code, document = call_json("export", run, 30, "--to", f"{tmp_path}/{name}")
         assert (code, document["error"]) == (4, "SumMismatch") and os.listdir(tmp_path) == ["run"]
+        assert document["safe"] == "Nothing was written." and f"verify RUN {newest.id}" in document["todo"]
+
+
+def test_export_takes_the_whole_name_of_a_tensor(run: Path, call: Call, call_json: Any, tmp_path: Path) -> None:
+    """It had "no tensor under" a name that `show` prints, and the empty name was a step that "has no tensor"."""
+    from safetensors.torch import load_file
+
+    code, data = call_json("export", run, 30, "--to", tmp_path / "m.safetensors", "--only", "model.h.0.weight")
+    assert (code, data["tensors"]) == (0, 1)
+    assert list(load_file(tmp_path / "m.safetensors")) == ["weight"]
+    code, _, err = call("export", run, 30, "--to", tmp_path / "n.safetensors", "--only", "")
+    assert code == 2 and "leave it out" in err
 
 
 @pytest.mark.slow

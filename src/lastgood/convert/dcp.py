@@ -373,8 +373,8 @@ def _step(checkpoint_id: str | os.PathLike[str] | None) -> int | None:
         raise Refused(
             f"checkpoint_id={checkpoint_id!r} names no step",
             safe="Nothing was touched.",
-            todo=f"Give a number of up to {STEP_DIGITS} digits, or text whose last number is one: 'step-100', and no date. "
-            "The run's directory goes to Writer and Reader.",
+            todo=f"Give a number of up to {STEP_DIGITS} digits, or text whose last number is one and no date: "
+            "'step-100'. The run's directory goes to Writer and Reader.",
         )
     return int(found[1])
 
