@@ -241,7 +241,7 @@ def test_variables_of_certificates_that_cannot_be_meant_are_refused(variables: d
 def test_a_wire_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     with nodes.Nodes(lambda: disk(tmp_path / "a"), lambda: None) as node:
         serve = Serve(job=JOB, key=KEY, node="a", host="127.0.0.1", port=0, wire="pigeons")
-        assert "the wire 'pigeons' is not one of sockets, nixl" in node.serve(serve) and node.port == 0
+        assert "LASTGOOD_WIRE='pigeons' is not one of sockets, nixl" in node.serve(serve) and node.port == 0
     assert [own_wire({}), own_wire({"LASTGOOD_WIRE": ""}), own_wire({"LASTGOOD_WIRE": "nixl"})] == [
         "sockets",
         "sockets",

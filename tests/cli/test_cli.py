@@ -439,11 +439,24 @@ def test_a_sharded_export_has_the_layout_of_hugging_face(tmp_path: Path, call_js
 
 
 def test_a_failed_export_of_damaged_bytes_leaves_no_file(run: Path, call_json: Any, tmp_path: Path) -> None:
+    """Only the error for `.safetensors` said what to do."""
     newest = RunReader(access.for_reading(run)).generation()
     flip(folder(run, newest) / "r00000.safetensors", 5000)
     for name in ("m.safetensors", "m.pt", "m.dcp", "m/"):
         code, document = call_json("export", run, 30, "--to", f"{tmp_path}/{name}")
         assert (code, document["error"]) == (4, "SumMismatch") and os.listdir(tmp_path) == ["run"]
+        assert document["safe"] == "Nothing was written." and f"verify RUN {newest.id}" in document["todo"]
+
+
+def test_export_takes_the_whole_name_of_a_tensor(run: Path, call: Call, call_json: Any, tmp_path: Path) -> None:
+    """It had "no tensor under" a name that `show` prints, and the empty name was a step that "has no tensor"."""
+    from safetensors.torch import load_file
+
+    code, data = call_json("export", run, 30, "--to", tmp_path / "m.safetensors", "--only", "model.h.0.weight")
+    assert (code, data["tensors"]) == (0, 1)
+    assert list(load_file(tmp_path / "m.safetensors")) == ["weight"]
+    code, _, err = call("export", run, 30, "--to", tmp_path / "n.safetensors", "--only", "")
+    assert code == 2 and "leave it out" in err
 
 
 @pytest.mark.slow
@@ -679,6 +692,19 @@ def test_a_closed_output_pipe_ends_the_command_without_a_traceback(run: Path) ->
         done = python("-m", "lastgood", *command, stdout=far, stderr=subprocess.PIPE)
         os.close(far)
         assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.slow
+def test_output_that_cannot_be_written_is_one_error_without_a_traceback(run: Path) -> None:
+    """On a full disk, and where stdout was closed (`>&-`), each command ended in a traceback, with exit code 1."""
+    for command in (["show", run], ["ls", run, "--json"]):
+        with open("/dev/full", "w") as full:
+            done = python("-m", "lastgood", *command, stdout=full, stderr=subprocess.PIPE)
+        assert done.returncode == 5 and done.stderr.startswith("lastgood: the output cannot be written: No space")
+        assert len(done.stderr.splitlines()) == 2
+    line = f"{sys.executable} -m lastgood show {run} >&-"
+    closed = subprocess.run(["sh", "-c", line], stderr=subprocess.PIPE, text=True)
+    assert (closed.returncode, closed.stderr) == (0, "")
 
 
 @pytest.fixture

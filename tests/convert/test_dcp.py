@@ -139,9 +139,11 @@ def test_damage_is_never_loaded(tmp_path):
     assert torch.equal(state["w"], torch.zeros(5000))
 
 
-def test_an_id_that_names_no_step_is_refused(tmp_path):
+@pytest.mark.parametrize("wrong", ["latest", "2026-11-28", "2026-11-28T12:00:05", "20261128120005"])
+def test_an_id_that_names_no_step_is_refused(tmp_path, wrong):
+    """Of a date the day, or the second, was the step; a number with too many digits "cannot follow nothing"."""
     with pytest.raises(errors.Refused, match="names no step"):
-        save({"w": torch.ones(1)}, tmp_path, checkpoint_id="latest")
+        save({"w": torch.ones(1)}, tmp_path, checkpoint_id=wrong)
 
 
 def test_a_run_of_a_checkpointer_is_read_by_its_names(tmp_path):

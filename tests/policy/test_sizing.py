@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -145,3 +146,17 @@ def test_the_printed_table_names_its_doubtful_values(capsys, monkeypatch):
 def test_an_empty_or_invalid_plan_prints_how_to_call_it(wrong, answer, capsys):
     assert main(["plan", *wrong]) == 2
     assert answer in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", ["0", "-1", "nan", "inf", "1e300", "1e-300"])
+def test_a_plan_takes_no_number_that_it_cannot_compute_with(wrong, capsys):
+    """Very large and very small numbers ended in a ZeroDivisionError, or in JSON with an infinity."""
+    assert main(["plan", "--mtbf-seconds=1e4", f"--stall-seconds={wrong}"]) == 2
+    assert f"{wrong!r} is not a number above zero" in capsys.readouterr().err
+
+
+def test_the_extreme_numbers_of_a_plan_can_be_computed_with(capsys):
+    for given in itertools.product(("1e-9", "1e18"), repeat=5):
+        names = ("--stall-seconds", "--mtbf-seconds", "--write-seconds", "--step-seconds", "--parameters")
+        assert main(["plan", *(f"{name}={one}" for name, one in zip(names, given, strict=True)), "--json"]) == 0
+    assert "Infinity" not in capsys.readouterr().out

@@ -364,9 +364,13 @@ def test_a_part_in_memory_is_named_where_the_home_has_nothing(run: Run, tmp_path
         shutil.rmtree(older)
     with reported("nothing was loaded: step 7 lies in the memory of several nodes"):
         assert lastgood.load(run.home).restored.generation is None
-    for command in (["show"], ["export", "--to", str(tmp_path / "model.safetensors")]):
+    scratch = ["--in", str(tmp_path / "scratch")]
+    os.mkdir(scratch[1])
+    for command in (["show"], ["export", "--to", str(tmp_path / "model.safetensors")], ["verify"], ["drill", *scratch]):
         code, _, err = call(command[0], str(run.home), *command[1:])
-        assert code == 3 and "step 7 lies in the memory of several nodes" in " ".join(err.split())
+        assert code == 3 and "step 7 lies in the memory of several nodes" in " ".join(err.split()), command
+    out = " ".join(call("ls", str(run.home))[1].split())
+    assert "holds this node's part of step 7" in out and "a start with this tier" not in out
 
 
 def test_the_memory_of_another_run_is_not_loaded(run: Run) -> None:
@@ -400,4 +404,6 @@ def test_a_part_of_a_newer_save_in_memory_is_named_and_not_read(tmp_path, memory
     (home / "POINTER.json").unlink(missing_ok=True)
     code, _, err = call("show", str(home))
     assert code == 0 and "step 4 is newer, and lies in the memory of several nodes" in " ".join(err.split())
+    _, _, err = call("drill", str(home), "--in", str(tmp_path))
+    assert "step 4 is newer, and lies in the memory of several nodes" in " ".join(err.split())
     assert lastgood.load(home).restored.step == 2

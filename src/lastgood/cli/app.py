@@ -15,13 +15,13 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from rich.text import Text
 
 from .. import __version__
-from ..errors import LastgoodError, NotInstalled
+from ..errors import LastgoodError, NotInstalled, Unavailable
 from . import (
     agent,
     attempts,
@@ -103,14 +103,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     `argv`: the arguments without the name of the program (default: those of this process).
     """
     args = list(sys.argv[1:] if argv is None else argv)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed, as by `>&-`; a file of a run must not get its number
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for the life of the process
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names that this terminal cannot show are escaped
     try:
         answer = _answer(args)
-        if isinstance(answer, int):
-            return answer
-        if _as_json(args):
+        return answer if isinstance(answer, int) else _printed(answer, _as_json(args))
+    except BrokenPipeError:  # the reader of our output has ended
+        return _discarded(sys.stdout, BROKEN_PIPE)
+    except SystemExit as end:  # typer found a broken pipe while it printed help
+        if not isinstance(end.__context__, BrokenPipeError):
+            raise
+        return _discarded(sys.stdout, BROKEN_PIPE)
+    except (KeyboardInterrupt, typer.Abort):
+        print("lastgood: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _printed(answer: Answer, as_json: bool) -> int:
+    """Print an answer; returns the exit code. Raises BrokenPipeError."""
+    try:
+        if as_json:
             print(json.dumps(answer.data, indent=2, allow_nan=False))
         else:
             whole = answer.error or isinstance(answer.view, Text)  # a message or a report is never cut in a pipe
@@ -119,12 +135,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         if answer.note:
             console(stderr=True).print(Text(answer.note, style="yellow"), soft_wrap=True)
         return answer.code
-    except BrokenPipeError:  # the reader of our output has ended; Python's own flush at exit must not fail either
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
-    except (KeyboardInterrupt, typer.Abort):
-        print("lastgood: interrupted", file=sys.stderr)
-        return INTERRUPTED
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # as on a full disk
+        _discarded(sys.stdout)
+        try:
+            print(f"lastgood: the output cannot be written: {error.strerror}", file=sys.stderr)
+            print("Only the output is lost: what the command did is done.", file=sys.stderr)
+        except OSError:
+            _discarded(sys.stderr)
+        return Unavailable.exit_code
+
+
+def _discarded(stream: TextIO, code: int = 0) -> int:
+    """Let a stream write to nowhere, so that Python's own flush at the end does not fail. Returns `code`."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    return code
 
 
 def _answer(args: list[str]) -> Answer | int:

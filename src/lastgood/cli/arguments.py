@@ -34,6 +34,8 @@ From = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 
 MOST_RANKS = 10**6
+LEAST, MOST = 1e-9, 1e18
+"""bounds of every number, so that what `plan` computes of several of them stays finite"""
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e\+?[0-9]+)?)\s*(?:([kmgt]?)b?|([kmgt])ib)\s*", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
@@ -51,18 +53,20 @@ def bytes_of(text: str) -> int:
 
 
 def positive(text: str) -> float:
-    """A finite number above zero."""
+    """A number above zero, from LEAST to MOST."""
     number = _number(text)
-    if not 0 < number < math.inf:
-        raise typer.BadParameter(f"{text!r} is not a number above zero, such as 0.5 or 7e9.")
+    if not LEAST <= number <= MOST:
+        raise typer.BadParameter(
+            f"{text!r} is not a number above zero, such as 0.5 or 7e9 (from {LEAST:g} to {MOST:g})."
+        )
     return number
 
 
 def not_negative(text: str) -> float:
-    """A finite number of at least zero."""
+    """A number of at least zero, and at most MOST."""
     number = _number(text)
-    if not 0 <= number < math.inf:
-        raise typer.BadParameter(f"{text!r} is not a number of at least zero.")
+    if not 0 <= number <= MOST:
+        raise typer.BadParameter(f"{text!r} is not a number of at least zero (up to {MOST:g}).")
     return number
 
 

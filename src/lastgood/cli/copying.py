@@ -34,8 +34,8 @@ def copy(
 ) -> Answer:
     """Copy generations between any two places. Each is read again at the target before it counts as copied.
 
-    What is there already is left as it is, so a copy that was interrupted goes on where it stopped. Exit code 4
-    where a generation is damaged in RUN; the others are copied.
+    What was verified there already is left, and not read again: `lastgood scrub TARGET` finds new damage, which the
+    next copy mends. Exit code 4 where a generation is damaged in RUN; the others are copied.
     """
     data = copied(source, target, steps or [], take_over)
     lines = [f"step {row['step']} ({row['incarnation']}): {row['why']}" for row in data["failed"]]

@@ -15,13 +15,14 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ..errors import Damaged
+from ..run import access, read_places
 from ..run import drill as drills
 from ..run.drill_peers import UNKNOWN, PeerRead
 from ..units import size
 from .answer import Answer
 from .arguments import Json, Run
 from .terminal import clean
-from .texts import named, new_table
+from .texts import id_of, named, new_table
 
 
 def drill(
@@ -37,7 +38,8 @@ def drill(
     RUN is only read; the copies are removed at the end. Exit code 4 where a way back did not work.
     """
     data = drilled(run, folder)
-    return Answer(data, drilled_view(data), 0 if data["good"] else Damaged.exit_code)
+    newer = read_places.found(access.for_reading(run)).newer_part(id_of(data))
+    return Answer(data, drilled_view(data), 0 if data["good"] else Damaged.exit_code, note=newer)
 
 
 def drilled(run: str, folder: str | None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import typer
 from rich.text import Text
 
 from ..convert import exporting
+from ..errors import Damaged
 from ..policy import restore
 from ..run import access, paths, read_places
 from ..run.watched import Watched
@@ -36,7 +37,11 @@ def export(
     ],
     only: Annotated[
         str | None,
-        typer.Option(metavar="PREFIX", help="Tensors under this name, which is taken off.", show_default=False),
+        typer.Option(
+            metavar="PREFIX",
+            help="Tensors under this name, which is taken off, or the one of this name.",
+            show_default=False,
+        ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file when it is there.")] = False,
     shard: Annotated[
@@ -47,12 +52,21 @@ def export(
     """Write the tensors of a generation, verified on the way. The file or folder appears whole or not at all."""
     to = paths.local(to, "--to")
     require_suffix(to, (*FILES, ".dcp", "/"))
+    if only is not None and not only.strip("."):
+        raise typer.BadParameter(f"--only {only!r} names nothing: leave it out for all tensors.")
     places = read_places.found(access.for_reading(run))
     survey = places.survey
     generation = pick(survey, step, places.remark(None))
     tier = places.tier_of(generation.id)
     with progress("exporting", generation.bytes) as count_bytes:
-        data = exporting.export(Watched(tier, count_bytes), generation, to, only, force, shard)
+        try:
+            data = exporting.export(Watched(tier, count_bytes), generation, to, only, force, shard)
+        except Damaged as error:
+            error.safe = error.safe or "Nothing was written."
+            error.todo = (
+                error.todo or f"`lastgood verify RUN {generation.id}` says what is damaged; export another step."
+            )
+            raise
     count = plural(data["tensors"], "tensor")
     text = f"{data['file']}: {count}, {size(data['bytes'])}, from {generation.id}"
     text += "".join(f"\n  {name}: {dtype}, written as its bytes (U8)" for name, dtype in data["as_bytes"].items())

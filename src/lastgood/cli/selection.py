@@ -47,9 +47,7 @@ def pick(survey: Survey, wanted: str | None, remark: str = "") -> Generation:
         if choice.passed_over:
             reasons = "\n".join(f"  step {at.step}: {reason}" for at, reason in choice.passed_over)
             raise NothingGood(f"no generation of this run is good:\n{reasons}", todo="\nName a STEP to look at it.")
-        error = restore.no_such_step(NOTHING_YET, survey)
-        error.todo = remark or error.todo
-        raise error
+        raise restore.no_such_step(NOTHING_YET, survey, remark)
     at = find(survey, wanted)
     if at in survey.broken:
         raise survey.broken[at]

@@ -18,7 +18,7 @@ from ..run import access, side_records
 from ..supervisor import attempt_log
 from ..units import size
 from .answer import Answer
-from .arguments import Json, bytes_of, not_negative, positive
+from .arguments import MOST_RANKS, Json, bytes_of, not_negative, positive
 from .terminal import clean
 from .texts import new_table, plural
 
@@ -46,17 +46,21 @@ def plan(
     parameters: Annotated[float | None, _PARAMETERS] = None,
     bytes_per_parameter: Annotated[float, _PER_PARAMETER] = 14.0,
     state_bytes: Annotated[int | None, _STATE] = None,
-    ranks: Annotated[int | None, typer.Option(min=1, help="That share the state evenly (1, or as in RUN).")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, max=MOST_RANKS, help="That share the state evenly (1, or as in RUN).")
+    ] = None,
     copy_rate: Annotated[int | None, _rate("Bytes a second, each rank's snapshot.")] = None,
     write_rate: Annotated[int | None, _rate("Bytes a second, all ranks together.")] = None,
     restore_rate: Annotated[list[str], _RESTORE] = [],  # noqa: B006 - typer makes a list of its own for every call
     mtbf_seconds: Annotated[float | None, _seconds("M, of the whole job.")] = None,
     device_days: Annotated[float | None, _days("Mean days until one device fails.")] = None,
-    devices: Annotated[int | None, typer.Option(min=1, help="How many of them (default: --ranks).")] = None,
+    devices: Annotated[
+        int | None, typer.Option(min=1, max=MOST_RANKS, help="How many of them (default: --ranks).")
+    ] = None,
     run: Annotated[str | None, typer.Option(metavar="RUN", help="Its failures under `lastgood run` count too.")] = None,
     stall_seconds: Annotated[float | None, _seconds("C, instead of shard / copy rate.")] = None,
     write_seconds: Annotated[float | None, _seconds("Tw, instead of state / write rate.")] = None,
-    in_flight: Annotated[int, typer.Option(min=1, help="N.")] = 1,
+    in_flight: Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="N.")] = 1,
     step_seconds: Annotated[float | None, _seconds("One step, no save.")] = None,
     restart_seconds: Annotated[float, _RESTART] = 0.0,
     minutes: Annotated[str, typer.Option(metavar="LIST", help="Intervals to weigh: 5,15,60.")] = "",

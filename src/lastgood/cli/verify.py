@@ -13,7 +13,6 @@ from rich.text import Text
 
 from ..engine import guard
 from ..errors import Damaged, NotFinite
-from ..format.commit import Survey
 from ..limits import WORKERS
 from ..policy import restore
 from ..records import LAYERS, Finding, GenerationId, intact
@@ -56,7 +55,7 @@ def verify(
     if not layers:
         raise typer.BadParameter("--without every layer leaves nothing to check.")
     places = read_places.found(access.for_reading(run))
-    rows = _read(places, _selected(places.survey, step, every), layers)
+    rows = _read(places, _selected(places, step, every), layers)
     data = {
         "place": places.place,
         "good": all(one["good"] for one in rows),
@@ -65,7 +64,7 @@ def verify(
         "generations": rows,
     }
     code = 0 if data["good"] else NotFinite.exit_code if data["intact"] else Damaged.exit_code
-    remarks = dict.fromkeys(places.remark(id_of(row)) for row in rows)
+    remarks = dict.fromkeys([places.remark(id_of(row)) for row in rows] or [places.remark(None)])
     return Answer(data, verified_view(data), code, note="\n".join(filter(None, remarks)))
 
 
@@ -77,7 +76,8 @@ class _Selection(NamedTuple):
     """generations that are not read, because what is wrong with them is known"""
 
 
-def _selected(survey: Survey, step: str | None, every: bool) -> _Selection:
+def _selected(places: ReadPlaces, step: str | None, every: bool) -> _Selection:
+    survey = places.survey
     bad = {at: [guard.finding(error)] for at, error in survey.broken.items()}
     lost = Finding(kind="MissingBlob", what="its COMMIT is gone", layer="structure")
     bad |= {at: [lost] for at in restore.lineage(survey).lost}
@@ -90,7 +90,7 @@ def _selected(survey: Survey, step: str | None, every: bool) -> _Selection:
     marked = {at: survey.generations[at] for at in wanted if at in survey.generations and at not in candidates}
     bad |= {at: one.damaged or one.unfit for at, one in marked.items()}
     if not wanted:
-        raise restore.no_such_step(NOTHING_YET, survey)
+        raise restore.no_such_step(NOTHING_YET, survey, places.remark(None))
     return _Selection(wanted, bad)
 
 

@@ -50,7 +50,7 @@ from ..errors import ManifestInvalid, MissingBlob, NotARun, Refused, StepDiffers
 from ..format import commit, layout
 from ..format.boxes import Box, StoredPiece
 from ..format.layout import Tensor
-from ..limits import CHUNK_BYTES, WORKERS
+from ..limits import CHUNK_BYTES, STEP_DIGITS, WORKERS
 from ..policy import reshard
 from ..ports import Tier
 from ..records import GenerationId, Incarnation, Seal
@@ -359,18 +359,22 @@ def _fill(planner: LoadPlanner, item: ReadItem, one: StoredPiece, data: bytearra
 
 
 _DIGITS = re.compile(r"(\d+)\D*$")
+_DATE = re.compile(r"\d{4}-\d\d-\d\d")
+"""its last number is no step: it falls at the end of each month"""
 
 
 def _step(checkpoint_id: str | os.PathLike[str] | None) -> int | None:
     """The step that a `checkpoint_id` names; None for None. Raises Refused."""
     if checkpoint_id is None:
         return None
-    found = _DIGITS.search(str(checkpoint_id))
-    if found is None:
+    text = str(checkpoint_id)
+    found = _DIGITS.search(text)
+    if found is None or _DATE.search(text) or len(found[1].lstrip("0")) > STEP_DIGITS:
         raise Refused(
             f"checkpoint_id={checkpoint_id!r} names no step",
             safe="Nothing was touched.",
-            todo="Give a number, or text that holds one: 'step-100'. The run's directory goes to Writer and Reader.",
+            todo=f"Give a number of up to {STEP_DIGITS} digits, or text whose last number is one and no date: "
+            "'step-100'. The run's directory goes to Writer and Reader.",
         )
     return int(found[1])
 

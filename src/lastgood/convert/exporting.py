@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import IO, Any, cast
 
-from ..errors import NoSuchTensor, Refused, SumMismatch
+from ..errors import NoSuchTensor, Refused
 from ..extras import needed
 from ..format import layout
 from ..format.layout import Tensor
@@ -35,7 +35,8 @@ def export(
 ) -> dict[str, Any]:
     """Write tensors to a new file or folder, which appears complete and verified or not at all. Durable on return.
 
-    `to`: path of the target. `only`: write the tensors below this name, and remove it from theirs; None: all tensors.
+    `to`: path of the target. `only`: write the tensors below this name, and remove it from theirs, or, where there is
+    none, the tensor of this name, under the last part of it; None: all tensors.
     `force`: replace an existing file. `shard_bytes` (default 5 GB): tensor bytes in a file of a Hugging Face folder; a
     longer tensor has a file of its own.
     Needs 8 MiB of memory for tensors of any size; for `.pt` and `.dcp` as much as is written. Returns what was written,
@@ -129,11 +130,14 @@ def _chosen(content: Content, only: str | None) -> dict[str, str]:
     else:
         prefix = only.rstrip(".") + "."
         chosen = {name.removeprefix(prefix): stored for name, stored in everything.items() if name.startswith(prefix)}
+        if not chosen and only in everything:
+            chosen = {only.rpartition(".")[2] or only: everything[only]}
     if not chosen:
-        tops = ", ".join(sorted({name.partition(".")[0] for name in everything})) or "none"
+        tops = sorted({name.partition(".")[0] for name in everything})
+        shown = ", ".join(tops[:10]) + (f" and {len(tops) - 10} more" if len(tops) > 10 else "")
         step = content.generation.step
         what = f"step {step} has no tensor under {only!r}" if only else f"step {step} has no tensor"
-        raise NoSuchTensor(what, safe="Nothing was written.", todo=f"Its tensors are under: {tops}.")
+        raise NoSuchTensor(what, safe="Nothing was written.", todo=f"Its tensors are under: {shown or 'none'}.")
     return chosen
 
 
@@ -158,18 +162,8 @@ def _write_safetensors(content: Content, chosen: Mapping[str, str], sink: _Sink)
     sink.reserve(images[0].length)
     sink.write(images[0].header)
     for one, _ in images[0].tensors:
-        try:
-            for part in content.parts(chosen[one.name], CHUNK_BYTES):
-                sink.write(part)
-        except SumMismatch as error:
-            raise SumMismatch(
-                error.what,
-                blob=error.blob,
-                offset=error.offset,
-                tensor=error.tensor,
-                safe="Nothing was written.",
-                todo=f"`lastgood verify RUN {content.generation.step}` says what is damaged; export another step.",
-            ) from error
+        for part in content.parts(chosen[one.name], CHUNK_BYTES):
+            sink.write(part)
 
 
 def _write_pt(content: Content, chosen: Mapping[str, str], sink: _Sink) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import cast
 
 from ..errors import ManifestInvalid
+from ..io import os_errors
 from ..io.files import PosixFiles
 from .exporting import HF_FILE, HF_INDEX
 from .importing import Foreign, Read, safetensors
@@ -24,7 +25,8 @@ def opened(folder: str, prefix: str) -> Iterator[Foreign]:
     with contextlib.ExitStack() as files:
         for name in names:
             path = os.path.join(folder, name)
-            file = PosixFiles().open(os.path.realpath(path), "read")
+            with os_errors.translated(path):
+                file = PosixFiles().open(os.path.realpath(path), "read")
             files.callback(file.close)
             part = safetensors(file, path, prefix)
             mine = {prefix + tensor for tensor, of in index.items() if of == name}
@@ -40,11 +42,11 @@ def opened(folder: str, prefix: str) -> Iterator[Foreign]:
 def _index(folder: str) -> dict[str, str]:
     """Name of a tensor -> file that holds it; empty if the folder has no index. Raises ManifestInvalid."""
     path = os.path.join(folder, HF_INDEX)
-    try:
-        with open(path, "rb") as file:
-            found = json.load(file)["weight_map"]
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return {}
+    try:
+        with os_errors.translated(path), open(path, "rb") as file:
+            found = json.load(file)["weight_map"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ManifestInvalid(f"{path} is no index of shards: {error}", safe="Nothing was touched.") from error
     plain = isinstance(found, dict) and all(isinstance(of, str) and of == os.path.basename(of) for of in found.values())

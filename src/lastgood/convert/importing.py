@@ -32,8 +32,15 @@ from .exporting import HF_FILE, HF_INDEX
 
 DCP_METADATA = ".metadata"
 """a file that every folder of torch.distributed.checkpoint has"""
-_DTYPES = {theirs: ours for ours, (_, theirs) in layout.DTYPES.items() if theirs}
-"""name of a dtype in a `.safetensors` file -> its name in a run"""
+_F4 = "F4"
+"""a dtype of half a byte, which torch only has in pairs"""
+_DTYPES = {theirs: ours for ours, (_, theirs) in layout.DTYPES.items() if theirs} | {
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    _F4: "float4_e2m1fn_x2",
+}
+"""name of a dtype in a `.safetensors` file -> its name in a run, whose own files hold the newer ones as bytes"""
 
 Read = Callable[[str, int, memoryview], None]
 """fills a buffer: name of a tensor, offset of the first byte within the tensor, buffer"""
@@ -57,6 +64,7 @@ class Foreign:
 
     def add(self, name: str, dtype: str, shape: tuple[int, ...], same_as: str = "") -> None:
         """Add a tensor, or with `same_as` a further name of the tensor that has that name. Raises Unstorable."""
+        _require_text(name)
         if not name or name == layout.METADATA or name in self.names or name in self.values.keys() - {"rng"}:
             why = "cannot be stored" if name in ("", layout.METADATA) else "occurs twice"
             raise Unstorable(f"a tensor of the name {name!r} {why}", safe="Nothing was touched.", todo="Rename it.")
@@ -68,6 +76,7 @@ class Foreign:
 
     def require_free(self, name: str) -> None:
         """Raise Unstorable if a value cannot be added under this name."""
+        _require_text(name)
         if name == "rng":
             raise Unstorable(
                 "a value has the name 'rng', which a run reserves for its random number generators",
@@ -76,6 +85,16 @@ class Foreign:
             )
         if name in self.names or name in self.values:
             raise Unstorable(f"the name {name!r} occurs twice", safe="Nothing was touched.", todo="Rename it.")
+
+
+def _require_text(name: str) -> None:
+    """Raise Unstorable for a name with half of a surrogate pair, which no file of a run can hold."""
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise Unstorable(
+            f"the name {name!r} is no valid Unicode text", safe="Nothing was touched.", todo="Rename it."
+        ) from error
 
 
 def bring(source: Foreign, run: str, step: int, count_bytes: CountBytes, take_over: bool = False) -> Generation:
@@ -175,7 +194,8 @@ def safetensors(file: File, path: str, prefix: str) -> Foreign:
     def read(offset: int, mv: memoryview) -> None:
         got = 0
         while got < len(mv):
-            count = file.read_into(mv[got:], offset + got)
+            with os_errors.translated(path):
+                count = file.read_into(mv[got:], offset + got)
             if not count:
                 raise Truncated(f"{path} ends at {offset + got:,} bytes", safe="Nothing was committed.")
             got += count
@@ -208,8 +228,12 @@ def safetensors(file: File, path: str, prefix: str) -> Foreign:
                 isinstance(numbers, list) and all(type(n) is int and 0 <= n < 2**63 for n in numbers),
                 f"{name!r}: {numbers}",
             )
+        need(isinstance(dtype, str), f"{name!r}: dtype {dtype!r}")
         if dtype not in _DTYPES:
-            raise Unstorable(f"{path}: tensor {name} has the unknown type {dtype!r}", safe="Nothing was touched.")
+            raise Unstorable(f"{path}: tensor {name!r} has the unknown type {dtype!r}", safe="Nothing was touched.")
+        if dtype == _F4:
+            need(bool(shape) and shape[-1] % 2 == 0, f"{name!r} of shape {shape} and dtype {_F4}")
+            shape = [*shape[:-1], shape[-1] // 2]
         found.add(prefix + name, _DTYPES[dtype], tuple(shape))
         need(len(span) == 2 and span[1] - span[0] == found.tensors[-1].length, f"{name!r} of shape {shape} at {span}")
         starts[prefix + name] = span[0]
@@ -238,7 +262,7 @@ def _loaded_pt(path: str) -> Any:
             todo="Save a state_dict() instead, and import that.",
         ) from error
     except (RuntimeError, EOFError, ValueError, KeyError, AttributeError) as error:
-        reason = str(error).partition("\n")[0]
+        reason = str(error).partition("\n")[0] or "it is empty"
         raise ManifestInvalid(f"{path} cannot be read: {reason}", safe="Nothing was touched.") from error
 
 

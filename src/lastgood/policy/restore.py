@@ -148,10 +148,10 @@ def never_good(survey: Survey, suspects: Set[GenerationId]) -> bool:
     return bool(chain) and not lost and not survey.broken and suspects >= set(chain)  # guard: start-over-if-never-good
 
 
-def no_such_step(what: str, survey: Survey) -> NoSuchStep:
-    """The error for a step that the run does not hold; it lists the steps that it holds."""
+def no_such_step(what: str, survey: Survey, todo: str = "") -> NoSuchStep:
+    """The error for a step that the run does not hold. `todo` (default: the steps that it holds): what to do."""
     there = ", ".join(map(str, sorted({at.step for at in survey.generations}))) or "none"
-    return NoSuchStep(what, safe="Nothing was touched.", todo=f"Steps that are there: {there}.")
+    return NoSuchStep(what, safe="Nothing was touched.", todo=todo or f"Steps that are there: {there}.")
 
 
 def summary(findings: list[Finding]) -> str:

@@ -29,7 +29,7 @@ from ..policy import restore
 from ..ports import Tier
 from ..records import Generation
 from ..units import size
-from . import access, agent_link, drill_nodes, drill_scratch, memory_place, paths, places
+from . import access, agent_link, drill_nodes, drill_scratch, memory_place, paths, places, read_places
 from .drill_acts import Act, Original, Reading, Stage
 from .drill_peers import PeerRead, is_whole, read_peers
 from .drill_scratch import ScratchPlace
@@ -191,7 +191,7 @@ def newest_good(tier: Tier, memory: Tier | None, reading: Reading) -> Original:
             why.append(f"  step {at.step} in {one.place}: {restore.summary(findings)}")
     if why:
         raise NothingGood("\n".join(["no generation of this run is good:", *why]), safe="\nNothing was copied.")
-    raise restore.no_such_step(NOTHING_YET, survey)
+    raise restore.no_such_step(NOTHING_YET, survey, read_places.found(tier).remark(None))
 
 
 def _whole(memory: Tier) -> commit.Survey:

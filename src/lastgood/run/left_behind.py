@@ -16,16 +16,23 @@ from ..format import commit
 from ..policy.restore import choose
 from ..ports import Tier
 from . import access, memory_place, paths
+from .read_places import is_whole
 
 
 class Left(NamedTuple):
-    """Memory that holds newer saves. `step`: the newest good one there."""
+    """Memory that holds newer saves. `step`: the newest good one there. `whole`: not only this node's part of it."""
 
     place: str
     step: int
+    whole: bool
 
     def listed(self) -> str:
         """What a listing of the run says of it. A run that is in training is usually ahead in memory."""
+        if not self.whole:
+            return (
+                f"{self.place} holds this node's part of step {self.step}, which is newer, and lies in the memory of "
+                "several nodes: a start of the job on all of them restores it, and their agents copy it here."
+            )
         return (
             f"{self.place} holds step {self.step}, which is newer: a start with this tier restores it, and the agent "
             f"copies it here. `lastgood ls {self.place}` lists what is there."
@@ -34,10 +41,12 @@ class Left(NamedTuple):
     def described(self) -> str:
         """What to do about it, where a run was opened without it."""
         folder = self.place.removeprefix(paths.MEMORY)
+        held = "holds" if self.whole else "holds this node's part of"
+        elsewhere = f"`lastgood copy {self.place} TARGET` brings it elsewhere; " if self.whole else ""
         return (
-            f"{self.place} holds step {self.step} of this run, which is newer and is not looked at here. To go on from "
-            f"it, open the run by the path and with the tier with which it was saved; `lastgood copy {self.place} "
-            f"TARGET` brings it elsewhere; rm -r {folder} gives it up."
+            f"{self.place} {held} step {self.step} of this run, which is newer and is not looked at here. To go on "
+            f"from it, open the run by the path and with the tier with which it was saved; {elsewhere}rm -r {folder} "
+            "gives it up."
         )
 
 
@@ -51,19 +60,22 @@ def newer_in_memory(listed: Collection[str], looked_at: Collection[Tier]) -> lis
     if not others:
         return []
     here = [*map(_newest, looked_at)]
-    run, newest = next((run for run, _ in here if run), None), max((step for _, step in here), default=-1)
+    run, newest = next((run for run, *_ in here if run), None), max((step for _, step, _ in here), default=-1)
     for place in others:
         with contextlib.suppress(LastgoodError):
-            other, step = _newest(access.for_reading(place))
+            other, step, whole = _newest(access.for_reading(place))
             if other == run and step > newest:
-                found.append(Left(place, step))
+                found.append(Left(place, step, whole))
     return found
 
 
-def _newest(tier: Tier) -> tuple[str | None, int]:
-    """The run in a place, and the step of its newest good generation; -1 if there is none."""
+def _newest(tier: Tier) -> tuple[str | None, int, bool]:
+    """The run in a place, the step of its newest good generation (-1: there is none), and whether it is whole."""
     try:
         survey = commit.survey(tier)
-        return survey.run, max((at.step for at in choose(survey, None).candidates), default=-1)
+        at = max(choose(survey, None).candidates, default=None)
     except LastgoodError:
-        return None, -1
+        return None, -1, False
+    if at is None:
+        return survey.run, -1, False
+    return survey.run, at.step, at in survey.generations and is_whole(survey, survey.generations[at])

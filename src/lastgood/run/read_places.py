@@ -48,17 +48,23 @@ class ReadPlaces:
         self._surveys[index].generations[generation.id] = judged(generation, generation.damaged)
         return any(at.restorable for one in self._surveys if (at := one.generations.get(generation.id)))
 
+    def newer_part(self, at: GenerationId | None) -> str:
+        """That this machine has a part of a generation newer than `at`, or of any for None; empty if it has none."""
+        if self._part is None or (at is not None and self._part.step <= at.step):
+            return ""
+        return (
+            f"step {self._part.step} {'is newer, and lies' if at else 'lies'} in the memory of several nodes, of "
+            f"which this one has a part: the next start of the job restores it, or `lastgood agent stop "
+            f"{self.place}` on each node copies it"
+        )
+
     def remark(self, at: GenerationId | None) -> str:
         """What is to be said of a generation that was read: that only memory has it, or that a newer one exists.
 
         None: nothing was found to be read.
         """
-        if self._part is not None and (at is None or self._part.step > at.step):
-            return (
-                f"step {self._part.step} {'is newer, and lies' if at else 'lies'} in the memory of several nodes, of "
-                f"which this one has a part: the next start of the job restores it, or `lastgood agent stop "
-                f"{self.place}` on each node copies it"
-            )
+        if newer := self.newer_part(at):
+            return newer
         if at is None or (tier := self.tier_of(at)).place == self.place:
             return ""
         return f"step {at.step} was read from {tier.place}; {self.place} has not received it yet"
@@ -83,7 +89,7 @@ def found(tier: Tier) -> ReadPlaces:
         if (memory := _memory_of(tier)) is not None:
             there = commit.survey(memory)
             if copying.run_of(there) == copying.run_of(survey):  # guard: memory-of-same-run-read
-                whole = {at: one for at, one in there.generations.items() if _is_whole(there, one)}
+                whole = {at: one for at, one in there.generations.items() if is_whole(there, one)}
                 newer = [at for at in restore.choose(there, None).candidates if at not in survey.generations]
                 part = next((at for at in newer if at not in whole), None)
                 # Unfinished saves and deletions in memory are no matter of who reads.
@@ -116,7 +122,7 @@ def _memory_of(tier: Tier) -> Tier | None:
     return access.for_reading(url) if is_there else None
 
 
-def _is_whole(survey: commit.Survey, one: Generation) -> bool:
+def is_whole(survey: commit.Survey, one: Generation) -> bool:
     """Whether the files of all ranks are there: a manifest is written after the files that it names."""
     listing = survey.listings[layout.folder(one.id).partition("/")[2]]
     return all(seal.manifest in listing for seal in one.commit.seals)

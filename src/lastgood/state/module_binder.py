@@ -54,6 +54,7 @@ class ModuleBinder:
         own_parameters = live.named_parameters(remove_duplicate=False)
         parameters = {f"{path}.{plain_name(raw)}": one for raw, one in own_parameters}
         entries, raw_names = module_entries(live, path)
+        filled = {id(one) for name, one in parameters.items() if name in self._of_modules and names.keeps(name)}
         handed: dict[str, Put] = {}
         reshaped: list[str] = []
         for name, raw in raw_names.items():
@@ -67,7 +68,8 @@ class ModuleBinder:
             elif not names.keeps(name):
                 continue
             elif name not in self._of_modules:
-                differences.missing.append(name)
+                if id(parameters.get(name)) not in filled:  # tied, and stored under another of its names
+                    differences.missing.append(name)
             elif not isinstance(value, torch.Tensor):
                 differences.differs(name, f"a tensor in the generation, {kind_of(value)} here")
             elif self._own_loading.may_load_shape(name, *self._walk.stored.tensors[self._of_modules[name]]):
