@@ -16,6 +16,7 @@ from lightning.pytorch.trainer.states import RunningStage
 
 import lastgood
 from lastgood.errors import LastgoodError, Refused, TrainingDiverged
+from lastgood.integrations import lightning as lightning_saves
 from lastgood.integrations.lightning import LastgoodCallback
 from lastgood.io import heartbeat
 from lastgood.loop.preemption import Preempted
@@ -116,6 +117,15 @@ def test_hooks_find_the_entries_of_a_lightning_checkpoint(tmp_path):
     assert len(again.seen) == 12  # one more epoch
     added = lastgood.load(tmp_path / "run", step=12)["trainer"]["checkpoint"]["added"]
     assert list(added) == ["mine"]
+
+
+@pytest.mark.parametrize("net", [Net, Hooked])
+def test_entries_for_hooks_are_made_only_where_there_is_a_hook(tmp_path, monkeypatch, net):
+    """Each save made the state_dict() of the module and of every optimizer, which no hook read."""
+    made, real = [], lightning_saves._standard_entries
+    monkeypatch.setattr(lightning_saves, "_standard_entries", lambda trainer: made.append(1) or real(trainer))
+    fit(LastgoodCallback(tmp_path / "run", every_steps=4), net=net())
+    assert bool(made) == (net is Hooked)
 
 
 class Broken(lightning.Callback):

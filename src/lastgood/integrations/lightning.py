@@ -31,12 +31,12 @@ with needed("lightning", "lastgood.integrations.lightning"):
     from torchmetrics import Metric
 
     try:
-        from lightning.pytorch import Callback
+        from lightning.pytorch import Callback, LightningModule
         from lightning.pytorch import __version__ as lightning_version
     except ModuleNotFoundError as error:
         if error.name not in ("lightning", "lightning.pytorch"):
             raise  # lightning is installed, and a package that it needs is missing
-        from pytorch_lightning import Callback  # the same library under its older name; both trainers take the callback
+        from pytorch_lightning import Callback, LightningModule  # the older name of the same library; both work
         from pytorch_lightning import __version__ as lightning_version
 
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
@@ -348,17 +348,24 @@ def _inner_loops(loop: Any) -> dict[str, Any]:
 # ---- entries of hooks and callbacks ---------------------------------------------------------------------------
 
 
+def _own_entries(trainer: Any) -> dict[str, Any]:
+    """What is stored of a checkpoint of Lightning whether or not a hook reads it."""
+    states = {one.state_key: one.state_dict() for one in trainer.callbacks}
+    return {
+        "epoch": trainer.current_epoch,
+        "global_step": trainer.global_step,
+        "callbacks": {key: state for key, state in states.items() if state},
+    }
+
+
 def _standard_entries(trainer: Any) -> dict[str, Any]:
     """What hooks find in a checkpoint of Lightning. Its tensors are those of the live state: nothing is copied."""
     module = trainer.lightning_module
-    states = {one.state_key: one.state_dict() for one in trainer.callbacks}
     entries = {
-        "epoch": trainer.current_epoch,
-        "global_step": trainer.global_step,
+        **_own_entries(trainer),
         "pytorch-lightning_version": lightning_version,
         "state_dict": module.state_dict(),
         "loops": {"fit_loop": trainer.fit_loop.state_dict()},
-        "callbacks": {key: state for key, state in states.items() if state},
         "optimizer_states": [one.state_dict() for one in trainer.optimizers],
         "lr_schedulers": [one.scheduler.state_dict() for one in trainer.lr_scheduler_configs],
     }
@@ -368,9 +375,16 @@ def _standard_entries(trainer: Any) -> dict[str, Any]:
     return entries
 
 
+def _has_save_hook(trainer: Any) -> bool:
+    """Whether the module or a callback has an `on_save_checkpoint` of its own. The entries for it take a while."""
+    hooks = [(one, Callback) for one in trainer.callbacks] + [(trainer.lightning_module, LightningModule)]
+    return any(getattr(one.on_save_checkpoint, "__func__", None) is not kind.on_save_checkpoint for one, kind in hooks)
+
+
 def _read_checkpoint(trainer: Any) -> dict[str, Any]:
     """The state of the callbacks, and the entries that hooks add to a Lightning checkpoint."""
-    module, standard = trainer.lightning_module, _standard_entries(trainer)
+    module = trainer.lightning_module
+    standard = _standard_entries(trainer) if _has_save_hook(trainer) else _own_entries(trainer)
     checkpoint = dict(standard)
     for one in trainer.callbacks:
         one.on_save_checkpoint(trainer, module, checkpoint)
