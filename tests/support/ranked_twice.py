@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Collection
 from pathlib import Path
@@ -9,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import lastgood
+from harness import reports
 from lastgood.ranks.replica_check import Replicas
-from lastgood_lab.campaigns.rank_jobs import made, outcome_of
+from lastgood_lab.campaigns.rank_jobs import PATIENCE, made, outcome_of
 from ranked import LIMIT_SECONDS, opened
 
 
@@ -33,6 +36,19 @@ def saved_again(rank: int, size: int, kind: str, root: Path, changed_ranks: tupl
             one.data.copy_(original)
         fourth = outcome_of(lambda: ckpt.save(2).result())
     return first.id == second.id, third, fourth
+
+
+def updated_at_the_end(rank: int, size: int, root: Path) -> list[str]:
+    """Leave the `with` after step 2, once rank 1 alone has made another update. Returns the reports of this rank."""
+    loop = made("plain", size)
+    options = {"cadence": lastgood.Every(steps=1000), "patience": PATIENCE}
+    with reports(logging.ERROR) as texts, lastgood.Checkpointer(root, loop.state, **options) as ckpt:
+        ckpt.save(1).result(LIMIT_SECONDS)
+        loop.step(2)
+        ckpt.step(2)
+        if rank == 1:
+            loop.step(3)
+    return texts
 
 
 def learning_late(rank: int, size: int, root: Path, steps: list[int]) -> list[str]:

@@ -177,7 +177,7 @@ class Checkpointer:
             raise
         planner.exempt(state)
         self._reports = reports = Reports(options, pipeline, planner)
-        self._progress = progress = Progress(request, ranks, pipeline.outcomes)
+        self._progress = progress = Progress(request, ranks, pipeline.outcomes, planner.fence)
         self._saver = saver = Saver(request, options, pipeline, planner, ranks, reports, failures)
         self._beat = Beat(page, progress)
         self._log = reports.log = step_log.opened(request.state, ranks, progress, self._beat) if page else None

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from .. import reporting
 from ..coordination.single_rank import AnyRanks
-from ..errors import CommitUnknown, LastgoodError, NotRestored
+from ..errors import CommitUnknown, LastgoodError, NotRestored, Refused
 from ..records import Generation
 from ..run import paths
 from ..run.follower import Follower
@@ -131,12 +131,32 @@ class Ending:
         if last is not None and last.step == n and isinstance(last.error(), CommitUnknown):
             return  # the generation may exist: the next opening finds out, and the closing line says what is known
         if last is None or last.step < n or last.failed():
+            if self._is_updated(n):
+                return
             with contextlib.suppress(NotRestored):  # the state does not continue the run; the closing line reports that
                 save = self._saver.save(n, False, {}, must=True, timeout_seconds=threading.TIMEOUT_MAX)
                 assert save is not None
                 save.wait_ended()
         elif last.is_committed():
             self._pipeline.pin_and_label(last, False, {})  # so that every place receives the newest step
+
+    def _is_updated(self, n: int) -> bool:
+        """Whether an optimizer has begun a step on any rank since the loop has completed step `n`: then the state is
+        that of no step, or of a later one, and the save of `n` fails. All ranks agree, and fail if one does not come.
+        """
+        try:
+            updated = self._ranks.agree("updated at the end", self._progress.update_begun, any)
+            if updated:  # guard: updated-state-not-saved-on-exit
+                raise Refused(
+                    f"an optimizer has stepped since step {n} was completed, so this is not the state of step {n}",
+                    safe="The saves of earlier steps are untouched.",
+                    todo="Start again: the newest of them is restored, and what followed it is trained again. "
+                    "Call step() after each step of the optimizer, after the last one too.",
+                )
+        except LastgoodError as error:
+            self._pipeline.outcomes.put(error, n)
+            return True
+        return False
 
     def report(self) -> None:
         """Write the closing line, at rank 0: what is not durable, or that nothing was saved."""
