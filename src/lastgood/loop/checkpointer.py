@@ -265,7 +265,7 @@ class Checkpointer:
             with self._reports.deferring_problems():
                 self._saver.announcements.poll(n, self.preempted)
                 self._saver.schedule.announce(n, time.monotonic())
-        self._ending.end_if_requested(n)
+        self._ending.end_if_requested(n, self._divergence.finish)
         self._surface()
         self._pipeline.outcomes.require_durable(n, self._options.durable_within_seconds)
         if not self._saver.due(n, time.monotonic()):
