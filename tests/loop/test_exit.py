@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 from pathlib import Path
@@ -211,6 +212,48 @@ def test_a_loop_that_never_calls_step_is_reported_at_the_exit(tmp_path: Path, fu
     train(state)
     with reported(f"{UNUSED}, and the parameters have changed"):
         ckpt.close()
+
+
+class Interrupts(torch.optim.SGD):
+    """Ctrl-C comes in the middle of each step."""
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        super().step()
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_an_update_after_the_last_step_is_not_saved_under_its_number(tmp_path: Path, half: bool) -> None:
+    """Ctrl-C between optimizer.step() and step(3), caught inside of the `with`: the save at the exit stored the weights
+    of step 3 as step 2, and the next process trained the batch of step 3 twice."""
+    state = build()
+    if half:
+        state["optimizer"] = Interrupts(state["model"].parameters(), lr=0.1)
+    with (
+        reported("step 2 was not saved: Refused: an optimizer has stepped since step 2", logging.ERROR),
+        lastgood.Checkpointer(tmp_path, state) as ckpt,
+    ):
+        ckpt.save(ckpt.restore().step + 1)
+        ckpt.step(2)
+        with contextlib.suppress(KeyboardInterrupt):
+            train(state)
+    assert steps(tmp_path) == [1]
+
+
+def test_updates_before_the_last_step_do_not_prevent_its_save(tmp_path: Path) -> None:
+    state = build()
+    with reports(logging.WARNING) as texts, lastgood.Checkpointer(tmp_path, state) as ckpt:
+        ckpt.step(1)
+        train(state)
+        train(state)
+        ckpt.step(2)
+    with lastgood.Checkpointer(tmp_path, state, cadence=Every(steps=3)) as ckpt:
+        ckpt.restore()
+        ckpt.step(3)
+        train(state)
+        ckpt.restore()
+        ckpt.step(4)
+    assert steps(tmp_path) == [2, 3, 4] and not texts
 
 
 def test_an_opening_without_any_step_is_reported_neutrally(tmp_path: Path) -> None:

@@ -306,3 +306,21 @@ def test_a_repeated_signal_during_the_exit_changes_nothing(tmp_path):
         ckpt.step(1)
     assert signal.getsignal(signal.SIGUSR1) is not before
     signal.raise_signal(signal.SIGUSR1)
+
+
+def test_a_repeated_signal_while_the_interpreter_ends_changes_no_exit_code(tmp_path):
+    """Python restores the default actions of signals before it deletes modules: a second SIGTERM that came then
+    ended the process with status -15, and not with 75."""
+    script = """
+import os, signal, sys, torch, lastgood
+
+class Last:
+    def __del__(self, kill=os.kill, process=os.getpid()):
+        kill(process, 15)
+
+sys.last = Last()
+with lastgood.Checkpointer(sys.argv[1], {"w": torch.zeros(2)}, preemption=lastgood.Preemption()) as ckpt:
+    signal.raise_signal(signal.SIGTERM)
+    ckpt.step(1)
+"""
+    assert subprocess.run([sys.executable, "-c", script, str(tmp_path)]).returncode == EXIT_CODE

@@ -59,8 +59,16 @@ def test_a_schedule_that_changed_after_the_step_was_saved_is_reported(tmp_path: 
         assert not texts
         schedule.step()
         state["epoch"] = 1
-        with reported(r"save\(1\): .* before optimizer, schedule, epoch changed"):
+        with reported("step 1 was saved before optimizer, schedule, epoch changed"):
             ckpt.save(1, milestone=True)
+
+
+def test_a_number_that_changed_after_the_last_save_is_reported_at_the_exit(tmp_path: Path) -> None:
+    """Only save(n) compared: where the cadence had saved the last step, the exit reported nothing."""
+    state = {"w": torch.zeros(2), "epoch": 0, "name": "a"}
+    with reported("step 1 was saved before epoch changed"), lastgood.Checkpointer(tmp_path, state) as ckpt:
+        ckpt.save(1)
+        state["epoch"] = 1
 
 
 def test_metrics_after_an_evaluation_feed_keep_best(tmp_path: Path) -> None:

@@ -259,7 +259,7 @@ def test_batches_are_left_out_so_often_as_was_permitted(tmp_path: Path) -> None:
     with loop.ckpt:
         with pytest.raises(TrainingDiverged):
             loop.train(20)
-        with pytest.raises(TrainingDiverged, match="left out 1 times"):
+        with pytest.raises(TrainingDiverged, match="time 2 "):
             loop.train(20)
         assert len(loop.sampler.skipped) == 1
     found = advice.read(access.for_reading(tmp_path))
@@ -277,10 +277,21 @@ def test_a_diverged_step_is_no_progress_once_no_batches_are_left_out(tmp_path: P
     with loop.ckpt:
         with pytest.raises(TrainingDiverged):
             loop.train(20)
-        with pytest.raises(TrainingDiverged, match="left out 1 times"):
+        with pytest.raises(TrainingDiverged, match="no more batches are left out"):
             loop.train(20)
         loop.ckpt.wait()
     assert heartbeat.read(page).saved_step == 12 and steps(tmp_path / "run")[-1] == 13
+
+
+def test_without_a_sampler_the_same_batches_are_trained_again(tmp_path: Path) -> None:
+    """The error said that batches are left out, and `at_most` counted nothing, where the state holds no sampler."""
+    options = {"sentinel": lastgood.Sentinel(every=1, at_most=1), "cadence": lastgood.Every(steps=1)}
+    with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(2)}, **options) as ckpt:
+        for match in ("before step 2, and trains the same batches again, because the state does not hold", "time 2 "):
+            ckpt.restore()
+            ckpt.step(1, metrics={"loss": 1.0})
+            with pytest.raises(TrainingDiverged, match=match):
+                ckpt.step(2, metrics={"loss": math.nan})
 
 
 def test_a_step_that_is_asked_for_is_restored_without_advice(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 import lastgood
 from lastgood_lab.campaigns import ranks as faults
-from lastgood_lab.campaigns.rank_jobs import PATIENCE, resaved, whole
+from lastgood_lab.campaigns.rank_jobs import PATIENCE, made, resaved, whole
 from lastgood_lab.worlds import world
 from ranked import (
     STEPS_OF_A_SAVE,
@@ -34,7 +34,7 @@ from ranked import (
     timed,
     unfit,
 )
-from ranked_twice import learning_late, saved_again
+from ranked_twice import learning_late, preempted_after_a_bad_loss, saved_again, updated_at_the_end
 
 pytestmark = pytest.mark.slow
 
@@ -263,3 +263,18 @@ def test_ranks_decide_alike_on_a_step_that_is_saved_twice(tmp_path, kind, change
     assert [fourth for _, _, fourth in found] == ["step 2", "step 2"]
     kept = lastgood.open(tmp_path).generation(1).commit
     assert kept.milestone and kept.metrics == {"loss": 1.0}
+
+
+def test_an_update_of_one_rank_after_the_last_step_saves_nothing_at_exit(tmp_path):
+    """The rank that was interrupted after its update saved the weights of step 3 as its part of step 2."""
+    for texts in world(2, updated_at_the_end, tmp_path):
+        assert "step 2 was not saved: Refused: an optimizer has stepped since step 2" in texts[0]
+    assert [one.step for one in lastgood.open(tmp_path).generations()] == [1]
+
+
+def test_preempted_ranks_compare_their_last_steps_before_the_last_save(tmp_path):
+    """The steps since the last comparison were not looked at, and the last save of a diverged state was good."""
+    assert world(2, preempted_after_a_bad_loss, tmp_path) == ["TrainingDiverged"] * 2
+    assert len(lastgood.open(tmp_path).generations()) == 2
+    with lastgood.Checkpointer(tmp_path, made("plain", 1).state) as ckpt:
+        assert ckpt.restore().step == 1

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import math
+import signal
 import threading
 from collections.abc import Collection
 from pathlib import Path
@@ -9,8 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import lastgood
+from harness import reports
+from lastgood.errors import TrainingDiverged
 from lastgood.ranks.replica_check import Replicas
-from lastgood_lab.campaigns.rank_jobs import made, outcome_of
+from lastgood_lab.campaigns.rank_jobs import PATIENCE, made, outcome_of
 from ranked import LIMIT_SECONDS, opened
 
 
@@ -33,6 +39,36 @@ def saved_again(rank: int, size: int, kind: str, root: Path, changed_ranks: tupl
             one.data.copy_(original)
         fourth = outcome_of(lambda: ckpt.save(2).result())
     return first.id == second.id, third, fourth
+
+
+def updated_at_the_end(rank: int, size: int, root: Path) -> list[str]:
+    """Leave the `with` after step 2, once rank 1 alone has made another update. Returns the reports of this rank."""
+    loop = made("plain", size)
+    options = {"cadence": lastgood.Every(steps=1000), "patience": PATIENCE}
+    with reports(logging.ERROR) as texts, lastgood.Checkpointer(root, loop.state, **options) as ckpt:
+        ckpt.save(1).result(LIMIT_SECONDS)
+        loop.step(2)
+        ckpt.step(2)
+        if rank == 1:
+            loop.step(3)
+    return texts
+
+
+def preempted_after_a_bad_loss(rank: int, size: int, root: Path) -> str:
+    """Step with a loss that is NaN at step 5 on rank 1, which receives a signal then. Returns how it ends."""
+    loop = made("ddp", size)
+    options = {"sentinel": lastgood.Sentinel(every=10**6), "preemption": lastgood.Preemption(), "patience": PATIENCE}
+    try:
+        with lastgood.Checkpointer(root, loop.state, cadence=lastgood.Every(steps=10**6), **options) as ckpt:
+            ckpt.save(1).result(LIMIT_SECONDS)
+            for n in range(2, 10**5):
+                if n == 5 and rank == 1:
+                    signal.raise_signal(signal.SIGTERM)
+                loop.step(n)
+                ckpt.step(n, metrics={"loss": math.nan if n == 5 and rank == 1 else 1.0})
+    except (lastgood.Preempted, TrainingDiverged) as end:
+        return type(end).__name__
+    return "no end"
 
 
 def learning_late(rank: int, size: int, root: Path, steps: list[int]) -> list[str]:

@@ -177,7 +177,7 @@ class Checkpointer:
             raise
         planner.exempt(state)
         self._reports = reports = Reports(options, pipeline, planner)
-        self._progress = progress = Progress(request, ranks, pipeline.outcomes)
+        self._progress = progress = Progress(request, ranks, pipeline.outcomes, planner.fence)
         self._saver = saver = Saver(request, options, pipeline, planner, ranks, reports, failures)
         self._beat = Beat(page, progress)
         self._log = reports.log = step_log.opened(request.state, ranks, progress, self._beat) if page else None
@@ -265,7 +265,7 @@ class Checkpointer:
             with self._reports.deferring_problems():
                 self._saver.announcements.poll(n, self.preempted)
                 self._saver.schedule.announce(n, time.monotonic())
-        self._ending.end_if_requested(n)
+        self._ending.end_if_requested(n, self._divergence.finish)
         self._surface()
         self._pipeline.outcomes.require_durable(n, self._options.durable_within_seconds)
         if not self._saver.due(n, time.monotonic()):

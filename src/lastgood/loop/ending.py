@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+from collections.abc import Callable
 from typing import NoReturn
 
 from .. import reporting
 from ..coordination.single_rank import AnyRanks
-from ..errors import CommitUnknown, LastgoodError, NotRestored
+from ..errors import CommitUnknown, LastgoodError, NotRestored, Refused, TrainingDiverged
 from ..records import Generation
 from ..run import paths
 from ..run.follower import Follower
@@ -52,8 +53,9 @@ class Ending:
         """How long closing after an exception waits for saves: what is left of the grace period after a signal."""
         return self._end_request.left_seconds if self._end_request is not None and self.preempted else EXIT_SECONDS
 
-    def end_if_requested(self, n: int) -> None:
-        """Make a last save and raise Preempted, if the run is to end at step `n`.
+    def end_if_requested(self, n: int, compare: Callable[[], None]) -> None:
+        """Make a last save and raise Preempted, if the run is to end at step `n`. `compare`: `DivergenceCheck.finish`,
+        called before: what it raises is raised if training has diverged.
 
         Of several ranks, one that has received a signal has requested the end of rank 0, which announced the step.
         """
@@ -69,18 +71,19 @@ class Ending:
             ends = n >= announced.end and announced.end_holds(n)
         if ends:
             with self._beat.saving():
-                self._end(n, self._end_request)
+                self._end(n, self._end_request, compare)
 
     def close(self) -> None:
         """Restore the signal handlers that were installed before."""
         if self._end_request is not None:
             self._end_request.close()
 
-    def _end(self, n: int, request: EndRequest) -> NoReturn:
+    def _end(self, n: int, request: EndRequest, compare: Callable[[], None]) -> NoReturn:
         """Make the last save, if it can be durable in time, and raise Preempted. The timer of `request` bounds this."""
         problem: Exception | None = None
         for _ in range(2):  # a save that was torn, or failed, is tried once more: nothing changes the state now
             try:
+                compare()  # guard: last-steps-compared-before-the-end
                 last = self._saver.last
                 if (last is None or last.step < n or last.failed()) and self._in_time(n, last, request.left_seconds):
                     last = self._saver.save(n, False, {}, must=True, timeout_seconds=request.left_seconds) or last
@@ -90,6 +93,8 @@ class Ending:
                     self._wait_for_copies(last, request.left_seconds)
                 problem = None
                 break
+            except TrainingDiverged:
+                raise
             except Exception as error:  # noqa: BLE001 - reported below; the run ends all the same
                 problem = error
         with contextlib.suppress(LastgoodError):  # then the report is about what this rank knew before
@@ -131,12 +136,41 @@ class Ending:
         if last is not None and last.step == n and isinstance(last.error(), CommitUnknown):
             return  # the generation may exist: the next opening finds out, and the closing line says what is known
         if last is None or last.step < n or last.failed():
+            if self._is_updated(n):
+                return
             with contextlib.suppress(NotRestored):  # the state does not continue the run; the closing line reports that
                 save = self._saver.save(n, False, {}, must=True, timeout_seconds=threading.TIMEOUT_MAX)
                 assert save is not None
                 save.wait_ended()
         elif last.is_committed():
             self._pipeline.pin_and_label(last, False, {})  # so that every place receives the newest step
+            self._compare_values(last)
+
+    def _compare_values(self, last: Save) -> None:
+        """Report values that have changed since the last save, unless that is known to be so: an update has begun."""
+        if not self._progress.update_begun:
+            try:
+                self._saver.compare_values(last)
+            except LastgoodError as error:
+                self._pipeline.outcomes.put(error)
+
+    def _is_updated(self, n: int) -> bool:
+        """Whether an optimizer has begun a step on any rank since the loop has completed step `n`: then the state is
+        that of no step, or of a later one, and the save of `n` fails. All ranks agree, and fail if one does not come.
+        """
+        try:
+            updated = self._ranks.agree("updated at the end", self._progress.update_begun, any)
+            if updated:  # guard: updated-state-not-saved-on-exit
+                raise Refused(
+                    f"an optimizer has stepped since step {n} was completed, so this is not the state of step {n}",
+                    safe="The saves of earlier steps are untouched.",
+                    todo="Start again: the newest of them is restored, and what followed it is trained again. "
+                    "Call step() after each step of the optimizer, after the last one too.",
+                )
+        except LastgoodError as error:
+            self._pipeline.outcomes.put(error, n)
+            return True
+        return False
 
     def report(self) -> None:
         """Write the closing line, at rank 0: what is not durable, or that nothing was saved."""

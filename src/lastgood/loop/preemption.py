@@ -7,6 +7,7 @@ a kill, because committed generations survive any kill.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -96,6 +97,7 @@ class EndRequest:
         self._before = {one: _handler_of(one) for one in options.signals}
         for one in self._before:
             signal.signal(one, self._on_signal)
+        atexit.register(self._ignore_signals)
 
     @property
     def left_seconds(self) -> float:
@@ -116,9 +118,18 @@ class EndRequest:
         if self._timer is not None:
             self._timer.cancel()
         elif threading.current_thread() is threading.main_thread():
+            atexit.unregister(self._ignore_signals)
             for one, handler in self._before.items():
                 if signal.getsignal(one) == self._on_signal:  # otherwise another handler was installed since
                     signal.signal(one, handler)
+
+    def _ignore_signals(self) -> None:
+        """At the end of the interpreter, after a request: Python would put the default action in the place of each
+        handler that is not this one, and the same signal once more would end the process with another exit code."""
+        if self.at is not None and self._process == os.getpid():
+            for one in self._before:
+                if signal.getsignal(one) == self._on_signal:
+                    signal.signal(one, signal.SIG_IGN)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a forked worker: SIGTERM ends it as without this handler

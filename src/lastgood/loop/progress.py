@@ -18,6 +18,7 @@ from ..limits import STEP_LIMIT
 from ..policy.arguments import is_whole, require
 from ..records import Generation
 from ..run.outcomes import Outcomes
+from ..snapshot.staging import Fence
 from ..state.objects import held_by_objects, instances_of
 from ..state.parameter_versions import version
 from .load import LoadRequest
@@ -28,8 +29,8 @@ _COUNT = "Count completed optimizer steps."
 class Progress:
     """How far one training loop has come since its run was opened or restored."""
 
-    def __init__(self, request: LoadRequest, ranks: AnyRanks, outcomes: Outcomes) -> None:
-        self._state, self._ranks, self._outcomes = request.state, ranks, outcomes
+    def __init__(self, request: LoadRequest, ranks: AnyRanks, outcomes: Outcomes, fence: Fence) -> None:
+        self._state, self._ranks, self._outcomes, self._fence = request.state, ranks, outcomes, fence
         self.step = 0
         """the newest step that the loop has completed"""
         self.resumed_step = 0
@@ -68,6 +69,7 @@ class Progress:
                 report_uncounted(held_by_objects(self._state, ResumableSampler), n)
             self.step = self._outcomes.completed = n
             self._note_trained(before)
+        self._fence.update_begun = False
 
     def _note_trained(self, before: tuple[int, int, int] | None) -> None:
         after = self._position()
@@ -116,6 +118,13 @@ class Progress:
         for one in self.samplers:
             one.restart_after(step)  # guard: sampler-restarts-after-restore
         self.trained = None
+        self._fence.update_begun = False
+
+    @property
+    def update_begun(self) -> bool:
+        """Whether an optimizer of the state has begun a step since the newest step of the loop, as far as its hook
+        shows it: then the state is not that of this step."""
+        return self._fence.update_begun
 
     def parameters_changed(self) -> bool:
         """Whether parameters have changed since the run was opened or restored."""

@@ -131,7 +131,7 @@ class SavePlanner:
         if devices and self._pin is None:
             self._pin = staging.Pin(arena)
         references = self._overlapped(plan, state, captured, bool(devices))
-        self.fence.hook(captured.optimizers if references is not None else [])
+        self.fence.hook(captured.optimizers)
         watch = self._watched(plan, references) if references is not None else None
         cloned = _cloned(plan, tensors, references) if references is not None else set[str]()
         witness, kept = self._witnessed(plan.partition, captured)
@@ -183,10 +183,12 @@ class SavePlanner:
         """
         if self._replicas is None:
             captured = require_storable(self._capture, state)
+            self.fence.hook(captured.optimizers)
             patterns.require(state)  # guard: patterns-checked-at-first-step
             return sum(image.length for image in staging.lay_out(captured.tensors))
         with self._replicas.topic() as topic:
             captured = require_storable(self._capture, state)
+            self.fence.hook(captured.optimizers)
             self._replicas.start_exchange(topic, captured, patterns.unmatched(state), beside)
         return None
 

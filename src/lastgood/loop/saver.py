@@ -32,13 +32,14 @@ from ..policy.cadence import Every
 from ..policy.failures import Known
 from ..policy.retention import wanted
 from ..policy.tune import Auto
-from ..records import Generation, GenerationId
+from ..records import Generation, GenerationId, Manifest
 from ..run import disk_space
 from ..run.node_disks import NodeDisks
 from ..run.pipeline import Pipeline
 from ..run.planned_save import PlannedSave
 from ..run.save_handle import Save
 from ..snapshot.unchanged import changed, changed_values, is_same, require_unchanged
+from ..state.capture import Captured
 from ..state.live_check import Numbers
 from .adaptive_interval import Pace
 from .copy_pace import CopyPace
@@ -305,11 +306,20 @@ class Saver:
             names = changed(captured, manifest)
         names = topic.agree(names, lambda posts: sorted({name for one in posts for name in one}))
         require_unchanged(save.step, names)
+        self._report_changed_values(save.step, captured, manifest)
+
+    def compare_values(self, save: Save) -> None:
+        """Report numbers, texts and schedules that have changed since `save` stored them. All ranks call it: to read a
+        state may take all of them."""
+        manifest = commit.read_manifest(self._pipeline.run.tier, save.committed(), self._ranks.rank)
+        self._report_changed_values(save.step, self._planner.captured(self._request.state), manifest)
+
+    def _report_changed_values(self, step: int, captured: Captured, manifest: Manifest) -> None:
         late = changed_values(self._request.state, captured, manifest) if self._ranks.is_coordinator else []
         self._changed_late += bool(late)
         if late and reporting.is_reported(self._changed_late):
             reporting.warning(
-                f"save({save.step}): this step was saved before {', '.join(late)} changed, and what was saved has the "
+                f"step {step} was saved before {', '.join(late)} changed, and what was saved has the "
                 "values from before. What is done once an epoch, as a schedule, goes before step()"
             )
 

@@ -190,18 +190,23 @@ class DivergenceCheck:
             suspects = [*(at for at in mine if at.step >= first), next_one]
         try:
             with side_records.opened(self._url) as tier:
-                before = {one.step for one in advice.read(tier) if one.by == "sentinel" and one.skip is not None}
+                before = {one.at for one in advice.read(tier) if one.by == "sentinel"}
                 permitted = len(before) < self._options.at_most  # guard: skips-of-sentinel-bounded
-                for one in self._pieces(n, first, what, suspects, from_start and permitted):
+                pieces = self._pieces(n, first, what, suspects, from_start and permitted)
+                for one in pieces:
                     if permitted or one.skip is None:
                         advice.append(tier, one)
         except LastgoodError as error:
             reporting.threat(f"the advice for the next restore was not written: {error}")
             return f"Restore a step before {first}: restore(step=...).", False
         if not permitted:
-            return f"Batches were left out {len(before)} times (Sentinel.at_most): look at the data.", False
+            times = f"This is time {len(before) + 1} (Sentinel.at_most)"
+            return f"{times}, and no more batches are left out: look at the data.", False
         again, back = "Start the process again: it begins at step 0", "restore() goes back to before step"
         where = again if from_start else f"{back} {first}"
+        if all(one.skip is None for one in pieces):
+            why = "the state does not hold exactly one ResumableSampler"
+            return f"{where}, and trains the same batches again, because {why}: look at the data.", False
         return f"{where}, and leaves its batches out: `lastgood run` calls for it.", True
 
     def _pieces(self, n: int, first: int, what: str, suspects: list[GenerationId], from_start: bool) -> list[Advice]:

@@ -36,7 +36,7 @@ class Advice(Record, frozen=True, kw_only=True):
     format: int
     by: str
     at: float
-    """seconds since 1970, for people"""
+    """seconds since 1970, for people; the same in all pieces of one failure"""
     step: int
     why: str
     suspect: GenerationId | None = None

@@ -289,6 +289,8 @@ class Fence:
         self._hooks: dict[int, tuple[Optimizer, Any]] = {}
         self.waited_seconds = 0.0
         """total time that the host has waited"""
+        self.update_begun = False
+        """whether a hooked optimizer has begun a step since the loop has completed one; who notes that clears it"""
         self._process = os.getpid()
         self.waiting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         """entered while an optimizer waits"""
@@ -313,6 +315,7 @@ class Fence:
 
     def _before_step(self, *_: object) -> None:
         self.wait()
+        self.update_begun = True  # not in the post-hook: Ctrl-C may leave the step half done
 
     def wait(self) -> None:
         """Wait until every copy is enqueued, and on each device let the following work wait for the copies.

@@ -168,6 +168,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a spike is not noticed", "spike-found", Swap("> mean +", "> 1e9 + mean +")),
         ("each rank finds its own divergence", "ranks-agree-on-divergence", Remove()),
         ("a bad loss in the last steps is not noticed", "last-steps-compared", Instead("return")),
+        ("a signal hides a bad loss of several ranks", "last-steps-compared-before-the-end", Remove()),
         ("batches are left out without a bound", "skips-of-sentinel-bounded", Instead("permitted = True")),
         ("another run of the process writes the page", "one-run-beats", Never()),
         ("a commit is shown a step too late", "saved-step-shown-at-once", Remove()),
