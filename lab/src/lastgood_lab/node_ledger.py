@@ -278,7 +278,7 @@ class Ledger:
         """An agent is asked for something by another one. What is returned is called if it has done so."""
         call = msgspec.json.decode(request, type=FileCall)
         held = self.world.locks.get(f"/m{node}/run/{LOCK}")
-        is_open = held is not None and held[0].alive and held[1] != AGENTS_MARK
+        open_before = held is not None and held[0].alive and held[1] != AGENTS_MARK
         path = f"/m{node}/run/{call.name.rpartition('/')[0]}"
 
         def committed() -> bool:
@@ -287,7 +287,7 @@ class Ledger:
         before = committed()
 
         def accepted() -> None:
-            if call.call == "commit" and is_open:
+            if call.call == "commit" and open_before and held is not None and held[0].alive:  # all the while
                 self._wrong(f"the agent of node {node} committed {call.name} while a process had the run open there")
             if call.call in ("create", "write", "finish", "put") and not before and not committed():
                 self._wrong(
