@@ -123,6 +123,17 @@ def test_a_state_that_has_moved_on_cannot_start_over(tmp_path: Path, moved: str)
         assert ckpt.restore(step=0).step == 0
 
 
+def test_a_trained_state_is_not_that_of_step_0_before_the_first_save(tmp_path: Path) -> None:
+    """A loop that caught an error before its first save restored step 0, with the weights that it had trained."""
+    state = {"w": torch.zeros(3)}
+    with lastgood.Checkpointer(tmp_path, state, cadence=lastgood.Every(steps=100), save_on_exit=False) as ckpt:
+        assert ckpt.restore().step == ckpt.restore().step == 0
+        state["w"].fill_(1)
+        ckpt.step(1)
+        with pytest.raises(errors.Refused, match="cannot start over"):
+            ckpt.restore()
+
+
 def test_nothing_is_deleted_for_a_rewind_that_is_not_durable(tmp_path: Path) -> None:
     state = trained(tmp_path)
     with lastgood.Checkpointer(tmp_path, state, retention=Keep(last=1)) as ckpt:

@@ -34,7 +34,7 @@ from ranked import (
     timed,
     unfit,
 )
-from ranked_twice import learning_late, preempted_after_a_bad_loss, saved_again, updated_at_the_end
+from ranked_twice import ended_after_a_bad_loss, learning_late, saved_again, updated_at_the_end
 
 pytestmark = pytest.mark.slow
 
@@ -272,9 +272,11 @@ def test_an_update_of_one_rank_after_the_last_step_saves_nothing_at_exit(tmp_pat
     assert [one.step for one in lastgood.open(tmp_path).generations()] == [1]
 
 
-def test_preempted_ranks_compare_their_last_steps_before_the_last_save(tmp_path):
-    """The steps since the last comparison were not looked at, and the last save of a diverged state was good."""
-    assert world(2, preempted_after_a_bad_loss, tmp_path) == ["TrainingDiverged"] * 2
+@pytest.mark.parametrize("preempted", [True, False])
+def test_several_ranks_compare_their_last_steps_however_they_end(tmp_path, preempted):
+    """The steps since the last comparison were not looked at after a signal, and the last save of a diverged state was
+    good; nor at the end of a loop that saves nothing then."""
+    assert world(2, ended_after_a_bad_loss, tmp_path, preempted) == ["TrainingDiverged"] * 2
     assert len(lastgood.open(tmp_path).generations()) == 2
     with lastgood.Checkpointer(tmp_path, made("plain", 1).state) as ckpt:
         assert ckpt.restore().step == 1

@@ -54,15 +54,19 @@ def updated_at_the_end(rank: int, size: int, root: Path) -> list[str]:
     return texts
 
 
-def preempted_after_a_bad_loss(rank: int, size: int, root: Path) -> str:
-    """Step with a loss that is NaN at step 5 on rank 1, which receives a signal then. Returns how it ends."""
+def ended_after_a_bad_loss(rank: int, size: int, root: Path, preempted: bool) -> str:
+    """Step with a loss that is NaN at step 5 on rank 1, which receives a signal then. Returns how it ends.
+
+    `preempted`: otherwise the loop ends after that step by itself, and nothing is saved at the exit.
+    """
     loop = made("ddp", size)
-    options = {"sentinel": lastgood.Sentinel(every=10**6), "preemption": lastgood.Preemption(), "patience": PATIENCE}
+    options = {"sentinel": lastgood.Sentinel(every=10**6), "patience": PATIENCE, "save_on_exit": preempted}
+    options |= {"preemption": lastgood.Preemption()} if preempted else {}
     try:
         with lastgood.Checkpointer(root, loop.state, cadence=lastgood.Every(steps=10**6), **options) as ckpt:
             ckpt.save(1).result(LIMIT_SECONDS)
-            for n in range(2, 10**5):
-                if n == 5 and rank == 1:
+            for n in range(2, 10**5 if preempted else 6):
+                if n == 5 and rank == 1 and preempted:
                     signal.raise_signal(signal.SIGTERM)
                 loop.step(n)
                 ckpt.step(n, metrics={"loss": math.nan if n == 5 and rank == 1 else 1.0})

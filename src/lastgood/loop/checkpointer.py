@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .. import reporting
 from ..coordination.single_rank import SingleRank
-from ..errors import NoSuchStep, TimedOut
+from ..errors import TimedOut
 from ..events import Event
 from ..io import heartbeat
-from ..policy.arguments import is_whole, require, require_seconds
+from ..policy.arguments import require, require_seconds
 from ..policy.cadence import Every
 from ..policy.retention import KEEP, Keep
 from ..policy.scrub import Scrub
@@ -37,7 +37,7 @@ from . import just_in_time, replaying, step_log
 from .adaptive_interval import known_failures
 from .beat import Beat
 from .ending import Ending, refresh
-from .load import LoadRequest, Restored, load, report
+from .load import LoadRequest, Restored, report
 from .metrics import numbers
 from .options import CADENCE, EarlierKeywords, OnError, Options, Ranks, Tuning, check_state
 from .preemption import EndRequest, Preempted, Preemption
@@ -223,12 +223,8 @@ class Checkpointer:
         request = replace(self._request, step=step, strict=strict, rename=rename)
         try:
             restorer.run.sources = Sources()
-            with restorer.noting_half_loaded(), self._beat.restoring():
-                found = restorer.started_over(advice) or load(request, restorer.run, self._ranks)
-        except NoSuchStep:
-            if step != 0 or not is_whole(step, 0):
-                raise
-            found = restorer.start_over()
+            with self._beat.restoring():
+                found = restorer.loaded(request, advice)
         except Exception:
             restorer.run.protect()  # guard: failed-restore-makes-copies
             raise
@@ -379,10 +375,11 @@ class Checkpointer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if kind is None:
             try:
-                if self._options.save_on_exit and not self._closed and self._process == os.getpid():
+                if not self._closed and self._process == os.getpid():
                     self._divergence.finish()
-                    with self._beat.saving():
-                        self._ending.save_newest()  # guard: newest-step-saved-on-exit
+                    if self._options.save_on_exit:
+                        with self._beat.saving():
+                            self._ending.save_newest()  # guard: newest-step-saved-on-exit
             finally:
                 self.close()
             return

@@ -23,10 +23,10 @@ from ..data.step_counting import report_missing_parts
 from ..engine import guard
 from ..engine.arena import Arena
 from ..engine.finite import not_finite_error
-from ..errors import HalfLoaded, LastgoodError, NothingGood, NotWritable, Unavailable
+from ..errors import HalfLoaded, LastgoodError, NoSuchStep, NothingGood, NotWritable, Unavailable
 from ..format import commit, layout
 from ..format.commit import Survey
-from ..policy.arguments import require
+from ..policy.arguments import is_whole, require
 from ..policy.restore import choose, never_good
 from ..ports import Tier
 from ..records import Finding, Generation, Record
@@ -41,7 +41,7 @@ from ..run.pipeline import Pipeline
 from ..run.watched import Sources
 from ..run.writer import RunWriter
 from ..state.objects import find_objects, instances_of
-from .load import LoadRequest, Restored
+from .load import LoadRequest, Restored, load
 from .progress import Progress
 from .reports import Reports
 from .save_planner import SavePlanner
@@ -250,9 +250,21 @@ class Restorer:
                 self._planner.interrupted()
             raise
 
+    def loaded(self, request: LoadRequest, followed: Followed) -> Restored:
+        """The state as `load` leaves it. Where there is no generation, it is that of the beginning (`start_over`)."""
+        try:
+            with self.noting_half_loaded():
+                found = self.started_over(followed) or load(request, self.run, self._ranks)
+        except NoSuchStep:
+            if request.step != 0 or not is_whole(request.step, 0):
+                raise
+            return self.start_over()
+        # guard: nothing-to-restore-needs-initial-state
+        return self.start_over() if found.generation is None else found
+
     def start_over(self) -> Restored:
-        """The result of restore(step=0) without a generation of step 0. Raises Refused if the state is half loaded, or
-        no longer the initial one, as far as this process has trained or restored it."""
+        """The result of a restore without a generation. Raises Refused if the state is half loaded, or no longer the
+        initial one, as far as this process has trained or restored it."""
         progress = self._progress
         require(
             not self._saver.half_loaded, "the live state is half of another step", "Build it anew, or restore a step."
@@ -261,7 +273,7 @@ class Restorer:
         require(
             not (trained or progress.restored_generation),  # guard: start-over-needs-initial-state
             f"the run cannot start over with this state, which is that of step {progress.step} or later",
-            "Build the state anew, in a new process or as new objects in a new Checkpointer, then restore(step=0).",
+            "Build the state anew, in a new process or as new objects in a new Checkpointer, and restore there.",
         )
         return Restored(step=0, generation=None, seconds=0.0, bytes=0)
 

@@ -158,6 +158,11 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a diverged state is taken for the start", "diverged-state-is-not-the-start", Never()),
         ("a job that diverges again and again is started without end", "diverged-step-is-no-progress", Remove()),
         (
+            "a trained state is taken for the start where nothing was saved",
+            "nothing-to-restore-needs-initial-state",
+            Swap("self.start_over() if found.generation is None else found", "found"),
+        ),
+        (
             "a trained state is taken for the start",
             "start-over-needs-initial-state",
             Swap("not (trained or progress.restored_generation)", "True"),
