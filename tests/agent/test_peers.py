@@ -239,14 +239,17 @@ def test_variables_of_certificates_that_cannot_be_meant_are_refused(variables: d
 
 
 def test_a_wire_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    """The error did not name the variable with the mistyped value."""
     with nodes.Nodes(lambda: disk(tmp_path / "a"), lambda: None) as node:
         serve = Serve(job=JOB, key=KEY, node="a", host="127.0.0.1", port=0, wire="pigeons")
-        assert "LASTGOOD_WIRE='pigeons' is not one of sockets, nixl" in node.serve(serve) and node.port == 0
+        assert "the wire 'pigeons' is not one of sockets, nixl" in node.serve(serve) and node.port == 0
     assert [own_wire({}), own_wire({"LASTGOOD_WIRE": ""}), own_wire({"LASTGOOD_WIRE": "nixl"})] == [
         "sockets",
         "sockets",
         "nixl",
     ]
+    with pytest.raises(errors.Refused, match="LASTGOOD_WIRE='pigeons' is not one of sockets, nixl"):
+        own_wire({"LASTGOOD_WIRE": "pigeons"})
 
 
 def test_an_agent_that_cannot_listen_still_reaches_others(tmp_path: Path, generation: Generation) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -67,3 +69,16 @@ def test_a_missing_shard_of_a_folder_is_named(tmp_path: Path, call_json: Any) ->
     (folder / "model.safetensors.index.json").write_text(json.dumps(where))
     code, document = call_json("import", folder, tmp_path / "run")
     assert code == 3 and str(folder / "two.safetensors") in document["message"] and not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_may_not_be_read_is_no_wrong_command_line(
+    tmp_path: Path, call_json: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The import called it "a folder of neither" format, with exit code 2, and did not say why."""
+
+    def refuse(path: str) -> list[str]:  # the user of the tests may be root, who can read everything
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    code, document = call_json("import", tmp_path, tmp_path / "run")
+    assert (code, document["error"]) == (3, "NotWritable") and "Permission denied" in document["message"]

@@ -4,6 +4,7 @@ measurements."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import math
@@ -22,7 +23,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lastgood.cli import app, tuning
-from lastgood.errors import LastgoodError, NoSpace, NotARun, Refused, TierDown
+from lastgood.errors import LastgoodError, NoSpace, NotARun, NotWritable, Refused, TierDown
 from lastgood.policy import tune
 from lastgood.policy.interval import Rule
 from lastgood.policy.tune import Auto, Measured, Setting, adapt, choose, interval_steps
@@ -550,6 +551,18 @@ measure.figures({str(tmp_path / "run")!r}, allowed, 2_000_000, 1 << 25, measure.
     (tmp_path / "running.tune-00000000").mkdir()  # the scratch directory of another run
     code, out, _ = call(tmp_path / "run", *SMALL)
     assert code == 0 and os.listdir(tmp_path) == ["running.tune-00000000"] and f"removed {remnant}" in out
+
+
+def test_tune_beside_a_folder_that_may_not_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended in a PermissionError with its traceback."""
+
+    def refuse(path: str) -> list[str]:  # the user of the tests may be root, who can read everything
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    for place in (tmp_path / "run", tmp_path):  # beside it, and the folder itself
+        with pytest.raises(NotWritable, match="Permission denied"):
+            scratch.clear(str(place))
 
 
 def test_tune_keeps_locked_scratch_and_folders_that_only_resemble_it(tmp_path: Path, call: Any) -> None:

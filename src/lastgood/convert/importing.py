@@ -47,8 +47,9 @@ Read = Callable[[str, int, memoryview], None]
 
 
 def is_known_folder(path: str) -> bool:
-    """Whether `path` is a folder of torch.distributed.checkpoint or of Hugging Face."""
-    return any(os.path.exists(os.path.join(path, name)) for name in (DCP_METADATA, HF_FILE, HF_INDEX))
+    """Whether the folder `path` is one of torch.distributed.checkpoint or of Hugging Face. Raises as `at_path`."""
+    with os_errors.translated(path):
+        return not {DCP_METADATA, HF_FILE, HF_INDEX}.isdisjoint(os.listdir(path))
 
 
 class Foreign:

@@ -29,6 +29,7 @@ from ..coordination.single_rank import AnyTopic
 from ..errors import Refused
 from ..format import parity_layout
 from ..io.machine import machine
+from ..wire.nixl import WIRES
 from .agent_link import AgentLink
 from .agent_messages import Serve
 from .peer_security import own_certificates
@@ -104,8 +105,15 @@ def _reports(count: int, left_out: Sequence[str], options: RunOptions) -> list[s
 
 
 def own_wire(environ: Mapping[str, str] = os.environ) -> str:
-    """What carries bytes between this node and others: "sockets", or what LASTGOOD_WIRE names."""
-    return environ.get(WIRE) or "sockets"
+    """What carries bytes between this node and others: "sockets", or what LASTGOOD_WIRE names. Raises Refused."""
+    wire = environ.get(WIRE) or "sockets"
+    if wire not in WIRES:
+        raise Refused(
+            f"{WIRE}={wire!r} is not one of {', '.join(WIRES)}",
+            safe="Nothing was touched.",
+            todo="Correct it on every node, or leave it out.",
+        )
+    return wire
 
 
 def own_address(environ: Mapping[str, str] = os.environ) -> str:

@@ -16,6 +16,7 @@ import shutil
 from collections.abc import Iterator
 
 from ..errors import NotARun, NotWritable, Refused, RunLocked, TierDown
+from ..io import os_errors
 from ..ports import Tier
 from . import access
 
@@ -27,10 +28,13 @@ _NAME = re.compile(r"\.tune-[0-9a-f]{8}")
 def parent_folder(run: str) -> str:
     """The directory in which scratch runs of `run` are created: its parent, or the nearest ancestor that exists.
 
-    Raises NotARun for a path at which no run can be opened, Refused if `run` is the mount point of another disk.
+    Raises NotARun for a path at which no run can be opened, NotWritable for one that may not be read, Refused if `run`
+    is the mount point of another disk.
     """
     path = os.path.realpath(run)
-    if os.path.lexists(path) and not (os.path.isdir(path) and not os.listdir(path)):
+    with os_errors.translated(path):
+        is_free = not os.path.lexists(path) or (os.path.isdir(path) and not os.listdir(path))
+    if not is_free:
         access.for_reading(path)
     above = os.path.dirname(path)
     while not os.path.lexists(above):
@@ -55,7 +59,9 @@ def clear(run: str) -> list[str]:
     """
     folder, name = parent_folder(run), os.path.basename(os.path.realpath(run))
     cleared = []
-    for other in sorted(os.listdir(folder)):
+    with os_errors.translated(folder):
+        others = sorted(os.listdir(folder))
+    for other in others:
         path = os.path.join(folder, other)
         if not other.startswith(name) or not _NAME.fullmatch(other, len(name)):
             continue

@@ -72,11 +72,7 @@ class Nixl:
 def chosen(wire: str) -> Nixl | None:
     """The windows of a wire that a user has named: "nixl"; "sockets" has none. Raises as `Nixl`, and Refused."""
     if wire not in WIRES:
-        raise Refused(
-            f"LASTGOOD_WIRE={wire!r} is not one of {', '.join(WIRES)}",
-            safe="Nothing was touched.",
-            todo="Correct it on every node, or leave it out.",
-        )
+        raise Refused(f"the wire {wire!r} is not one of {', '.join(WIRES)}", safe="Nothing was touched.")
     return Nixl() if wire == "nixl" else None
 
 
