@@ -240,6 +240,14 @@ def test_an_update_after_the_last_step_is_not_saved_under_its_number(tmp_path: P
     assert steps(tmp_path) == [1]
 
 
+def test_an_update_after_the_last_save_is_reported_at_the_exit(tmp_path: Path) -> None:
+    """A loop that calls step(n) before the update of step n + 1 lost its last update, and nothing was reported."""
+    state = build()
+    with reported("an optimizer has stepped since step 1, and"), lastgood.Checkpointer(tmp_path, state) as ckpt:
+        ckpt.save(1)
+        train(state)
+
+
 def test_updates_before_the_last_step_do_not_prevent_its_save(tmp_path: Path) -> None:
     state = build()
     with reports(logging.WARNING) as texts, lastgood.Checkpointer(tmp_path, state) as ckpt:

@@ -147,12 +147,16 @@ class Ending:
             self._compare_values(last)
 
     def _compare_values(self, last: Save) -> None:
-        """Report values that have changed since the last save, unless that is known to be so: an update has begun."""
-        if not self._progress.update_begun:
-            try:
-                self._saver.compare_values(last)
-            except LastgoodError as error:
-                self._pipeline.outcomes.put(error)
+        """Report an update that has begun on this rank since the last save; if none has, values that have changed."""
+        if self._progress.update_begun:
+            what = f"{self._pipeline.run.tier.place}: an optimizer has stepped since step {last.step}"
+            todo = "call step() after each step of the optimizer, after the last one too"
+            reporting.warning(f"{what}, and what it has changed is not saved: {todo}")
+            return
+        try:
+            self._saver.compare_values(last)
+        except LastgoodError as error:
+            self._pipeline.outcomes.put(error)
 
     def _is_updated(self, n: int) -> bool:
         """Whether an optimizer has begun a step on any rank since the loop has completed step `n`: then the state is
