@@ -8,6 +8,7 @@ import shutil
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import msgspec
@@ -19,6 +20,7 @@ from agents import LIMIT_SECONDS, agent, ended, state, until
 from lastgood import errors
 from lastgood.agent import nodes
 from lastgood.agent.peer_files import PeerFiles
+from lastgood.agent.server import Server as AgentServer
 from lastgood.engine.inline_executor import Inline
 from lastgood.format import commit, layout
 from lastgood.io.files import Lock
@@ -26,13 +28,14 @@ from lastgood.io.memory_files import MemoryFiles
 from lastgood.policy.placement import Node, copies, missing_copies
 from lastgood.records import Extent, Finding, Generation, GenerationId, World, judged
 from lastgood.run import access
-from lastgood.run.agent_link import PROTOCOL, AgentLink, asked, connected, write_spec
+from lastgood.run.agent_link import PROTOCOL, AgentLink, asked, connected, listening, status, write_spec
 from lastgood.run.agent_messages import AgentSpec, Request, Send, Serve, Work
 from lastgood.run.known import Environment, Holds, KnownRun
 from lastgood.run.node_copies import CopyRequest, CopySender, NodeCopies, ask_all
 from lastgood.run.node_disks import NodeDisks, Nodes
 from lastgood.run.node_parity import ParityBuilder, ParityRequest
 from lastgood.run.outcomes import Outcomes
+from lastgood.run.paths import parsed
 from lastgood.run.peer_opening import agreed, label, own_address, own_wire
 from lastgood.run.peer_reads import PeerReads
 from lastgood.run.peer_security import own_certificates
@@ -392,7 +395,7 @@ def test_no_node_commits_late_while_a_process_has_the_run_open(sealed: Path, gen
         contextlib.closing(Peers(JOB, BY_KEY, "a")) as peers,
         contextlib.closing(Lock(str(sealed / access.LOCK))),
     ):
-        with pytest.raises(errors.RunLocked, match="has the run open on another node"):
+        with pytest.raises(errors.RunLocked, match="a process has the run open"):
             peers.seals(node, generation.id)
         with pytest.raises(errors.RunLocked):
             peers.commit(node, generation.id, commit_of(generation))
@@ -427,8 +430,10 @@ def test_the_copies_of_a_drill_are_never_committed_late(sealed: Path, generation
         files.handle(Peer(JOB, "a"), asked, memoryview(b""))
 
 
-def test_an_agent_ends_although_a_node_that_has_sealed_stays_away(memory: Path, tmp_path: Path) -> None:
-    """The save may be whole, and no agent can know it: it is given up when no process comes."""
+@pytest.mark.parametrize("linger_seconds", [2.0, 600.0], ids=["nobody comes", "asked to end"])
+def test_an_agent_ends_although_a_node_that_has_sealed_stays_away(memory: Path, linger_seconds: float) -> None:
+    """The save may be whole, and no agent can know it: it is given up. `lastgood agent stop` was refused for as long as
+    the agent waits for the next process."""
     folder, away = memory / "run", PeerNode(leader=1, name="b", domain="", host="127.0.0.1", port=1)
     with access.for_writing(f"memory://{folder}", "atomic_dirsync") as tier:
         run = RunWriter(tier, Inline())
@@ -439,13 +444,34 @@ def test_an_agent_ends_although_a_node_that_has_sealed_stays_away(memory: Path, 
     )
     (folder / layout.folder(one.id) / layout.COMMIT).unlink()
     write_spec(disk(folder), AgentSpec(format=1, places=[], order=0, spill=None, nodes=[away]))
-    with agent(folder, linger_seconds=2.0) as process:
+    with agent(folder, linger_seconds) as process:
         with contextlib.closing(connected(str(folder))) as training:
             serve = Serve(job=JOB, key=KEY, node="a", host="127.0.0.1", port=0)
             assert not asked(training, Request(protocol=PROTOCOL, call="serve", serve=serve)).error
             assert not asked(training, Request(protocol=PROTOCOL, call="attach")).error
+        until(lambda: "step 1 cannot be committed on node b now" in str(status(str(folder)).missing))
+        if linger_seconds == 600.0:
+            with contextlib.closing(connected(str(folder))) as stopping:
+                assert not asked(stopping, Request(protocol=PROTOCOL, call="end")).error
         assert process.wait(LIMIT_SECONDS) == 0
     assert not folder.exists()
+
+
+def test_a_late_commit_that_comes_during_an_attempt_begins_another_one(memory: Path) -> None:
+    """The attempt that ran had looked before, and found nothing missing when it ended: the node copied its part when it
+    was to end, ten minutes later."""
+    (memory / "run").mkdir()
+    lock = Lock(str(memory / "run" / "agent.lock"))
+    one = AgentServer(parsed(f"memory://{memory / 'run'}"), lock, listening(str(memory / "run")), 600.0, 600.0)
+    with contextlib.ExitStack() as closing:
+        for each in (lock, one._listener, one._wake_receiver, one._wake_sender, one._selector):
+            closing.callback(each.close)
+        one._copies, one._next_at = Future(), None
+        one._nodes.committed.set()
+        one._note_late_commit()
+        one._copies, one._next_at = None, None  # the attempt has ended, and everything is copied
+        one._note_late_commit()
+        assert one._next_at == 0.0
 
 
 def test_a_generation_is_kept_until_every_place_has_it() -> None:

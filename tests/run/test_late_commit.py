@@ -76,6 +76,10 @@ def _lost(*arguments: object) -> None:
     raise Lost
 
 
+def _full(*arguments: object) -> None:
+    raise NoSpace("no space left", safe="", todo="")
+
+
 @pytest.fixture
 def run(tmp_path: Path, memory: Path) -> Run:
     return Run(tmp_path / "home")
@@ -125,11 +129,8 @@ def test_memory_that_is_full_is_opened_all_the_same(run: Run, monkeypatch) -> No
     """There was no room for the COMMIT, and no new job could be started."""
     folder = run.folder / layout.folder(run.sealed(monkeypatch, 5, 7))
 
-    def full(*arguments: object) -> None:
-        raise NoSpace("no space left", safe="", todo="")
-
     with monkeypatch.context() as patch:
-        patch.setattr(commit, "publish", full)
+        patch.setattr(commit, "publish", _full)
         with reported("step 7 had been saved by all ranks .* given up: no space left"), run.opened():
             pass
     assert not folder.exists() and run.loaded()[0] == 5
@@ -260,12 +261,32 @@ def test_what_all_nodes_have_sealed_is_committed_on_each_of_them(run: Run, monke
 @pytest.mark.parametrize("error", [RunLocked("a process has it open"), PeerDown("it cannot be reached")], ids=str)
 @pytest.mark.parametrize("calls", [0, 1], ids=["seals", "commit"])
 def test_a_node_that_does_not_commit_now_is_asked_again(run: Run, monkeypatch, tmp_path: Path, error, calls) -> None:
-    """COMMIT on this node alone is not seen by the next attempt, and the other nodes would never copy their parts."""
+    """Without COMMIT the other nodes would never copy their parts."""
     at = divided(run, tmp_path / "b", monkeypatch)
     other, record = OtherNode(tmp_path / "b"), run.folder / layout.folder(at) / layout.COMMIT
     other.failing += [None] * calls + [error]
-    assert attempt(run, other) == error.what and not record.exists()
+    assert attempt(run, other) == error.what and record.exists() == bool(calls)
     assert attempt(run, other) == "" and record.exists() and other.committed
+    assert not [*run.folder.rglob(layout.INTENT)], "all nodes have it"
+
+
+def test_memory_without_room_for_a_late_commit_commits_on_no_node(run: Run, monkeypatch, tmp_path: Path) -> None:
+    """The other node had COMMIT already, and waited for ever for the part of this one, which was removed."""
+    divided(run, tmp_path / "b", monkeypatch)
+    other = OtherNode(tmp_path / "b")
+    monkeypatch.setattr(commit, "publish", _full)
+    with reported("given up: no space left"):
+        assert attempt(run, other) == ""
+    assert not other.committed
+
+
+def test_an_older_commit_that_cannot_be_completed_delays_no_newer_one(run: Run, monkeypatch, tmp_path: Path) -> None:
+    at = divided(run, tmp_path / "b", monkeypatch)
+    (older,) = run.folder.glob("gen/*5-*")
+    (older / layout.INTENT).write_bytes((older / layout.COMMIT).read_bytes())
+    other = OtherNode(tmp_path / "b")
+    other.failing.append(PeerDown("it cannot be reached"))
+    assert attempt(run, other) == "it cannot be reached" and [*other.committed] == [at]
 
 
 def test_a_commit_of_this_node_alone_is_put_on_the_others(run: Run, monkeypatch, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ a COMMIT              has the bytes of every other COMMIT of its generation; eve
 a COMMIT in the home  has every file beside it, with the bytes that its rank has sealed
 a file of a rank      never changes while COMMIT and its manifest are beside it, and goes after all COMMITs
 an agent              removes no COMMIT, and accepts no file of a generation without one; commits late for others only
-                      while no process has the run open there, and where the intent lies after all others
+                      while no process has the run open there, and deletes the intent once all nodes have COMMIT
 a removal             leaves the newest generation that can be restored, or a newer one. If a machine dies while
                       requests to remove are on their way, only what had copies counts
 a removal of COMMIT   by a job that makes copies or parity leaves the newest generation that survives a lost node, or a
@@ -196,6 +196,8 @@ class Ledger:
                     self._wrong(f"{path} was removed while node {node} has its COMMIT")
         if file == layout.COMMIT and self.world.me().name.startswith("agent"):
             self._wrong(f"{path} was removed by {self.world.me().name}")
+        if file == layout.INTENT and layout.COMMIT in beside:
+            self._withdrawn(at, path)
         if file == layout.COMMIT or file[0] in "rs":
             what = f"{path} was removed by {self.world.me().name}"
             rules = [self._keeps(what, every=True)]
@@ -203,6 +205,13 @@ class Ledger:
                 rules.append(self._protects(what))
             return lambda: [rule() for rule in rules if rule is not None]
         return None
+
+    def _withdrawn(self, at: GenerationId, path: str) -> None:
+        """The intent beside a COMMIT is removed."""
+        who = self.world.me().name
+        for node, there in self.folders_of(at).items() if who.startswith("agent") else ():
+            if layout.COMMIT not in there and any(manifest in there for manifest, _ in self.parts_of(at)):
+                self._wrong(f"{path} was removed by {who}, and node {node} has no COMMIT yet")
 
     def _linked(self, root: str, at: GenerationId, file: str, data: bytes, beside: Any) -> Rule:
         if file == layout.COMMIT:
@@ -227,14 +236,6 @@ class Ledger:
                 self._wrong(f"{at} was committed before {missing[0]} was sealed")
         if self.commits[at][0] != data:
             self._wrong(f"{at} has two different COMMITs")
-        if layout.INTENT in beside and self.world.me().name.startswith("agent"):
-            lack = [
-                node
-                for node, there in self.folders_of(at).items()
-                if layout.COMMIT not in there and any(manifest in there for manifest, _ in self.parts_of(at))
-            ]
-            if lack:
-                self._wrong(f"{root}: {self.world.me().name} committed {at}, and node {lack[0]} has no COMMIT yet")
         if root == "/home/run" and not self.in_home(at):
             self._wrong(f"{at} was committed in the home without all its files: {sorted(beside)}")
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from ..errors import LastgoodError
+from ..errors import Cancelled, LastgoodError
 from ..format import commit
 from ..ports import Mendable
 from ..records import Generation, GenerationId, Seal
@@ -96,11 +96,11 @@ class Nodes:
         job, key, certificates = self._served.job, self._served.key, self._served.certificates
         return KnownPeers(job=job, key=key, copies=copies, parity=self.parity, certificates=certificates)
 
-    def others(self, nodes: Sequence[PeerNode]) -> OtherNodes | None:
+    def others(self, nodes: Sequence[PeerNode], stop: Callable[[], bool]) -> OtherNodes | None:
         """The other ones of these nodes of the job; None: there are none, or this node does not serve them."""
-        served, peers = self._served, self.peers
+        served = self._served
         others = [one for one in nodes if served is not None and one.name != served.node]
-        return OtherNodes(peers, others) if peers is not None and others else None
+        return OtherNodes(served, others, stop) if served is not None and others else None
 
     def _note_commit(self) -> None:
         self.committed.set()
@@ -131,28 +131,37 @@ class Nodes:
 
 
 class OtherNodes:
-    """`late_commit.Others` over the wire: the nodes of the job but this one, all asked at the same time."""
+    """`late_commit.Others` over the wire: the nodes of the job but this one, many asked at the same time.
 
-    def __init__(self, peers: Peers, nodes: Sequence[PeerNode]) -> None:
-        self._peers, self._nodes = peers, nodes
+    `served`: how this node serves them. `stop`: polled before each node; once it is true, Cancelled is raised. Each
+    call has a connection of its own, so that thousands of nodes do not use up the descriptors.
+    """
+
+    def __init__(self, served: Serve, nodes: Sequence[PeerNode], stop: Callable[[], bool]) -> None:
+        self._served, self._nodes, self._stop = served, nodes, stop
 
     def seals(self, at: GenerationId) -> list[Seal]:
-        return [seal for found in self._on_all(lambda node: self._peers.seals(node, at)) for seal in found]
+        return [seal for found in self._on_all(at, lambda peers, node: peers.seals(node, at)) for seal in found]
 
     def commit(self, at: GenerationId, data: bytes) -> None:
-        self._on_all(lambda node: self._peers.commit(node, at, data))
+        self._on_all(at, lambda peers, node: peers.commit(node, at, data))
 
-    def _on_all(self, call: Callable[[PeerNode], Result]) -> list[Result]:
+    def _on_all(self, at: GenerationId, call: Callable[[Peers, PeerNode], Result]) -> list[Result]:
         """The answers of all nodes. Raises the first error once all have ended."""
-        failed = threading.Event()
+        failed, me = threading.Event(), self._served
+        secured = security(me.key, me.certificates)
 
         def asked(node: PeerNode) -> list[Result]:
+            if self._stop():
+                raise Cancelled("the late commit was interrupted")
             if failed.is_set():  # of thousands of nodes, those that are lost would take too long together
                 return []
             try:
-                return [call(node)]
-            except BaseException:
+                with contextlib.closing(Peers(me.job, secured, me.node)) as peers:
+                    return [call(peers, node)]
+            except LastgoodError as error:
                 failed.set()
+                error.what = f"step {at.step} cannot be committed on node {node.name} now: {error.what}"
                 raise
 
         with ThreadPoolExecutor(min(len(self._nodes), ASKED_AT_ONCE), "lastgood-late") as workers:

@@ -20,6 +20,7 @@ import msgspec
 
 from ..errors import NameTaken, Refused, RunLocked
 from ..format import intents, layout
+from ..io import os_errors
 from ..io.files import Lock
 from ..limits import RECORD_LIMIT_BYTES, SLOT_LIMIT_BYTES, WIRE_BULK_LIMIT_BYTES
 from ..ports import Mendable, Upload
@@ -171,12 +172,17 @@ class PeerFiles:
 
 @contextlib.contextmanager
 def _not_open(disk: Mendable) -> Iterator[None]:
-    """Inside, no process opens the run on this node. Raises RunLocked where one has it open, or where none was ever."""
-    folder = paths.parsed(disk.place).root
+    """Inside, no process opens the run on this node. Raises RunLocked where one has it open, Refused where it was
+    removed, and the errors of the file system."""
+    path = os.path.join(paths.parsed(disk.place).root, access.LOCK)
     try:
-        lock = Lock(os.path.join(folder, access.LOCK), access.AGENTS_MARK)
+        lock = Lock(path, access.AGENTS_MARK)
+    except BlockingIOError as error:
+        raise RunLocked(HELD, safe="Nothing was committed.") from error
+    except FileNotFoundError as error:
+        raise Refused("the memory of this node was removed", safe="Nothing was committed.") from error
     except OSError as error:
-        raise RunLocked(f"{HELD} on another node", safe="Nothing was committed.") from error
+        raise os_errors.at_path(error, path) from error
     with contextlib.closing(lock):
         yield
 

@@ -254,7 +254,7 @@ class Server:
             process=os.getpid(),
             attached=self._attached(),
             copying=not self._attached() and (self._copies is not None or self._next_at is not None),
-            missing=self._found.missing,
+            missing=self._found.missing or [*filter(None, [self._held])],
             absent=self._found.absent,
             deleted=self._found.deleted,
             port=self._nodes.port,
@@ -277,7 +277,8 @@ class Server:
 
     def _note_late_commit(self) -> None:
         """If another node has committed a save late, copy this node's part of it."""
-        if self._nodes.committed.is_set():
+        # An attempt that runs may have begun before it.
+        if self._copies is None and self._nodes.committed.is_set():  # guard: late-commit-outlasts-an-attempt
             self._nodes.committed.clear()
             self._next_at, self._failures = 0.0, 0  # guard: late-commit-is-copied
 
@@ -303,10 +304,11 @@ class Server:
     def _copy(self) -> Drained:
         """On the worker: one attempt. Raises Cancelled if a training process attaches meanwhile."""
         spec, tier, self._copied = read_spec(self._folder), self._tier(), []
-        # Nodes that are busy or cut off are waited for as long as the next training process.
-        waits = time.monotonic() < self._left_at + self._linger_seconds  # guard: late-commit-given-up
-        others = self._nodes.others(spec.nodes) if spec is not None and waits else None
-        self._held = commit_unless_held(tier, self._folder, others) if self._in_memory else ""
+        others = self._nodes.others(spec.nodes, self._stop.is_set) if spec is not None else None
+        held = commit_unless_held(tier, self._folder, others) if self._in_memory else ""
+        # Nodes that are busy or cut off are waited for as long as the next training process, and once by "end".
+        given_up = time.monotonic() >= self._left_at + self._linger_seconds or (self._failures and self._asked_to_end())
+        self._held = "" if given_up and held != HELD else held  # guard: late-commit-given-up
         here = committed(tier)
         if spec is None:
             found = Drained([f"{SPEC} cannot be read, which names the places below"] if here else [], [], [])

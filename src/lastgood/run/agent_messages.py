@@ -22,7 +22,7 @@ class CopyTo(Record, frozen=True, kw_only=True):
     keep: Keep
 
 
-class AgentSpec(Record, frozen=True, kw_only=True):
+class AgentSpec(Record, frozen=True, kw_only=True, omit_defaults=True):
     """What an agent needs to know of a run. `order`: the highest claim that its trainers have made in object stores.
 
     `spill`: the folder of files that did not fit into memory; None: there is none. `nodes`: those of the job whose

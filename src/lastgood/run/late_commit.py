@@ -7,7 +7,7 @@ On several nodes the agent asks those of the other ones (`Others`). Only the nod
 only one agent commits a save.
 
 Invariants
-  1. COMMIT is created on this node after it is on all others: until then each attempt begins anew.
+  1. The intent lies beside COMMIT until all other nodes have that: until then each attempt puts it there.
   2. What is created is what the intent and the seals of all ranks say, whoever creates it.
 """
 
@@ -68,29 +68,29 @@ def sealed_by_all(
 def commit_in(memory: Tier, others: Others | None = None) -> None:
     """As `commit_sealed`, for an agent, which has not opened the run. The lock of the run is held."""
     known = KnownRun(memory, Environment())
-    if others is not None:
-        _complete(known, others)
+    problem = _complete(known, others) if others is not None else None
     commit_sealed(known, known.run_id, others)
+    if problem is not None:
+        raise problem
 
 
-def _complete(known: KnownRun, others: Others) -> None:
-    """Put the COMMIT on the other nodes beside which the intent still lies: its coordinator was lost before all had it.
-
-    Raises as `Others.commit`.
-    """
-    tier = known.tier
+def _complete(known: KnownRun, others: Others) -> LastgoodError | None:
+    """Put each COMMIT on the other nodes beside which the intent still lies: not all have it yet. Returns why one could
+    not be put there; None: all were, or it is of no use."""
+    tier, problem = known.tier, None
     for at in known.survey.generations:
         listing = known.survey.listings[layout.folder(at).partition("/")[2]]
         if layout.INTENT not in listing:
             continue
         try:
             others.commit(at, read(tier, f"{layout.folder(at)}/{layout.COMMIT}", listing[layout.COMMIT]))
-        except RunLocked:
-            raise
-        except Refused:  # it was deleted there, or the nodes have gone on with another job
-            continue
+        except LastgoodError as error:
+            if isinstance(error, RunLocked) or not isinstance(error, Refused):
+                problem = error
+            continue  # refused: it was deleted there, or the nodes have gone on with another job
         with contextlib.suppress(LastgoodError):  # it is completed once more then
             intents.withdraw(tier, at)
+    return problem
 
 
 def commit_unless_held(memory: Tier, folder: str, others: Others | None = None) -> str:
@@ -126,12 +126,12 @@ def commit_sealed(known: KnownRun, run: str, others: Others | None = None) -> No
         return
     at = found[0].id
     try:
-        if others is not None:
-            others.commit(at, layout.encode(*found))  # guard: late-commit-on-others-first
         commit.publish(tier, *found)  # guard: sealed-save-committed-late
     except (CommitUnknown, NoSpace, NotWritable) as error:
         reporting.warning(f"step {at.step} had been saved by all ranks when the job was lost, and is given up: {error}")
         return  # guard: full-memory-opens
+    if others is not None:
+        others.commit(at, layout.encode(*found))  # guard: late-commit-put-on-all-nodes
     with contextlib.suppress(LastgoodError):  # beside a COMMIT it has no effect
         intents.withdraw(tier, at)
     survey.incomplete.discard(at)

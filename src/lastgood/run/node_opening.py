@@ -212,7 +212,9 @@ def start_agent(tier: Tier, options: RunOptions, claims: Sequence[Tier], outcome
     assert not isinstance(tier.own, Slots)
     order = max((getattr(one, "order", 0) for one in claims), default=0)
     places = [CopyTo(url=paths.parsed(one.path).url, keep=one.keep) for one in options.below]
-    nodes = tier.links.table.nodes if tier.links.table is not None else []
+    table = tier.links.table
+    # An agent of an older version does not listen, and could not read them.
+    nodes = table.nodes if table is not None and any(one.name == machine() for one in table.nodes) else []
     # The folder that this process uses, too: files may lie in one that an earlier opening has chosen.
     files = memory_place.files_of(paths.parsed(tier.place).root, options.spill(tier.place))
     # guard: agent-knows-earlier-spill

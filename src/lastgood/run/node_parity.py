@@ -18,6 +18,7 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -25,7 +26,7 @@ import msgspec
 
 from ..coordination.rounds import RankGroup
 from ..engine.stripes import Rebuilt
-from ..errors import BeyondRepair
+from ..errors import NODE_FAILED, BeyondRepair
 from ..format import layout, stripe_layout
 from ..io.checksum import digest
 from ..io.reed_solomon import Code
@@ -243,14 +244,18 @@ class NodeRebuild:
         return names
 
     def _require(self, generation: Generation, ranks: Sequence[int]) -> None:
-        """As `rebuilding.require`, for all nodes together: one may be able to rebuild its part, and another one not."""
+        """As `rebuilding.require`, for all nodes together: one may be able to rebuild its part, and another one not.
+
+        Where this node cannot reach another one, the nodes that rebuild find out by themselves.
+        """
         if not ranks:
             return
         peers = self._disks.links.peers
         assert peers is not None, "the coordinator leads its node"
         others = [cast(Tier, PeerDisk(peers, one)) for one in self._table.nodes if one.leader != 0]
         rebuilt = Rebuilt([self._disks.own, *others], generation)
-        rebuilding.require(rebuilt, self._disks.own, generation, ranks)  # guard: feasible-on-all-nodes
+        with contextlib.suppress(*NODE_FAILED):
+            rebuilding.require(rebuilt, self._disks.own, generation, ranks)  # guard: feasible-on-all-nodes
 
     def end(self) -> None:
         """Tell the other leaders that nothing more is asked."""

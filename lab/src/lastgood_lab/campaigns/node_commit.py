@@ -92,7 +92,7 @@ generation, do not come about here ("stripe-record-plausible", "stripes-of-this-
 manifest, where another copy is left, comes too seldom ("rebuilt-manifest-matches-seal")."""
 
 
-LATE_SAFEGUARDS = "late-commit-on-others-first", "late-commit-refused-while-open"
+LATE_SAFEGUARDS = "late-commit-put-on-all-nodes", "late-commit-refused-while-open"
 """Those of a late commit by agents whose removal can break a rule here. A COMMIT with too few seals is refused again
 where it is created. That other nodes copy what was committed late is not seen: agents of a second act begin anew."""
 

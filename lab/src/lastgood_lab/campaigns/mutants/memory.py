@@ -132,7 +132,16 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         ("a node commits what it has not sealed", "commit-beside-its-seals", Instead("pass")),
         ("a node does not copy what another one has committed late", "late-commit-is-copied", Instead("pass")),
-        ("an agent waits for ever for a node that is lost", "late-commit-given-up", Swap("<", "< 1e9 +")),
+        (
+            "an agent waits for ever for a node that is lost",
+            "late-commit-given-up",
+            Swap("given_up and ", "False and "),
+        ),
+        (
+            "a COMMIT that came during an attempt is not copied",
+            "late-commit-outlasts-an-attempt",
+            Swap("self._copies is None and ", ""),
+        ),
     ),
     *table(
         "late commit",
@@ -143,7 +152,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "late-commit-tried-again",
             Swap(" and not self._held", ""),
         ),
-        ("COMMIT on one node is not put on the others", "late-commit-on-others-first", Instead("pass")),
+        ("COMMIT on one node is not put on the others", "late-commit-put-on-all-nodes", Instead("pass")),
         ("full memory cannot be opened", "full-memory-opens", Instead("raise")),
         ("a save is committed that a rank has not sealed", "save-of-some-ranks-not-committed", Instead("pass")),
         ("the intent of another save is followed", "intent-belongs-to-folder", Instead("pass")),
