@@ -28,6 +28,7 @@ import lastgood
 
 dist.init_process_group("gloo")
 rank, attempt = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+torch.manual_seed(0)
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
 optimizer = torch.optim.AdamW(model.parameters())
 sampler = lastgood.ResumableSampler(40, global_batch=8, seed=3, rank=rank, world_size=2)

@@ -251,7 +251,8 @@ class Restorer:
             raise
 
     def loaded(self, request: LoadRequest, followed: Followed) -> Restored:
-        """The state as `load` leaves it. Where there is no generation, it is that of the beginning (`start_over`)."""
+        """The state as `load` leaves it. Where nothing was saved, it is left as it is, and counts as that of step 0: if
+        it is not, as far as this process knows, that is reported. Another Checkpointer may load it next."""
         try:
             with self.noting_half_loaded():
                 found = self.started_over(followed) or load(request, self.run, self._ranks)
@@ -259,23 +260,32 @@ class Restorer:
             if request.step != 0 or not is_whole(request.step, 0):
                 raise
             return self.start_over()
-        # guard: nothing-to-restore-needs-initial-state
-        return self.start_over() if found.generation is None else found
+        if found.generation is None and self._has_moved_on():  # guard: trained-state-at-step-0-reported
+            reporting.threat(
+                f"{self._pipeline.run.tier.place}: restore() has found nothing that was saved, so it counts as step 0, "
+                f"and the state is that of step {self._progress.step} or later: what follows is no training from the "
+                "beginning. Build the state anew, in a new process or as new objects in a new Checkpointer"
+            )
+        return found
 
     def start_over(self) -> Restored:
         """The result of a restore without a generation. Raises Refused if the state is half loaded, or no longer the
         initial one, as far as this process has trained or restored it."""
-        progress = self._progress
         require(
             not self._saver.half_loaded, "the live state is half of another step", "Build it anew, or restore a step."
         )
-        trained = progress.called and (progress.step > 0 or progress.parameters_changed())
         require(
-            not (trained or progress.restored_generation),  # guard: start-over-needs-initial-state
-            f"the run cannot start over with this state, which is that of step {progress.step} or later",
+            not self._has_moved_on(),  # guard: start-over-needs-initial-state
+            f"the run cannot start over with this state, which is that of step {self._progress.step} or later",
             "Build the state anew, in a new process or as new objects in a new Checkpointer, and restore there.",
         )
         return Restored(step=0, generation=None, seconds=0.0, bytes=0)
+
+    def _has_moved_on(self) -> bool:
+        """Whether this process has trained the state, or restored it."""
+        progress = self._progress
+        trained = progress.called and (progress.step > 0 or progress.parameters_changed())
+        return trained or bool(progress.restored_generation)
 
     def followed_advice(self, topic: AnyTopic) -> Followed:
         """The advice that the run has for this restore. Rank 0 reads it, and marks the suspect generations.

@@ -159,13 +159,13 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a job that diverges again and again is started without end", "diverged-step-is-no-progress", Remove()),
         (
             "a trained state is taken for the start where nothing was saved",
-            "nothing-to-restore-needs-initial-state",
-            Swap("self.start_over() if found.generation is None else found", "found"),
+            "trained-state-at-step-0-reported",
+            Never(),
         ),
         (
             "a trained state is taken for the start",
             "start-over-needs-initial-state",
-            Swap("not (trained or progress.restored_generation)", "True"),
+            Swap("not self._has_moved_on()", "True"),
         ),
         ("a run that was never good is given up", "start-over-if-never-good", Instead("return False")),
         ("folders of a running supervisor are removed", "folder-in-use-not-removed", Remove()),
