@@ -8,7 +8,7 @@ only one agent commits a save.
 
 Invariants
   1. The intent lies beside COMMIT until all other nodes have that: until then each attempt puts it there.
-  2. What is created is what the intent and the seals of all ranks say, whoever creates it.
+  2. The next opening and the agent create the same bytes: the record of the intent with the seals of all ranks.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@
     agent    abort     drops an unfinished file
     both     read      a range of a file, as bulk bytes of the answer (a drill too)
     agent    seals     the seals in the folder of a generation, for a late commit (late_commit.py)
-    agent    commit    creates the COMMIT of a generation whose seals it has told
+    agent    commit    creates the COMMIT of a generation beside the seals of this node
 
 Only files of ranks in folders of generations have such calls; files of parity are listed and read. A manifest shows
 that the files beside it are complete. "seals" and "commit" are refused while a training process has the run open.
