@@ -195,7 +195,7 @@ def test_work_stops_when_its_training_process_ends(job: Job, ends_of: Ends, monk
         agent.abandon(job_)
         assert noticed.wait(60) and agent.running()
         ends.set()
-        assert job_.result() == ([], "it was stopped") and not agent.running() and woken.wait(60)
+        assert job_.result().error == "it was stopped" and not agent.running() and woken.wait(60)
 
 
 def test_a_stalled_agent_changes_nothing_of_who_took_over(tmp_path: Path, ends_of: Ends, monkeypatch) -> None:
@@ -210,7 +210,12 @@ def test_a_stalled_agent_changes_nothing_of_who_took_over(tmp_path: Path, ends_o
         with access.for_sharing(tmp_path / "home", "atomic_dirsync") as other:
             other.delete(name)
             other.put_new(name, taken)
-        for change in (lambda: target.create(f"{name}.new", 1), lambda: target.put_new(f"{name}.json", b"")):
+        changes = [
+            lambda: target.create(f"{name}.new", 1),
+            lambda: target.put_new(f"{name}.json", b""),
+            lambda: target.replace(f"{layout.folder(generation.id)}/r00000.safetensors", name),
+        ]
+        for change in changes:
             with pytest.raises(Cancelled):
                 change()
         upload.abort()
@@ -220,7 +225,7 @@ def test_a_stalled_agent_changes_nothing_of_who_took_over(tmp_path: Path, ends_o
     place, root = str(tmp_path / "home"), generation.root
     work = Work(at=generation.id, root=root, task="protect", place=place, of=[0], code="2+1")
     with works.Works(lambda: unused(), lambda: None) as agent:
-        assert agent.begin(work, ends_of[0]).result() == ([], "it was stopped")
+        assert agent.begin(work, ends_of[0]).result().error == "it was stopped"
     assert (tmp_path / "home" / name).read_bytes() == taken and len([*tmp_path.rglob("*parity*")]) == 1
 
 
@@ -238,7 +243,7 @@ def test_an_agent_waits_for_the_end_of_work_without_polling(memory: Path, monkey
     def selected(timeout: float | None = None) -> object:
         timeouts.append(timeout)
         if len(timeouts) == 1:
-            work.set_result(([], "it was stopped"))
+            work.set_result(works.Done(error="it was stopped"))
             server._wake()
         return select(timeout)
 

@@ -22,7 +22,7 @@ from lastgood.errors import Damaged, Refused, Unavailable
 from lastgood.format import commit, layout
 from lastgood.policy.scrub import EMPTY_SECONDS, FAILED_SECONDS, Scrub, pause_seconds
 from lastgood.records import Extent, Finding, Generation
-from lastgood.run import access, agent_work, memory_place, mend, place_scrub
+from lastgood.run import access, agent_work, copying, memory_place, mend, place_scrub
 from lastgood.run.agent_messages import Work
 from lastgood.run.agent_work import AgentWork
 from lastgood.run.lower_place import LowerPlace
@@ -219,6 +219,50 @@ def test_the_agent_reads_the_home_and_this_process_does_not(job, monkeypatch):
         assert job.home.at(1).damaged, "the agent has found it"
 
 
+def test_the_agent_repairs_the_home_from_its_parity(job, monkeypatch):
+    """The training process read the rest, computed what was lost, wrote it, and read everything again."""
+    with job.opened(parity="4+2") as ckpt:
+        job.save(ckpt, 1, 2)
+        assert steps(job.memory) == [2]
+        before = job.home.files(1)
+        job.home.flip(1)
+        with monkeypatch.context() as change:
+            for module, name in ((mend.parity, "rebuild"), (mend, "read_all"), (mend.reader, "reading")):
+                change.setattr(module, name, unused)
+            read_again(ckpt, 3)
+        assert job.home.files(1) == before and job.home.whole(1)
+    assert [(one.step, DATA in one.detail) for one in job.events if one.kind == "repaired"] == [(1, True)]
+
+
+def test_the_agent_copies_from_another_place_what_is_damaged_at_home(local, tmp_path, monkeypatch):
+    """Memory had no such generation any more, and the training process copied it."""
+    tiers = [lastgood.Tier("memory://", cadence=lastgood.Every(steps=1)), lastgood.Tier(str(tmp_path / "far"))]
+    with local.opened(tiers=tiers) as ckpt:
+        local.save(ckpt, 1, 2)
+        assert steps(local.memory) == [2]
+        before = local.home.files(1)
+        (home,) = [one for one in ckpt._pipeline.places.below if one.tier.place == local.home.url]
+        monkeypatch.setattr(copying, "_complete_blob", unused)
+        local.home.flip(1)
+        ckpt.wait()
+        for _ in range(3):
+            home._scrub.scrub_one(never, never)
+        assert local.home.files(1) == before and local.home.whole(1)
+
+
+def test_what_parity_cannot_repair_is_read_by_the_agent_alone(local, monkeypatch):
+    with reports(logging.WARNING) as texts, local.opened(parity="2+1") as ckpt:
+        local.save(ckpt, 1, 2)
+        for name in ("r00000.parity-0", DATA):
+            local.home.flip(1, name)
+        monkeypatch.setattr(mend.parity, "rebuild", unused)
+        read_again(ckpt, 3)
+        assert local.home.at(1).damaged and not local.home.at(2).damaged
+    assert not [one for one in texts if "this process does it instead" in one]
+    failed = [one.detail for one in local.events if one.kind == "not_repaired"]
+    assert failed and all("BeyondRepair: " in one for one in failed)
+
+
 def test_without_an_agent_this_process_reads_the_home(local):
     with local.opened() as ckpt:
         local.save(ckpt, 1, 2)
@@ -381,9 +425,9 @@ def test_slow_scrubs_of_an_agent_hold_up_no_other_work(local, monkeypatch):
         read = msgspec.structs.replace(scrub, task="read", place="")
         with socket.socket() as asker, works.Works(lambda: own, lambda: None) as agent:
             scrubs = [agent.begin(scrub, asker) for _ in range(works.AT_ONCE)]
-            assert begun.wait(60) and agent.begin(read, asker).result(60) == ([], "")
+            assert begun.wait(60) and not agent.begin(read, asker).result(60).error
             ends.set()
-            assert [one.result(60) for one in scrubs] == [([], "")] * works.AT_ONCE
+            assert not any(one.result(60).error for one in scrubs)
 
 
 def test_an_agent_reads_at_the_pace_that_it_is_given(local):

@@ -24,7 +24,7 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Event
 
@@ -35,7 +35,7 @@ from ..errors import Cancelled, LastgoodError
 from ..io.files import Lock, PosixFiles
 from ..io.memory_files import MemoryFiles, still
 from ..ports import Mendable
-from ..records import Finding, prepare
+from ..records import prepare
 from ..run import access, memory_place, memory_relief, paths
 from ..run.agent_link import LINGER_SECONDS, LOCK, MESSAGE_LIMIT_BYTES, PROTOCOL, SPEC, listening, read_spec, user_of
 from ..run.agent_messages import Answer, KnownPeers, Request
@@ -46,7 +46,7 @@ from ..storage.directory import Disk
 from .client import Client
 from .drain import Drained, committed, drained
 from .nodes import Nodes
-from .works import Works
+from .works import Done, Works
 
 FIRST_SECONDS = 2.0
 """How long a new agent waits for the training process that has started it to attach."""
@@ -57,6 +57,8 @@ FAILURES_TO_END = 2
 and the system may not have released the locks of a process that was killed a moment ago."""
 CONNECTIONS_LIMIT = 256
 """So many processes may be connected at once; others are refused."""
+NOTHING = Done()
+"""what is answered to all requests but works"""
 
 
 class Server:
@@ -234,8 +236,7 @@ class Server:
             assert client.work is not None
             ended, client.work = client.work, None
             problem = ended.exception()
-            findings, error = ([], f"{type(problem).__name__}: {problem}") if problem else ended.result()
-            self._send(client, error, findings)
+            self._send(client, done=Done(error=f"{type(problem).__name__}: {problem}") if problem else ended.result())
         self._answer_waiting()
 
     def _refuse_to_end(self, error: str, failures: int = FAILURES_TO_END) -> None:
@@ -246,9 +247,7 @@ class Server:
             if not client.ends:
                 self._send(client, error)
 
-    def _send(
-        self, client: Client, error: str = "", findings: Sequence[Finding] = (), peers: KnownPeers | None = None
-    ) -> None:
+    def _send(self, client: Client, error: str = "", done: Done = NOTHING, peers: KnownPeers | None = None) -> None:
         answer = Answer(
             protocol=PROTOCOL,
             process=os.getpid(),
@@ -259,8 +258,9 @@ class Server:
             deleted=self._found.deleted,
             port=self._nodes.port,
             peers=peers,
-            error=error,
-            findings=[*findings[:FINDINGS_LIMIT]],
+            error=error or done.error,
+            findings=[*done.findings[:FINDINGS_LIMIT]],
+            written=[*done.written],
         )
         with contextlib.suppress(OSError):  # a client that does not read its short answer gets none
             client.connection.send(msgspec.json.encode(answer) + b"\n")

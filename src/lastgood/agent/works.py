@@ -1,6 +1,6 @@
 """Work that a training process asks of its agent: files in memory are read and verified, copied to a place below, or
-given parity on other nodes and rebuilt from it (parity_files.py). In a place below parity is written, and what is old
-is read again.
+given parity on other nodes and rebuilt from it (parity_files.py). In a place below parity is written, what is old is
+read again, and what is damaged is repaired.
 
 Decides nothing, and commits nothing: the training process does, which holds the locks meanwhile.
 
@@ -8,20 +8,21 @@ Invariants
   1. When the training process closes its connection, its work stops at the next chunk. Until it has stopped, the agent
      tells no process that it is idle.
   2. A stalled agent, in whose place the training process or a later agent does the work, changes no file that they have
-     written. Parity files have the same names for all writers (`AskedTier`); each copy has a name of its own.
+     written. Files of parity and of repairs have the same names for all writers (`AskedTier`); each copy has its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Event
-from typing import cast
+from typing import NamedTuple, cast
 
-from ..engine import guard
+from ..engine import guard, parity
 from ..engine.arena import Arena
-from ..errors import Cancelled, Damaged, LastgoodError, Refused, Unreadable
+from ..errors import BeyondRepair, Cancelled, Damaged, LastgoodError, Refused, Unreadable
 from ..format import commit, parity_layout
 from ..io.reed_solomon import Code
 from ..limits import CHUNK_BYTES, EXAMINATION_CHUNKS, WORKERS
@@ -38,10 +39,15 @@ from . import parity_files
 
 AT_ONCE = 2
 """So many works are done at the same time. Each has threads and buffers of its own. One scrub comes beside them, which
-may be slow on purpose, and one writing of parity, which waits for a disk: the loop may wait for a reading."""
+may be slow on purpose, and one writing of parity or repair, which waits for a disk: the loop may wait for a reading."""
 
-Done = tuple[list[Finding], str]
-"""The findings of a reading, and why the work failed, or \"\"."""
+
+class Done(NamedTuple):
+    """What a work has found, the files that a repair has replaced, and why the work failed, or \"\"."""
+
+    findings: Sequence[Finding] = ()
+    written: Sequence[str] = ()
+    error: str = ""
 
 
 class Works:
@@ -73,7 +79,7 @@ class Works:
         """Begin a work. `asker`: the connection of who has asked for it, which does not block."""
         stopped = Event()
         # guard: scrub-delays-no-work
-        pool = {"scrub": self._scrubs, "protect": self._parity}.get(work.task, self._pool)
+        pool = {"scrub": self._scrubs, "protect": self._parity, "repair": self._parity}.get(work.task, self._pool)
         job = pool.submit(self._done, work, stopped, asker)
         self._unfinished[job] = stopped
         job.add_done_callback(lambda _: self._wake())
@@ -91,30 +97,34 @@ class Works:
 
     def _done(self, work: Work, stopped: Event, asker: socket.socket) -> Done:
         try:
-            return self._worked(work, stopped, asker), ""
+            return self._worked(work, stopped, asker)
         except Cancelled:
-            return [], "it was stopped"
+            return Done(error="it was stopped")
         except (LastgoodError, OSError) as error:
-            return [], f"{type(error).__name__}: {error}"
+            return Done(error=f"{type(error).__name__}: {error}")
 
-    def _worked(self, work: Work, stopped: Event, asker: socket.socket) -> list[Finding]:
-        if work.task == "scrub":
-            with access.for_sharing(work.place, "atomic_dirsync") as target:
-                return _scrubbed(target, work, stopped)
-        if work.task == "protect":
-            with access.for_sharing(work.place, "atomic_dirsync") as target:
-                # The thread that receives may go on later than this one: it would set `stopped` too late.
-                _protect(target, work, lambda: stopped.is_set() or agent_link.has_ended(asker))
-            return []
-        memory = self._memory()
-        generation = _committed(memory, work)
-        if work.task in ("parity", "rebuild"):
-            self._with_parity(work, memory, generation, stopped)
-            return []
-        if not work.place:
-            return _on(memory, memory, generation, work, stopped)
-        with access.for_sharing(work.place, "atomic_dirsync") as target:
-            return _on(target, memory, generation, work, stopped)
+    def _worked(self, work: Work, stopped: Event, asker: socket.socket) -> Done:
+        def stop() -> bool:  # the thread that receives may go on later than this one: it would set `stopped` too late
+            return stopped.is_set() or agent_link.has_ended(asker)
+
+        with contextlib.ExitStack() as places:
+
+            def opened(place: str) -> Tier:
+                return places.enter_context(access.for_sharing(place, "atomic_dirsync"))
+
+            if work.task == "scrub":
+                return Done(_scrubbed(opened(work.place), work, stopped))
+            if work.task == "protect":
+                _protect(opened(work.place), work, stop)
+                return Done()
+            if work.task == "repair":
+                return Done(written=_repaired(opened(work.place), work, stop))
+            memory = self._memory()
+            if work.task in ("parity", "rebuild"):
+                self._with_parity(work, memory, _committed([memory], work), stopped)
+                return Done()
+            sources = [memory, *map(opened, work.sources)]
+            return Done(_on(opened(work.place) if work.place else memory, sources, work, stopped))
 
     def _with_parity(self, work: Work, memory: Mendable, generation: Generation, stopped: Event) -> None:
         peers = self._peers()
@@ -126,8 +136,15 @@ class Works:
             parity_files.rebuild(memory, peers, generation, work.of or [], work.nodes, stopped.is_set)
 
 
-def _committed(tier: Tier, work: Work) -> Generation:
-    generation = commit.read_generation(tier, work.at, None)
+def _committed(places: Sequence[Tier], work: Work) -> Generation:
+    """The generation of a work, from the first of these places that has it."""
+    for tier in places[:-1]:
+        with contextlib.suppress(Damaged):
+            return _committed([tier], work)
+    return _require_known(commit.read_generation(places[-1], work.at, None), work)
+
+
+def _require_known(generation: Generation, work: Work) -> Generation:
     if generation.root != work.root:
         raise Refused(f"{work.at} has another COMMIT here than the training process knows", safe="", todo="")
     return generation
@@ -138,7 +155,7 @@ def _scrubbed(target: Tier, work: Work, stopped: Event) -> list[Finding]:
     if stopped.is_set():
         raise Cancelled("it was stopped before it began")
     try:
-        generation = _committed(target, work)
+        generation = _committed([target], work)
     except Unreadable:
         raise
     except Damaged as error:
@@ -152,21 +169,31 @@ def _scrubbed(target: Tier, work: Work, stopped: Event) -> list[Finding]:
 
 def _protect(target: Tier, work: Work, stop: Callable[[], bool]) -> None:
     """Write the parity of a verified generation in a place below, which it may be in alone."""
-    generation, code = _committed(target, work), Code(*parity_layout.parsed(work.code))
+    generation, code = _committed([target], work), Code(*parity_layout.parsed(work.code))
     with ThreadPoolExecutor(WORKERS, "lastgood-work-read") as workers:
         how = copying.Copying(Arena(EXAMINATION_CHUNKS * CHUNK_BYTES, CHUNK_BYTES), workers, stop=stop)
         for rank in work.of or []:
-            protect_part(cast(Tier, AskedTier(target, stop)), generation, rank, code, how)
+            protect_part(cast(Tier, AskedTier(cast(Mendable, target), stop)), generation, rank, code, how)
+
+
+def _repaired(target: Tier, work: Work, stop: Callable[[], bool]) -> list[str]:
+    """Replace what is damaged of a generation in a place below, whose COMMIT may be damaged too, from its parity."""
+    usable = parity.find_all(target, work.at)
+    if not usable:
+        raise BeyondRepair(f"{work.at} has no parity that can be read", safe="Nothing was changed.")
+    _require_known(usable[0].generation, work)
+    with ThreadPoolExecutor(WORKERS, "lastgood-work-read") as workers:
+        return parity.rebuild(cast(Mendable, AskedTier(cast(Mendable, target), stop)), usable, workers, stop)
 
 
 class AskedTier:
-    """The part of `ports.Tier` with which parity is written: `tier`, as long as it is asked for.
+    """The part of `ports.Mendable` with which parity is written and used: `tier`, as long as it is asked for.
 
-    `stop()` is called before each change. Once it is true, nothing is created or deleted (Cancelled): another process
-    may have written under the same names. What was begun stays then, and who writes the parity again clears it.
+    `stop()` is called before each change. Once it is true, nothing is created, replaced or deleted (Cancelled): another
+    process may have written under the same names. What was begun stays then, and who does the same again clears it.
     """
 
-    def __init__(self, tier: Tier, stop: Callable[[], bool]) -> None:
+    def __init__(self, tier: Mendable, stop: Callable[[], bool]) -> None:
         self._tier, self._stop = tier, stop
         self.place, self.newest_only, self.reads_at_once = tier.place, tier.newest_only, tier.reads_at_once
 
@@ -187,6 +214,10 @@ class AskedTier:
     def delete(self, name: str) -> None:
         self._require_asked()
         self._tier.delete(name)
+
+    def replace(self, name: str, by: str) -> None:
+        self._require_asked()
+        self._tier.replace(name, by)
 
     def _require_asked(self) -> None:
         if self._stop():  # guard: stalled-agent-changes-nothing
@@ -212,11 +243,12 @@ class _AskedUpload:
             self._upload.abort()  # in an object store it has no name yet
 
 
-def _on(target: Tier, memory: Mendable, generation: Generation, work: Work, stopped: Event) -> list[Finding]:
+def _on(target: Tier, sources: Sequence[Tier], work: Work, stopped: Event) -> list[Finding]:
+    generation = _committed(sources, work)
     with ThreadPoolExecutor(WORKERS, "lastgood-work-read") as workers:
         how = copying.Copying(Arena(EXAMINATION_CHUNKS * CHUNK_BYTES, CHUNK_BYTES), workers, stop=stopped.is_set)
         if work.task == "read":
             return read_all(target, generation, how.arena, workers, how.stop, of=work.of)
         act = copying.pack_files if work.task == "pack" else copying.copy_files
-        act(cast(Mendable, target), [memory], generation, work.of, how)
+        act(cast(Mendable, target), sources, generation, work.of, how)
         return []

@@ -67,18 +67,19 @@ class Send(Record, frozen=True, kw_only=True):
     orders: list[PeerOrder]
 
 
-Task = Literal["read", "copy", "pack", "protect", "scrub", "parity", "rebuild"]
+Task = Literal["read", "copy", "pack", "protect", "scrub", "repair", "parity", "rebuild"]
 
 
 class Work(Record, frozen=True, kw_only=True):
-    """Files of a generation that an agent is to read and verify, or to copy or pack from its folder to a place.
+    """Files of a generation that an agent is to read and verify, or to copy or pack to a place.
 
     `root`: of the generation, as the training process knows it. `place`: where it is done; "": in its folder. `of`: the
-    ranks that wrote the files; None: all. "protect": write the parity `code`, as "8+2", of files that are verified in
-    `place`. "scrub": read all of a generation that may be in `place` alone, at most at
-    `bytes_per_second` (None: no limit). "parity": write the files of `stripes`; `nodes` are those that hold what this
-    node's files can be computed from (policy/stripes.py: `neighbours`), which the agent notes for a drill. "rebuild":
-    make the files of `of` whole here, from what the other `nodes` have.
+    ranks that wrote the files; None: all. "copy", "pack": from its folder, and from the places `sources`, the cheapest
+    first. "protect": write the parity `code`, as "8+2", of files that are verified in `place`. "scrub": read all of a
+    generation that may be in `place` alone, at most at `bytes_per_second` (None: no limit). "repair": rebuild damaged
+    files in `place` from the parity that they have there. "parity": write the files of `stripes`; `nodes` are those
+    that hold what this node's files can be computed from (policy/stripes.py: `neighbours`), which the agent notes for a
+    drill. "rebuild": make the files of `of` whole here, from what the other `nodes` have.
     """
 
     at: GenerationId
@@ -90,6 +91,7 @@ class Work(Record, frozen=True, kw_only=True):
     nodes: list[PeerNode] = msgspec.field(default_factory=list)
     bytes_per_second: float | None = None
     code: str = ""
+    sources: list[str] = msgspec.field(default_factory=list)
 
 
 class Request(Record, frozen=True, kw_only=True):
@@ -143,6 +145,8 @@ class Answer(Record, frozen=True, kw_only=True):
     error: str = ""
     findings: list[Finding] = msgspec.field(default_factory=list)
     """of the files that it was asked to read"""
+    written: list[str] = msgspec.field(default_factory=list)
+    """the names of the files that it was asked to repair, and has replaced"""
 
 
 class _Version(msgspec.Struct, frozen=True):

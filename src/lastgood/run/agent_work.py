@@ -1,4 +1,4 @@
-"""Bytes that the agent of a run in memory reads and copies for the training process, whose processor the loop needs.
+"""Bytes that the agent of a node reads, copies and repairs for the training process, whose processor the loop needs.
 
 Only the work is the agent's. The training process decides what is done, waits for it, and writes every record; it holds
 the locks of the places meanwhile. What the agent cannot do, the training process does itself.
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Sequence
 from concurrent.futures import Executor
 from typing import Literal
 
 from .. import reporting
 from ..engine.arena import Arena
-from ..errors import NotWritable
+from ..errors import BeyondRepair, NotWritable
 from ..format import layout
 from ..io.reed_solomon import Code
 from ..ports import Tier
@@ -27,6 +27,8 @@ from .reader import Reading
 
 LIFE_SECONDS = 1.0
 """How long an agent that reads may take to say that it lives. A save may wait for the reading."""
+BEYOND_REPAIR = f"{BeyondRepair.__name__}: "
+"""how the error of a repair begins that parity does not suffice for"""
 
 Stop = Callable[[], bool]
 
@@ -72,17 +74,34 @@ class AgentWork:
     def copy(
         self,
         target: Tier,
+        sources: Sequence[Tier],
         generation: Generation,
         of: Collection[int] | None,
         stop: Stop,
         task: Literal["copy", "pack"] = "copy",
     ) -> bool:
-        """As `copying.copy_files` or `copying.pack_files`, from the memory of this node. Returns False if this process
-        has to do it.
+        """As `copying.copy_files` or `copying.pack_files`, from what lies on this node and from other places. Returns
+        False if this process has to do it.
 
         `of`: the ranks that wrote the files; None: all ranks. Raises Cancelled once `stop()` is true.
         """
-        return self._done(task, target, generation, of, stop) is not None
+        # guard: places-copied-from-by-agent
+        others = [one.place for one in sources if self._own is not None and one.place != self._own.place]
+        return self._done(task, target, generation, of, stop, others) is not None
+
+    def repair(self, tier: Tier, generation: Generation, stop: Stop) -> list[str] | None:
+        """As `parity.rebuild`, in a place below, with the parity that it has there. Returns the names of the files, and
+        None if this process has to do it.
+
+        Raises BeyondRepair, and Cancelled once `stop()` is true.
+        """
+        if self._own is None:
+            return None
+        work = Work(at=generation.id, root=generation.root, task="repair", place=tier.place, of=None)
+        answer = agent_link.waited_for(self._asked(self._own, work), stop)
+        if answer is not None and answer.error:
+            raise BeyondRepair(answer.error.removeprefix(BEYOND_REPAIR))
+        return answer.written if answer is not None else None
 
     def protect(self, tier: Tier, generation: Generation, rank: int, code: Code, stop: Stop) -> bool:
         """Write the parity of one rank's files in a place below, as `verify.protect_part`.
@@ -110,17 +129,24 @@ class AgentWork:
                 reporting.warning(f"the agent of {folder}: {agent_link.ENDED}")
 
     def _done(
-        self, task: agent_messages.Task, tier: Tier, generation: Generation, of: Collection[int] | None, stop: Stop
+        self,
+        task: agent_messages.Task,
+        tier: Tier,
+        generation: Generation,
+        of: Collection[int] | None,
+        stop: Stop,
+        sources: Sequence[str] = (),
     ) -> Answer | None:
         own = self._own
-        if own is None or (of is not None and not of) or not _lies_in(own, generation, of):
+        if own is None or (of is not None and not of) or not (sources or _lies_in(own, generation, of)):
             return None
         ranks, place = None if of is None else sorted(of), "" if tier.place == own.place else tier.place
-        work = Work(at=generation.id, root=generation.root, task=task, place=place, of=ranks)
+        work = Work(at=generation.id, root=generation.root, task=task, place=place, of=ranks, sources=[*sources])
         return agent_link.waited_for(self._asked(own, work), stop)
 
     def _asked(self, own: Disk, work: Work) -> Generator[None, None, Answer | None]:
-        """Let the agent do a work, as `agent_link.answering`. Returns None if this process has to do it.
+        """Let the agent do a work, as `agent_link.answering`. Returns None if this process has to do it, and an answer
+        with an error only if nobody can: BeyondRepair.
 
         An agent that is silent is not asked to read for ATTACH_SECONDS: a save may wait for that. See `end_hung`.
         """
@@ -140,7 +166,7 @@ class AgentWork:
             error = f"{type(failure).__name__}: {failure}"
         except (OSError, ValueError) as failure:
             error = f"{type(failure).__name__}: {failure}"
-        if not error:
+        if not error or error.startswith(BEYOND_REPAIR):  # guard: irreparable-read-once
             return answer
         self._failures += 1
         if reporting.is_reported(self._failures):

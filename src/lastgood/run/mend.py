@@ -110,14 +110,15 @@ class Mender:
         if not usable:
             raise BeyondRepair(f"{at} has no parity that can be read", safe="Nothing was changed.")
         try:
-            names = parity.rebuild(cast(Mendable, known.tier), usable, self._workers, stop)
+            names = self._verifier.agent.repair(known.tier, usable[0].generation, stop)  # guard: repair-below-by-agent
+            if names is None:
+                names = parity.rebuild(cast(Mendable, known.tier), usable, self._workers, stop)
         except BeyondRepair:
             if (one := known.survey.generations.get(at)) is not None:  # it is marked as damaged
-                findings = read_all(known.tier, one, arena, self._workers)
-                self._marks.conclude(one, findings)  # guard: irreparable-is-marked
+                self._marks.conclude(one, self._read(one, arena))  # guard: irreparable-is-marked
             raise
         generation = commit.read_generation(known.tier, at, known.run_id)
-        findings = read_all(known.tier, generation, arena, self._workers)  # guard: repair-rereads-everything
+        findings = self._read(generation, arena)  # guard: repair-rereads-everything
         with known.lock:
             self._marks.conclude(generation, findings)
             self._note_readable(at)
@@ -180,7 +181,7 @@ class Mender:
                 todo="Name further places that may hold this run.",
             )
         code = self._code(at)
-        how = copying.Copying(arena, self._workers, stop=stop)
+        how = copying.Copying(arena, self._workers, stop=stop, agent=self._verifier.agent)
         try:
             names = copying.complete(
                 cast(Mendable, known.tier), list(found), next(iter(found.values())), how, self.others
@@ -197,6 +198,17 @@ class Mender:
         if code is not None:
             self._protect(generation, code, arena, stop)
         return names
+
+    def _read(self, generation: Generation, arena: Arena) -> list[Finding]:
+        """Read all of a generation, by the agent where it can."""
+
+        def here() -> Reading:
+            return self.reading(generation, arena)
+
+        with contextlib.closing(
+            self._verifier.agent.reading(self._known.tier, generation, float("inf"), here)
+        ) as begun:
+            return read_on(begun, never)
 
     def _in_other_places(self, at: GenerationId) -> dict[Tier, Generation]:
         """The other places that have a readable commit record of this generation."""

@@ -204,6 +204,21 @@ MUTANTS: tuple[Mutant, ...] = (
         ("place_scrub",),
         ("the training process reads what its agent could read", "scrub-read-by-agent", Never()),
         (
+            "the training process repairs what its agent could",
+            "repair-below-by-agent",
+            Swap("self._verifier.agent.repair(known.tier, usable[0].generation, stop)", "None"),
+        ),
+        (
+            "the training process copies from other places what its agent could",
+            "places-copied-from-by-agent",
+            Swap("one.place for one in sources if", "one.place for one in () if"),
+        ),
+        (
+            "what the agent found beyond repair is tried once more",
+            "irreparable-read-once",
+            Swap(" or error.startswith(BEYOND_REPAIR)", ""),
+        ),
+        (
             "slow scrubs of an agent hold up its other work",
             "scrub-delays-no-work",
             Swap('"scrub": self._scrubs', '"scrub": self._pool'),
