@@ -25,6 +25,7 @@ from ranked_memory import (
     folder,
     found_beside_left_out,
     preempted,
+    read_in_process,
     scrubbed,
     trained,
     uninterrupted,
@@ -190,6 +191,14 @@ def test_a_lost_node_loses_nothing_that_was_copied(tmp_path: Path, memory: Path,
     assert "other nodes" in found[1]["sources"] and "other nodes" not in found[0]["sources"]
     assert all(one["survives"][2] for one in found), "every rank knows that the last save survives the loss of a node"
     assert all(one["closing_seconds"] < PATIENCE for one in found), "no rank waits for what nobody asks"
+
+
+@pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disks"])
+def test_the_agents_read_what_the_ranks_have_saved(tmp_path: Path, memory: Path, disks: Path, on_disk: bool) -> None:
+    """Files on disks of the nodes were read by the ranks, although each node had an agent."""
+    place = disks if on_disk else memory
+    assert world(2, read_in_process, ["a", "b"], place, tmp_path / "home", on_disk) == [[], []]
+    assert one_place(tmp_path / "home").generations()[-1].verified
 
 
 def test_a_node_whose_agent_does_not_listen_is_left_out_alone(tmp_path: Path, memory: Path) -> None:

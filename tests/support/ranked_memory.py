@@ -16,7 +16,9 @@ import torch.distributed as dist
 import lastgood
 from agents import ended, state, until
 from harness import flip, one_place, reports
-from lastgood.run import lower_place, memory_place, peer_opening, writer
+from lastgood.ports import Tier
+from lastgood.records import Generation
+from lastgood.run import lower_place, memory_place, peer_opening, reader, writer
 from lastgood.run.verify import never
 from lastgood_lab.campaigns.rank_jobs import PATIENCE, Loop
 
@@ -106,6 +108,25 @@ def trained(
         begun = time.monotonic()
     closing = {"closing_seconds": time.monotonic() - begun}
     return {"step": found.step, "sources": [*found.sources], "losses": losses, "survives": survives, **closing}
+
+
+def read_in_process(rank: int, size: int, nodes: Sequence[str], memory: Path, home: Path, on_disk: bool) -> list[int]:
+    """Save once in all places, and wait for that. Returns the ranks whose files this process has read again."""
+    read, reading = list[int](), reader.reading
+
+    def noted(tier: Tier, generation: Generation, *others: Any) -> Any:
+        read.extend(range(size) if others[-1] is None else others[-1])
+        return reading(tier, generation, *others)
+
+    reader.reading = noted
+    loop = Loop("fsdp", size)
+    with opened(loop, nodes[rank], memory, home, 2, None, on_disk) as ckpt:
+        ckpt.restore()
+        loop.step(4)
+        ckpt.save(4).result()
+        ckpt.wait()
+        dist.barrier()
+    return read
 
 
 def died_before_commit(

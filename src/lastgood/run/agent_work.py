@@ -19,7 +19,6 @@ from ..format import layout
 from ..io.reed_solomon import Code
 from ..ports import Tier
 from ..records import Finding, Generation
-from ..storage.directory import Disk
 from . import agent_link, agent_messages, paths, reader
 from .agent_link import PROTOCOL
 from .agent_messages import Answer, Request, Work
@@ -34,10 +33,11 @@ Stop = Callable[[], bool]
 
 
 class AgentWork:
-    """`own`: the memory of this node; None: the run is not in memory, and nothing is done by an agent."""
+    """`own`: the memory of this node, or its disk; None: nothing is done by an agent."""
 
-    def __init__(self, own: Disk | None) -> None:
+    def __init__(self, own: Tier | None) -> None:
         self._own = own
+        self._folder = "" if own is None else paths.parsed(own.place).root
         self._failures = 0
         self._silent_until = 0.0
         """until when, by the monotonic clock, an agent that did not say that it lives is not asked to read"""
@@ -118,7 +118,7 @@ class AgentWork:
         """Kill the agent if it was silent, and still is for ATTACH_SECONDS. No save in flight waits meanwhile."""
         if not self._may_hang or self._own is None:
             return
-        self._may_hang, folder = False, self._own.root
+        self._may_hang, folder = False, self._folder
         ignored = contextlib.suppress(OSError, ValueError, NotWritable)  # the next work meets the same, and says so
         with ignored, contextlib.closing(agent_link.connected(folder)) as connection:
             try:
@@ -140,11 +140,13 @@ class AgentWork:
         own = self._own
         if own is None or (of is not None and not of) or not (sources or _lies_in(own, generation, of)):
             return None
-        ranks, place = None if of is None else sorted(of), "" if tier.place == own.place else tier.place
+        # The agent has opened memory; a disk it opens anew, to read past the cache of the system.
+        here = tier.place == own.place and paths.in_memory(own.place)
+        ranks, place = None if of is None else sorted(of), "" if here else tier.place
         work = Work(at=generation.id, root=generation.root, task=task, place=place, of=ranks, sources=[*sources])
         return agent_link.waited_for(self._asked(own, work), stop)
 
-    def _asked(self, own: Disk, work: Work) -> Generator[None, None, Answer | None]:
+    def _asked(self, own: Tier, work: Work) -> Generator[None, None, Answer | None]:
         """Let the agent do a work, as `agent_link.answering`. Returns None if this process has to do it, and an answer
         with an error only if nobody can: BeyondRepair.
 
@@ -156,7 +158,7 @@ class AgentWork:
         request = Request(protocol=PROTOCOL, call="work", work=work)
         try:
             life_seconds = LIFE_SECONDS if reads else None
-            answer = yield from agent_link.answering(own.root, request, not reads, life_seconds)
+            answer = yield from agent_link.answering(self._folder, request, not reads, life_seconds)
             error = answer.error
         except (FileNotFoundError, ConnectionError, NotWritable):
             return None  # there is no agent now, or another user's: `AgentLink.check` reports that, or starts one
@@ -171,22 +173,21 @@ class AgentWork:
         self._failures += 1
         if reporting.is_reported(self._failures):
             reporting.warning(
-                f"the agent of {own.root} could not {work.task} {work.at} (time {self._failures}); this process does "
-                f"it instead: {error}"
+                f"the agent of {self._folder} could not {work.task} {work.at} (time {self._failures}); this process "
+                f"does it instead: {error}"
             )
         return None
 
 
 def of(tier: Tier) -> AgentWork:
-    """The agent of a place that this process writes first, if that is memory.
+    """The agent of a place that this process writes first, if that is memory or a disk of the node: the latter has one
+    where nodes keep copies or parity for each other. Slots have none."""
+    own: Tier | None = getattr(tier, "own", None)  # of NodeDisks and NodeView, whose module needs this one
+    # guard: node-disks-read-by-agent
+    return AgentWork(None if own is None or own.newest_only else own)
 
-    A disk is read by this process, past the cache of the system, which an agent does not do.
-    """
-    own = getattr(tier, "own", None)  # of NodeDisks and NodeView, whose module needs this one
-    return AgentWork(own if isinstance(own, Disk) and paths.in_memory(tier.place) else None)
 
-
-def _lies_in(own: Disk, generation: Generation, of: Collection[int] | None) -> bool:
+def _lies_in(own: Tier, generation: Generation, of: Collection[int] | None) -> bool:
     """Whether the files of these ranks lie on this node. Others are read from where they lie."""
     here = own.list(layout.folder(generation.id))
     seals = [one for one in generation.commit.seals if of is None or one.rank in of]

@@ -185,6 +185,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "agent",
         ("agent", "agent_work", "ranks_memory"),
         ("parity below is written by the training process", "parity-below-by-agent", Never()),
+        (
+            "the training process reads its disk although the node has an agent",
+            "node-disks-read-by-agent",
+            Swap("own.newest_only else own", "own.newest_only or not paths.in_memory(tier.place) else own"),
+        ),
         ("a place keeps a run that was not closed from ending", "unclosed-place-ends-with-the-process", Remove()),
         ("COMMIT is copied before the files of other nodes", "commit-copied-after-all-nodes", Never()),
         ("another user is served", "agent-serves-own-user", Never()),
