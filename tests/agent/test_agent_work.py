@@ -24,13 +24,14 @@ from lastgood.errors import Cancelled
 from lastgood.format import commit, layout
 from lastgood.io.files import Lock
 from lastgood.io.reed_solomon import Code
-from lastgood.ports import Tier
-from lastgood.records import Generation
+from lastgood.ports import Tier, Upload
+from lastgood.records import Extent, Generation
 from lastgood.run import access, agent_link, memory_place, reader, verify
 from lastgood.run.agent_link import PROTOCOL
 from lastgood.run.agent_messages import Request, Work
 from lastgood.run.agent_work import AgentWork
 from lastgood.run.copying import Copying
+from lastgood.run.packed import PackedTier
 from lastgood.run.paths import Place
 from training import Training
 
@@ -227,6 +228,34 @@ def test_a_stalled_agent_changes_nothing_of_who_took_over(tmp_path: Path, ends_o
     with works.Works(lambda: unused(), lambda: None) as agent:
         assert agent.begin(work, ends_of[0]).result().error == "it was stopped"
     assert (tmp_path / "home" / name).read_bytes() == taken and len([*tmp_path.rglob("*parity*")]) == 1
+
+
+def test_a_repair_that_nobody_waits_for_ends(job: Job, ends_of: Ends, monkeypatch) -> None:
+    """The agent computed all that was lost, for minutes, and copied nothing meanwhile. The next process killed it."""
+    with job.opened(parity="2+1") as ckpt:
+        job.save(ckpt, 10)
+        ckpt.wait()
+    (packed,) = job.home.glob("gen/*10-*/*.safetensors")
+    flip(packed, -5)
+    (generation,) = one_place(job.home).generations()
+    create, read_into, read = PackedTier.create, PackedTier.read_into, list[str]()
+
+    def left(self: PackedTier, name: str, length: int) -> Upload:
+        upload = create(self, name, length)
+        ends_of[1].close()
+        return upload
+
+    def noted(self: PackedTier, extent: Extent, mv: memoryview, *, fresh: bool = False) -> None:
+        if ends_of[1].fileno() < 0:
+            read.append(extent.blob)
+        read_into(self, extent, mv, fresh=fresh)
+
+    monkeypatch.setattr(PackedTier, "create", left)
+    monkeypatch.setattr(PackedTier, "read_into", noted)
+    work = Work(at=generation.id, root=generation.root, task="repair", place=str(job.home), of=None)
+    with works.Works(lambda: unused(), lambda: None) as agent:
+        assert agent.begin(work, ends_of[0]).result() == works.Done(error="it was stopped")
+    assert ends_of[1].fileno() < 0 and not read
 
 
 def test_an_agent_waits_for_the_end_of_work_without_polling(memory: Path, monkeypatch) -> None:

@@ -22,7 +22,7 @@ from lastgood.errors import Damaged, Refused, Unavailable
 from lastgood.format import commit, layout
 from lastgood.policy.scrub import EMPTY_SECONDS, FAILED_SECONDS, Scrub, pause_seconds
 from lastgood.records import Extent, Finding, Generation
-from lastgood.run import access, agent_work, copying, memory_place, mend, place_scrub
+from lastgood.run import access, agent_work, copying, memory_place, mend, place_scrub, reader
 from lastgood.run.agent_messages import Work
 from lastgood.run.agent_work import AgentWork
 from lastgood.run.lower_place import LowerPlace
@@ -250,6 +250,22 @@ def test_the_agent_copies_from_another_place_what_is_damaged_at_home(local, tmp_
         assert local.home.files(1) == before and local.home.whole(1)
 
 
+@pytest.mark.parametrize("name", [layout.COMMIT, DATA])
+def test_a_repair_by_the_agent_names_only_what_was_damaged(local, tmp_path, monkeypatch, name):
+    """The event named all files of the generation. The training process read them again, as memory had none of them."""
+    tiers = [lastgood.Tier("memory://", cadence=lastgood.Every(steps=1)), lastgood.Tier(str(tmp_path / "far"))]
+    with local.opened(tiers=tiers) as ckpt:
+        local.save(ckpt, 1, 2)
+        (home,) = [one for one in ckpt._pipeline.places.below if one.tier.place == local.home.url]
+        at = local.home.at(1).id
+        local.home.flip(1, name)
+        with monkeypatch.context() as change:
+            change.setattr(reader, "reading", unused)
+            assert home.writer.mender.mend(at, ckpt._pipeline.upkeep.arena()) == [name]
+        assert local.home.whole(1)
+    assert [one.detail for one in local.events if one.kind == "repaired"] == [f"{local.home.url}: {name}"]
+
+
 def test_what_parity_cannot_repair_is_read_by_the_agent_alone(local, monkeypatch):
     with reports(logging.WARNING) as texts, local.opened(parity="2+1") as ckpt:
         local.save(ckpt, 1, 2)
@@ -410,22 +426,28 @@ def test_a_place_that_is_down_is_reported_and_read_later(local, monkeypatch):
 
 
 def test_slow_scrubs_of_an_agent_hold_up_no_other_work(local, monkeypatch):
+    """What was repaired in one place was read again only after the slow scrub of another, and `close` waited too."""
     with local.opened() as ckpt:
         local.save(ckpt, 1)
         (generation,) = commit.survey(ckpt._pipeline.run.tier).generations.values()
         own, begun, ends = ckpt._pipeline.run.tier.own, threading.Event(), threading.Event()
 
-        def slow(*_: object) -> list[Finding]:
-            begun.set()
-            ends.wait(60)
+        def slow(_: object, work: Work, stopped: threading.Event) -> list[Finding]:
+            if work.bytes_per_second is not None:
+                begun.set()
+                while not (ends.is_set() or stopped.is_set()):
+                    stopped.wait(0.01)
             return []
 
         monkeypatch.setattr(works, "_scrubbed", slow)
-        scrub = Work(at=generation.id, root=generation.root, task="scrub", place=local.home.url, of=None)
-        read = msgspec.structs.replace(scrub, task="read", place="")
+        repaired = Work(at=generation.id, root=generation.root, task="scrub", place=local.home.url, of=None)
+        scrub = msgspec.structs.replace(repaired, bytes_per_second=1.0)
+        read = msgspec.structs.replace(repaired, task="read", place="")
         with socket.socket() as asker, works.Works(lambda: own, lambda: None) as agent:
             scrubs = [agent.begin(scrub, asker) for _ in range(works.AT_ONCE)]
-            assert begun.wait(60) and not agent.begin(read, asker).result(60).error
+            assert begun.wait(60)
+            for work in (read, repaired):
+                assert not agent.begin(work, asker).result(20).error
             ends.set()
             assert not any(one.result(60).error for one in scrubs)
 

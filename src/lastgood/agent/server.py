@@ -51,7 +51,7 @@ from .works import Done, Works
 FIRST_SECONDS = 2.0
 """How long a new agent waits for the training process that has started it to attach."""
 FINDINGS_LIMIT = 200
-"""So many findings fit into an answer that is sent at once."""
+"""So many findings, and names of files, fit into an answer that is sent at once."""
 FAILURES_TO_END = 2
 """So many failures answer who has asked for the end. One is not enough: the attempt may have begun before the request,
 and the system may not have released the locks of a process that was killed a moment ago."""
@@ -260,7 +260,7 @@ class Server:
             peers=peers,
             error=error or done.error,
             findings=[*done.findings[:FINDINGS_LIMIT]],
-            written=[*done.written],
+            written=[*done.written[:FINDINGS_LIMIT]],
         )
         with contextlib.suppress(OSError):  # a client that does not read its short answer gets none
             client.connection.send(msgspec.json.encode(answer) + b"\n")

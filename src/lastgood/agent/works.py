@@ -39,11 +39,12 @@ from . import parity_files
 
 AT_ONCE = 2
 """So many works are done at the same time. Each has threads and buffers of its own. One scrub comes beside them, which
-may be slow on purpose, and one writing of parity or repair, which waits for a disk: the loop may wait for a reading."""
+may be slow on purpose, and one writing of parity, repair, or reading of what was repaired, which waits for a disk: the
+loop may wait for a reading."""
 
 
 class Done(NamedTuple):
-    """What a work has found, the files that a repair has replaced, and why the work failed, or \"\"."""
+    """What a work has found, the files that a repair or copy has written, and why the work failed, or \"\"."""
 
     findings: Sequence[Finding] = ()
     written: Sequence[str] = ()
@@ -80,6 +81,8 @@ class Works:
         stopped = Event()
         # guard: scrub-delays-no-work
         pool = {"scrub": self._scrubs, "protect": self._parity, "repair": self._parity}.get(work.task, self._pool)
+        if work.task == "scrub" and work.bytes_per_second is None:  # guard: repair-waits-for-no-slow-scrub
+            pool = self._parity
         job = pool.submit(self._done, work, stopped, asker)
         self._unfinished[job] = stopped
         job.add_done_callback(lambda _: self._wake())
@@ -124,7 +127,7 @@ class Works:
                 self._with_parity(work, memory, _committed([memory], work), stopped)
                 return Done()
             sources = [memory, *map(opened, work.sources)]
-            return Done(_on(opened(work.place) if work.place else memory, sources, work, stopped))
+            return _on(opened(work.place) if work.place else memory, sources, work, stopped)
 
     def _with_parity(self, work: Work, memory: Mendable, generation: Generation, stopped: Event) -> None:
         peers = self._peers()
@@ -189,8 +192,9 @@ def _repaired(target: Tier, work: Work, stop: Callable[[], bool]) -> list[str]:
 class AskedTier:
     """The part of `ports.Mendable` with which parity is written and used: `tier`, as long as it is asked for.
 
-    `stop()` is called before each change. Once it is true, nothing is created, replaced or deleted (Cancelled): another
-    process may have written under the same names. What was begun stays then, and who does the same again clears it.
+    `stop()` is called before each reading and change. Once it is true, nothing is read, created, replaced or deleted
+    (Cancelled): another process may have written under the same names. What was begun stays then, and who does the same
+    again clears it.
     """
 
     def __init__(self, tier: Mendable, stop: Callable[[], bool]) -> None:
@@ -201,6 +205,7 @@ class AskedTier:
         return self._tier.list(folder)
 
     def read_into(self, extent: Extent, mv: memoryview, *, fresh: bool = False) -> None:
+        self._require_asked()  # guard: repair-for-nobody-ends
         self._tier.read_into(extent, mv, fresh=fresh)
 
     def create(self, name: str, length: int) -> Upload:
@@ -243,12 +248,11 @@ class _AskedUpload:
             self._upload.abort()  # in an object store it has no name yet
 
 
-def _on(target: Tier, sources: Sequence[Tier], work: Work, stopped: Event) -> list[Finding]:
-    generation = _committed(sources, work)
+def _on(target: Tier, sources: Sequence[Tier], work: Work, stopped: Event) -> Done:
+    generation = _committed([*sources, target], work)
     with ThreadPoolExecutor(WORKERS, "lastgood-work-read") as workers:
         how = copying.Copying(Arena(EXAMINATION_CHUNKS * CHUNK_BYTES, CHUNK_BYTES), workers, stop=stopped.is_set)
         if work.task == "read":
-            return read_all(target, generation, how.arena, workers, how.stop, of=work.of)
+            return Done(read_all(target, generation, how.arena, workers, how.stop, of=work.of))
         act = copying.pack_files if work.task == "pack" else copying.copy_files
-        act(cast(Mendable, target), sources, generation, work.of, how)
-        return []
+        return Done(written=act(cast(Mendable, target), sources, generation, work.of, how))

@@ -146,7 +146,7 @@ class Answer(Record, frozen=True, kw_only=True):
     findings: list[Finding] = msgspec.field(default_factory=list)
     """of the files that it was asked to read"""
     written: list[str] = msgspec.field(default_factory=list)
-    """the names of the files that it was asked to repair, and has replaced"""
+    """the names of the files that it has repaired, copied or packed; not all of very many"""
 
 
 class _Version(msgspec.Struct, frozen=True):

@@ -79,15 +79,16 @@ class AgentWork:
         of: Collection[int] | None,
         stop: Stop,
         task: Literal["copy", "pack"] = "copy",
-    ) -> bool:
+    ) -> list[str] | None:
         """As `copying.copy_files` or `copying.pack_files`, from what lies on this node and from other places. Returns
-        False if this process has to do it.
+        the names of the files, and None if this process has to do it.
 
         `of`: the ranks that wrote the files; None: all ranks. Raises Cancelled once `stop()` is true.
         """
         # guard: places-copied-from-by-agent
         others = [one.place for one in sources if self._own is not None and one.place != self._own.place]
-        return self._done(task, target, generation, of, stop, others) is not None
+        answer = self._done(task, target, generation, of, stop, others)
+        return answer.written if answer is not None else None
 
     def repair(self, tier: Tier, generation: Generation, stop: Stop) -> list[str] | None:
         """As `parity.rebuild`, in a place below, with the parity that it has there. Returns the names of the files, and
@@ -138,7 +139,10 @@ class AgentWork:
         sources: Sequence[str] = (),
     ) -> Answer | None:
         own = self._own
-        if own is None or (of is not None and not of) or not (sources or _lies_in(own, generation, of)):
+        if own is None or (of is not None and not of):
+            return None
+        below = task == "read" and tier.place != own.place  # guard: place-below-read-by-agent
+        if not (below or sources or _lies_in(own, generation, of)):
             return None
         # The agent has opened memory; a disk it opens anew, to read past the cache of the system.
         here = tier.place == own.place and paths.in_memory(own.place)

@@ -166,8 +166,8 @@ def copy_files(
 
     `of`: the ranks that wrote them; None: all. The other parameters and the errors are those of `complete`.
     """
-    if copying.agent.copy(target, sources, generation, of, copying.stop):
-        return [layout.blob_name(one.rank) for one in generation.commit.seals if of is None or one.rank in of]
+    if (done := copying.agent.copy(target, sources, generation, of, copying.stop)) is not None:
+        return done  # guard: copied-by-agent-is-named
     files = [(one, blob) for one in _manifests([*sources, target], generation, of) for blob in one.blobs]
     return [blob.name for one, blob in files if _complete_blob(target, sources, generation.id, one, blob, copying)]
 
@@ -176,8 +176,8 @@ def pack_files(
     target: Mendable, sources: Sequence[Tier], generation: Generation, of: Collection[int] | None, copying: Copying
 ) -> list[str]:
     """As `copy_files`, with the files that are missing at the target in one pack."""
-    if copying.agent.copy(target, sources, generation, of, copying.stop, "pack"):
-        return [layout.blob_name(one.rank) for one in generation.commit.seals if of is None or one.rank in of]
+    if (done := copying.agent.copy(target, sources, generation, of, copying.stop, "pack")) is not None:
+        return done
     assert isinstance(target, PackedTier)
     listing = target.list(layout.folder(generation.id))
     files = [(one, blob) for one in _manifests([*sources, target], generation, of) for blob in one.blobs]

@@ -213,6 +213,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("an agent that does not answer goes on beside the new one", "silent-agent-killed", Remove()),
         ("a newer process in a bucket is replaced", "newer-claim-not-taken-over", Swap("newest <= own_claims", "True")),
         ("work goes on for a training process that has ended", "abandoned-work-stops", Remove()),
+        ("a repair that nobody waits for goes on to its end", "repair-for-nobody-ends", Remove()),
         ("a stalled agent writes beside who took over", "stalled-agent-changes-nothing", Never()),
         ("a stalled agent removes what who took over has written", "stalled-agent-removes-nothing", Never()),
         (

@@ -223,6 +223,17 @@ MUTANTS: tuple[Mutant, ...] = (
             "scrub-delays-no-work",
             Swap('"scrub": self._scrubs', '"scrub": self._pool'),
         ),
+        ("a repair waits for a slow scrub", "repair-waits-for-no-slow-scrub", Never()),
+        (
+            "the training process reads below what memory lacks",
+            "place-below-read-by-agent",
+            Swap('task == "read" and tier.place != own.place', "False"),
+        ),
+        (
+            "a repair by the agent names files that were whole",
+            "copied-by-agent-is-named",
+            Swap("done", "[layout.blob_name(one.rank) for one in generation.commit.seals]"),
+        ),
         (
             "an agent reads as fast as it can",
             "agent-scrubs-at-its-pace",
