@@ -7,6 +7,7 @@ import errno
 import os
 import random
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -288,6 +289,25 @@ def test_a_node_that_falls_silent_is_waited_for_once(cluster: Cluster, monkeypat
     cluster.rebuild(0)
     assert cluster.files(0) == before
     assert 0 < len(waited) <= WORKERS, "each thread waits for its first chunk at most"
+
+
+def test_several_nodes_that_hang_cost_one_timeout(cluster: Cluster, monkeypatch) -> None:
+    """Each agent that hung while files were rebuilt was listed for a minute, twice, one after the other."""
+    cluster.protect()
+    before = cluster.files(0)
+    cluster.lose(0)
+    listed, together = Peers.list, threading.Barrier(2)
+
+    def silent(self: Peers, node: PeerNode, folder: str) -> dict[str, int | None]:
+        if node.name in ("1", "2"):
+            together.wait(60)
+        if node.name == "1":
+            raise errors.TimedOut("a request to 1 took longer than 60 s")
+        return listed(self, node, folder)
+
+    monkeypatch.setattr(Peers, "list", silent)
+    cluster.rebuild(0)
+    assert cluster.files(0) == before and not together.broken
 
 
 def test_a_damaged_file_is_made_whole_where_it_lies(cluster: Cluster) -> None:

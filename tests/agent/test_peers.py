@@ -227,6 +227,30 @@ def test_nodes_know_each_other_by_the_certificates_that_are_named(
         assert "PeerRefused" in problem and "certificate expired" in problem and "Renew the certificate" in problem
 
 
+@pytest.mark.parametrize("lacks", ["KEY", "CERTIFICATE"])
+def test_a_node_without_its_files_of_certificates_goes_on(
+    tmp_path: Path, generation: Generation, monkeypatch, lacks: str
+) -> None:
+    """Its training process ended at the opening if the key was missing. Without the certificate its agent listened,
+    and each copy for this node failed, where the others could have kept each other's files."""
+    signer, below = authority(tmp_path), disk(tmp_path / "a")
+    certificate, key = signer.certificate("a")
+    files = {"CERTIFICATE": certificate, "KEY": key, "AUTHORITY": signer.file, lacks: str(tmp_path / "none")}
+    for variable, path in files.items():
+        monkeypatch.setenv(f"LASTGOOD_TLS_{variable}", path)
+    with nodes.Nodes(lambda: below, lambda: None) as node:
+        serve = Serve(job=JOB, key=KEY, node="a", host="127.0.0.1", port=0, certificates=own_certificates())
+        assert "No such file" in node.serve(serve) and not node.port, "it is left out, with the reason"
+    sources = Sources()
+    with served(tmp_path / "b") as other:
+        reads = PeerReads(disk(tmp_path / "here"), sources, PeerTable(job=JOB, key=KEY, nodes=[other]))
+        name = f"{layout.folder(generation.id)}/r00000.safetensors"
+        reads.note({name: [1]}, [below])
+        reads.read_into(Extent(blob=name, offset=0, length=100), memoryview(bytearray(100)))
+        reads.close()
+    assert sources.found()[below.place].bytes == 100, "what others have is read from a place below"
+
+
 @pytest.mark.parametrize(
     ("variables", "message"),
     [

@@ -297,17 +297,18 @@ def test_a_connection_that_is_reset_before_tls_is_closed(signer):
 
 def test_a_private_key_that_others_can_read_is_refused(signer):
     certificate, key = signer().certificate("readable")
-    MutualTls(certificate, key, signer().file)
+    node = MutualTls(certificate, key, signer().file)
+    node.check_address(HOST)
     for mode in (0o640, 0o604, 0o660):
         os.chmod(key, mode)
-        with pytest.raises(Refused, match=f"mode 0{mode:o}") as error:
-            MutualTls(certificate, key, signer().file)
+        with pytest.raises(PeerRefused, match=f"mode 0{mode:o}") as error:
+            node.check_address(HOST)
         assert f"chmod 600 {key}" in error.value.todo
 
 
 def test_a_key_that_is_missing_or_short_is_refused(signer, tmp_path):
-    with pytest.raises(Refused, match="No such file"):
-        MutualTls(signer().file, str(tmp_path / "none"), signer().file)
+    with pytest.raises(PeerRefused, match="No such file"):
+        MutualTls(signer().file, str(tmp_path / "none"), signer().file).check_address(HOST)
     with pytest.raises(Refused, match="the shared key has 31 bytes"):
         SharedKey(KEY[1:])
     assert KEY.hex() not in repr(SharedKey(KEY)) and repr(KEY) not in repr(SharedKey(KEY))
@@ -321,7 +322,7 @@ def test_files_that_are_no_certificates_are_refused(tmp_path, signer):
     with (
         serving(signer().node(SERVER), Recorder()) as server,
         channel(server.address, broken) as wire,
-        pytest.raises(Refused, match="the certificates cannot be used"),
+        pytest.raises(PeerRefused, match="the certificates cannot be used"),
     ):
         wire.call(b"ping", timeout_seconds=SECONDS)
 

@@ -109,7 +109,7 @@ def _of_agents(world: World) -> Names:
         drain: {"access": Access(world), "Arena": world.arenas, "ThreadPoolExecutor": _inline},
         parity_files: {"ThreadPoolExecutor": _inline},
         rebuilding: {"Arena": world.arenas, "ThreadPoolExecutor": _inline},
-        stripes: {"Arena": world.arenas},
+        stripes: {"Arena": world.arenas, "ThreadPoolExecutor": _inline},
         works: {
             "access": Access(world),
             "Arena": world.arenas,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import NamedTuple
 
@@ -37,6 +37,9 @@ from ..ports import Tier
 from ..records import Blob, Cell, Extent, Generation, Manifest, Stripe, StripeFile
 from . import read_file
 from .arena import Arena
+
+LISTED_AT_ONCE = 32
+"""So many places are listed at the same time: one that hangs costs a timeout, and several together cost one."""
 
 Stop = Callable[[], bool]
 
@@ -167,9 +170,12 @@ class Rebuilt:
         self._holders = dict[str, list[Tier]]()
         self._sets = dict[str, list[_Found]]()
         """part of their names that the files of a set share -> its files"""
-        for tier in places:
+        # guard: nodes-listed-together
+        with ThreadPoolExecutor(min(len(places), LISTED_AT_ONCE) or 1, "lastgood-list") as asking:
+            listings = [asking.submit(tier.list, self._folder) for tier in places]
+        for tier, listing in zip(places, listings, strict=True):
             with self._passing_over(tier, ""):
-                self._note(tier, tier.list(self._folder))
+                self._note(tier, listing.result())
         self._stripes = dict[tuple[str, int], list[tuple[str, int]]]()
         """file and offset of a chunk -> its stripes: set and number in it"""
         for name, found in self._sets.items():
@@ -221,6 +227,10 @@ class Rebuilt:
             if one is None or ((one.blob, one.offset) != (name, offset) and one.blob in self._holders)
         ]
         return len(others) + len({one.record.index for one in found}) >= found[0].record.data
+
+    def holders(self, name: str) -> Sequence[Tier]:
+        """The places that have a file, in their order."""
+        return self._holders.get(name, [])
 
     def list(self, folder: str) -> Mapping[str, int | None]:
         return {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
@@ -17,7 +18,7 @@ from ..coordination.rounds import RankGroup
 from ..coordination.single_rank import AnyRanks
 from ..errors import Damaged, LastgoodError, NameTaken, Refused
 from ..format import commit, layout, sealed
-from ..io.machine import machine
+from ..io.machine import NODE, machine
 from ..policy.parts import divided
 from ..ports import Tier
 from ..records import Finding, Generation, RunHeader, Seal, judged
@@ -66,7 +67,8 @@ def opened(path: str | os.PathLike[str], options: RunOptions, ranks: AnyRanks) -
             if not leads:
                 own = storage.enter_context(access.for_sharing(path, options.write_mode, options.spill(path)))
             disk = cast(Own, own)
-            topic.agree((nodes.leaders[ranks.rank], _run_of(disk)), _require_one_run)
+            where = f"{disk.place} on {os.environ.get(NODE) or platform.node()}"
+            topic.agree((where, _run_of(disk)), _require_one_run)
             links = NodeLinks(agent)
             if options.copies_among_nodes > 1 and ranks.size == 1:
                 asked = f"copies={options.copies}" if options.node_parity is None else f"parity={options.node_parity!r}"
@@ -119,14 +121,20 @@ def _run_of(disk: Own) -> str | None:
     return header.run if header else copying.run_of(commit.survey(disk))
 
 
-def _require_one_run(posts: Sequence[tuple[int, str | None]]) -> None:
-    runs = {run: leader for leader, run in posts if run is not None}
+def _require_one_run(posts: Sequence[tuple[str, str | None]]) -> None:
+    """`posts`: of each rank: where the directory of its node is, and the run in it."""
+    runs = dict[str, list[str]]()
+    for where, run in dict.fromkeys((where, run) for where, run in posts if run is not None):
+        runs.setdefault(run, []).append(where)
     if len(runs) > 1:  # guard: nodes-of-one-run
-        named = " and ".join(f"that of rank {leader} ({run})" for run, leader in sorted(runs.items()))
+        named = "; ".join(
+            f"{run} in {', '.join(of[:3])}" + (f" and {len(of) - 3} more" if len(of) > 3 else "")
+            for run, of in runs.items()
+        )
         raise Refused(
-            f"the disks of these nodes hold different runs: {named}",
+            f"these nodes hold different runs: {named}",
             safe="Nothing was touched.",
-            todo="Empty the directory on the node whose run is not wanted, or give this run another one.",
+            todo="Remove or move away what is not wanted, where it lies; or give this run another path.",
         )
 
 

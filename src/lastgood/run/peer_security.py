@@ -58,7 +58,7 @@ def own_certificates(environ: Mapping[str, str] = os.environ) -> Certificates | 
 
 
 def security(key: str, certificates: Certificates | None) -> Security:
-    """How connections of the job are secured. `key`: of the job, in hexadecimal. Raises Refused for unusable files."""
+    """How connections of the job are secured. `key`: of the job, in hexadecimal. The files are not read here."""
     if certificates is None:  # guard: certificates-used-where-named
         return SharedKey(bytes.fromhex(key))
     return MutualTls(

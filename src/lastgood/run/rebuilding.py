@@ -7,14 +7,13 @@ Invariant: a rebuilt file counts only with its manifest, which is written after 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
 from ..engine.arena import Arena
 from ..engine.stripes import Rebuilt
-from ..errors import NODE_FAILED, Damaged, LastgoodError
+from ..errors import Damaged, LastgoodError
 from ..format import layout, sealed
 from ..limits import CHUNK_BYTES, EXAMINATION_CHUNKS, WORKERS
 from ..ports import Mendable, Tier
@@ -36,9 +35,10 @@ def rebuild(
     Returns what parity was computed without, as `Rebuilt.passed_over`. Raises BeyondRepair if too much was lost, and
     the errors of writing. A good file is not changed.
     """
-    rebuilt, here = Rebuilt([target, *others], generation), target.list(layout.folder(generation.id))
-    lost, (copies, held) = cast(Tier, rebuilt), _with_copies(others, generation, ranks)
-    nowhere = [rank for rank in ranks if layout.blob_name(rank) not in {*here, *held}]
+    rebuilt = Rebuilt([target, *others], generation)
+    lost, held = cast(Tier, rebuilt), {rank: rebuilt.holders(layout.blob_name(rank)) for rank in ranks}
+    nowhere = [rank for rank in ranks if not held[rank]]
+    copies = [one for one in others if any(one in there for there in held.values())]
     require(rebuilt, target, generation, nowhere)  # guard: feasible-before-reading
     with ThreadPoolExecutor(WORKERS, "lastgood-rebuild") as workers:
         how = copying.Copying(Arena(EXAMINATION_CHUNKS * CHUNK_BYTES, CHUNK_BYTES), workers, stop=stop)
@@ -58,17 +58,6 @@ def require(rebuilt: Rebuilt, own: Tier, generation: Generation, ranks: Collecti
     for seal in generation.commit.seals:
         if seal.rank in ranks:
             rebuilt.require(sealed.first_sealed([own, cast(Tier, rebuilt)], generation, seal))
-
-
-def _with_copies(others: Sequence[Tier], generation: Generation, ranks: Collection[int]) -> tuple[list[Tier], set[str]]:
-    """The nodes that have a tensor file of these ranks, as far as they can be reached, and the names of these files."""
-    found, held, wanted = list[Tier](), set[str](), {layout.blob_name(rank) for rank in ranks}
-    for one in others:
-        with contextlib.suppress(Damaged, *NODE_FAILED):
-            if there := wanted & one.list(layout.folder(generation.id)).keys():
-                found.append(one)
-                held |= there
-    return found, held
 
 
 def _put_manifest(target: Mendable, lost: Tier, generation: Generation, rank: int) -> None:

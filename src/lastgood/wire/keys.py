@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import blake3
 import xxhash
 
-from ..errors import Refused
+from ..errors import PeerRefused, Refused
 
 KEY_LEAST_BYTES = 32
 """The shortest shared key: a handshake can be recorded, and short keys could be tried against it."""
@@ -69,18 +69,22 @@ class ConnectionKeys(NamedTuple):
 
 
 def require_private(path: str) -> None:
-    """Refuse a file with a secret that other users can read or write. Raises Refused."""
+    """Refuse a file with a secret that other users can read or write. Raises PeerRefused."""
     try:
         mode = os.stat(path).st_mode
     except OSError as error:
-        raise Refused(
-            f"{path}: {error.strerror}", safe="No connection was made.", todo="Name a file with a key."
+        raise PeerRefused(
+            f"{path}: {error.strerror}",
+            safe="No connection was made.",
+            todo="Name a file with a key.",
+            reason="key file",
         ) from error
     if not stat.S_ISREG(mode) or stat.S_IMODE(mode) & 0o077:  # guard: wire-key-file-private
-        raise Refused(
+        raise PeerRefused(
             f"{path} is no file that only its owner can use (mode {stat.S_IMODE(mode):04o})",
             safe="No connection was made.",
             todo=f"Run: chmod 600 {path}. If other users may have read it, make a new key.",
+            reason="key file",
         )
 
 

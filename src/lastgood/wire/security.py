@@ -152,7 +152,6 @@ class MutualTls:
 
     def __post_init__(self) -> None:
         _check_digest(self.digest)
-        require_private(self.key)
 
     @property
     def mode(self) -> str:
@@ -167,7 +166,8 @@ class MutualTls:
         return not self.encrypt
 
     def check_address(self, host: str) -> None:
-        """Any address: strangers have no certificate."""
+        """Any address: strangers have no certificate. Raises PeerRefused where the files of this node are unusable."""
+        self._context(server=True)  # guard: unusable-certificate-does-not-listen
 
     def wrap(self, stream: Stream, deadline: Deadline, *, server: bool) -> Stream:
         context = self._context(server)
@@ -206,6 +206,8 @@ class MutualTls:
             )
 
     def _context(self, server: bool) -> ssl.SSLContext:
+        """The files are read each time. Raises PeerRefused where they cannot be used."""
+        require_private(self.key)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False  # nodes are known by their names in the run, which check_peer compares
@@ -216,10 +218,11 @@ class MutualTls:
             context.load_cert_chain(self.certificate, self.key)
             context.load_verify_locations(self.authority)
         except (OSError, ssl.SSLError) as error:
-            raise Refused(
+            raise PeerRefused(
                 f"the certificates cannot be used: {error}",
                 safe=NO_CONNECTION,
                 todo=f"Look at {self.certificate}, {self.key} and {self.authority}: PEM files of one authority.",
+                reason="certificate files",
             ) from error
         return context
 

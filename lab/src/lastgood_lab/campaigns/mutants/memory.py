@@ -403,6 +403,11 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a node that cannot be read counts as lost", "lost-node-is-no-damage", Never()),
         ("a node that is silent is waited for with each chunk", "silent-node-asked-last", Remove()),
         ("an agent that is silent is waited for with each chunk", "silent-giver-asked-last", Remove()),
+        (
+            "nodes are listed one after the other",
+            "nodes-listed-together",
+            Swap("min(len(places), LISTED_AT_ONCE)", "1"),
+        ),
         ("a transfer that has failed asks agents for the rest", "failed-transfer-asks-no-agent", Never()),
         ("a manifest on a node that cannot be read counts as missing", "unreachable-record-not-missing", Remove()),
         ("an older step is loaded while a node cannot be read", "outage-steps-over-nothing", Never()),

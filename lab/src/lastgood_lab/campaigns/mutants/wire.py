@@ -109,5 +109,6 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a key that others can read is used", "wire-key-file-private", Never()),
         ("a key that the group can read is used", "wire-key-file-private", Swap("0o077", "0o007")),
         ("without authentication it listens anywhere", "wire-plain-stays-private", Never()),
+        ("a node listens without a certificate", "unusable-certificate-does-not-listen", Remove()),
     ),
 )
