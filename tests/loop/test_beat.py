@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from pathlib import Path
 
@@ -26,3 +27,23 @@ def test_a_supervised_loop_that_does_not_restore_is_warned(
         ckpt.step(1)
         ckpt.step(2)
     assert caplog.text.count("without restore()") == (0 if restores else 1)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_after_the_end_of_the_loop_no_next_batches_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """An export after the training that failed each time had the batches after the last step left out, for good."""
+    page = str(tmp_path / "page")
+    heartbeat.create(page)
+    monkeypatch.setenv(heartbeat.VARIABLE, page)
+    sampler = lastgood.ResumableSampler(8, global_batch=2, seed=0)
+    with (
+        contextlib.suppress(ZeroDivisionError),
+        lastgood.Checkpointer(tmp_path / "run", {"w": torch.zeros(1), "sampler": sampler}) as ckpt,
+    ):
+        ckpt.restore()
+        ckpt.step(1)
+        if fails:
+            raise ZeroDivisionError
+    assert heartbeat.read(page).position.windows == (1 if fails else 0)

@@ -41,7 +41,7 @@ def test_lines_of_a_tee_have_the_name_of_the_rank_and_go_to_a_file_too(tmp_path:
     assert sorted(done.stderr.splitlines()) == [
         f"[job{rank}]:a{text}" for rank in (0, 1) for text in (", pear", "n apple")
     ]
-    (attempt,) = (tmp_path / "logs").glob("none_*/attempt_0")
+    (attempt,) = (tmp_path / "logs").glob("*/attempt_0")
     assert (attempt / "1/stdout.log").read_bytes() == b"1 %\r2 %\nlosses 1"
     assert sorted((attempt / "filtered_stderr.log").read_text().splitlines()) == ["[job0]:an apple", "[job1]:an apple"]
     assert (attempt / "filtered_stdout.log").read_text() == "", "the comma is a part of the text"
@@ -61,7 +61,7 @@ def test_the_console_gets_the_output_of_chosen_ranks_only(tmp_path: Path, script
     done = subprocess.run([*SUPERVISOR, *options, script], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "1 %\n2 %\nlosses 1"), "without a name: it was not copied"
     assert done.stderr.count("an apple") == 1
-    (file,) = (tmp_path / "logs").glob("none_*/attempt_0/0/stdout.log")
+    (file,) = (tmp_path / "logs").glob("*/attempt_0/0/stdout.log")
     assert file.read_bytes().endswith(b"losses 0")
 
 
@@ -71,7 +71,7 @@ def test_a_console_that_nobody_reads_does_not_hold_the_job(tmp_path: Path) -> No
     options = ["--tee", "1", "--log-dir", str(tmp_path / "logs")]
     with subprocess.Popen([*SUPERVISOR, *options, str(script)], stdout=subprocess.PIPE) as job:
         assert job.wait(60) == 0
-    (file,) = (tmp_path / "logs").glob("none_*/attempt_0/0/stdout.log")
+    (file,) = (tmp_path / "logs").glob("*/attempt_0/0/stdout.log")
     assert file.stat().st_size == 1_000_000
 
 

@@ -59,6 +59,13 @@ def test_variables_of_torchrun_are_defaults(script: str) -> None:
     assert parsed(["-m", "json.tool"], {}).program.kind == "module"
 
 
+def test_each_job_of_one_node_has_an_id_of_its_own(script: str) -> None:
+    """Two jobs on a machine had the TORCHELASTIC_RUN_ID "none" both, so that folders that scripts name so were one."""
+    assert parsed([script], {}).run_id != parsed([script], {}).run_id != "none"
+    assert parsed(["--rdzv-id", "7", script], {}).run_id == "7"
+    assert parsed(["--nnodes", "2", script], {}).run_id == "none", "all nodes need the same"
+
+
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [

@@ -137,6 +137,10 @@ class Heartbeat:
         self._numbers[_Field.OWNER] = -os.getpid()
         return True
 
+    def ended(self) -> None:
+        """No step follows, so there are no windows with which it trains."""
+        self._numbers[_Field.WINDOWS] = 0
+
     def released(self) -> None:
         """The run that wrote the page is closed."""
         self._numbers[_Field.OWNER] = os.getpid()

@@ -105,6 +105,11 @@ class Beat:
         if self._page is not None:
             self._page.wrote_just_in_time()
 
+    def ended(self) -> None:
+        """The loop has ended by itself: what fails from now on fails with no batches."""
+        if self._page is not None:
+            self._page.ended()  # guard: failure-after-loop-blames-no-batches
+
     def released(self) -> None:
         """The run is closed."""
         if self._page is not None:

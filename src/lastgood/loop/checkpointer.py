@@ -374,6 +374,7 @@ class Checkpointer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if kind is None:
+            self._beat.ended()
             try:
                 if not self._closed and self._process == os.getpid():
                     self._divergence.finish()

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import sys
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from ..policy.slow import Pace
 from ..run import paths
 from . import devices, policy_file
 from .option_values import fault
-from .options import parser, split, variable
+from .options import NO_ID, parser, split, variable
 from .outputs import PREFIX, STDERR, STDOUT, TEMPLATE, Outputs
 from .policy_file import Policy
 from .program import Program
@@ -148,7 +149,7 @@ def _job(args: argparse.Namespace, rest: list[str], environ: Mapping[str, str], 
         pace=Pace(args.slow_factor, args.slow_window),
         master=(args.master_addr, args.master_port),
         role=args.role,
-        run_id=args.rdzv_id,
+        run_id=args.rdzv_id if rendezvous or args.rdzv_id != NO_ID else str(uuid.uuid4()),
         log_dir=None if args.log_dir in ("", os.devnull) else args.log_dir,
         outputs=_outputs(args, ranks, environ),
         bindings=devices.bindings(args.numa_binding, ranks) if args.numa_binding else [],

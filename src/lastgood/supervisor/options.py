@@ -29,6 +29,8 @@ from .option_values import (
 from .policy_file import Policy
 from .rendezvous_options import ADDRESS
 
+NO_ID = "none"
+"""--rdzv-id, if it is not given"""
 NUMA = ["node", "socket", "exclusive", "core-complex"]
 """values of --numa-binding"""
 OTHER_VARIABLES = {"shutdown_timeout": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"}
@@ -110,7 +112,7 @@ def _add_those_of_torchrun(to: _Options) -> None:
     to.both("nproc-per-node", default="1", help="Ranks: a number, or cpu, gpu, xpu, auto.")
     to.both("rdzv-backend", default="static", help="static, with --node-rank; or c10d.")
     to.both("rdzv-endpoint", default="", help="HOST:PORT of the node that holds their store, or of all that can.")
-    to.both("rdzv-id", default="none", help="TORCHELASTIC_RUN_ID of the ranks.")
+    to.both("rdzv-id", default=NO_ID, help="TORCHELASTIC_RUN_ID of the ranks. Default on one node: a new one.")
     to.both("rdzv-conf", default="", help="As for torchrun: join_timeout=600,last_call_timeout=30.")
     to.option("--standalone", action="store_true", help="As for torchrun: one node.")
     to.both("max-restarts", type=whole(0), help="Restarts in all. Default: no bound while newer steps are saved.")
