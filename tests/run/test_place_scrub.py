@@ -266,6 +266,22 @@ def test_a_repair_by_the_agent_names_only_what_was_damaged(local, tmp_path, monk
     assert [one.detail for one in local.events if one.kind == "repaired"] == [f"{local.home.url}: {name}"]
 
 
+def test_damage_in_all_places_is_no_failure_of_the_agent(local, tmp_path):
+    """A warning said in each round that the agent could not copy, and that this process did it instead."""
+    tiers = [lastgood.Tier("memory://", cadence=lastgood.Every(steps=1)), lastgood.Tier(str(tmp_path / "far"))]
+    with reports(logging.WARNING) as texts, local.opened(tiers=tiers) as ckpt:
+        local.save(ckpt, 1, 2)
+        Home(str(tmp_path / "far")).flip(1)
+        local.home.flip(1)
+        (home,) = [one for one in ckpt._pipeline.places.below if one.tier.place == local.home.url]
+        ckpt.wait()
+        for _ in range(3):
+            home._scrub.scrub_one(never, never)
+        assert local.home.at(1).damaged
+    assert not [one for one in texts if "could not copy" in one]
+    assert [one for one in local.events if one.kind == "not_repaired"]
+
+
 def test_what_parity_cannot_repair_is_read_by_the_agent_alone(local, monkeypatch):
     with reports(logging.WARNING) as texts, local.opened(parity="2+1") as ckpt:
         local.save(ckpt, 1, 2)

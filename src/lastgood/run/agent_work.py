@@ -14,7 +14,7 @@ from typing import Literal
 
 from .. import reporting
 from ..engine.arena import Arena
-from ..errors import BeyondRepair, NotWritable
+from ..errors import BeyondRepair, Damaged, NotWritable, class_named
 from ..format import layout
 from ..io.reed_solomon import Code
 from ..ports import Tier
@@ -174,6 +174,9 @@ class AgentWork:
             error = f"{type(failure).__name__}: {failure}"
         if not error or error.startswith(BEYOND_REPAIR):  # guard: irreparable-read-once
             return answer
+        # guard: damage-is-no-agents-failure
+        if work.sources and issubclass(class_named(error.partition(":")[0], NotWritable), Damaged):
+            return None  # what it lacks may lie on other nodes
         self._failures += 1
         if reporting.is_reported(self._failures):
             reporting.warning(

@@ -223,6 +223,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "scrub-delays-no-work",
             Swap('"scrub": self._scrubs', '"scrub": self._pool'),
         ),
+        ("damage in all places is reported as the agent's failure", "damage-is-no-agents-failure", Never()),
         ("a repair waits for a slow scrub", "repair-waits-for-no-slow-scrub", Never()),
         (
             "the training process reads below what memory lacks",
