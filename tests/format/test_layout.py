@@ -238,6 +238,13 @@ def test_many_small_names_fill_the_files_up_to_the_limit():
     assert all(limit // 4 < len(image.header) <= limit for image in images[:-1])
 
 
+def test_scalars_lie_side_by_side_before_what_is_long():
+    """They lay among the long tensors, each in another chunk, and a rank that wanted them all read all these chunks."""
+    shapes = {"a.exp_avg": (1024,), "a.step": (), "b.exp_avg": (1024,), "b.step": ()}
+    (image,) = layout.images([Tensor(name, "float32", shape) for name, shape in shapes.items()])
+    assert [one.name for one, _ in image.tensors] == ["a.step", "b.step", "a.exp_avg", "b.exp_avg"]
+
+
 @given(tensor_lists, tensor_lists, st.data())
 def test_the_header_that_a_reader_expects_equals_the_written_one(tensors, others, data):
     image = whole(tensors)

@@ -201,3 +201,12 @@ def test_holders_write_similar_numbers_of_bytes_where_tensors_split(ways, count)
     held.append(Held("embedding", everything((50_000, 64)), 4))
     written = [sum(part.bytes for part in turn) for turn in shares(held, ways)]
     assert max(written) <= 1.2 * sum(written) / ways
+
+
+def test_one_holder_writes_all_scalars():
+    """Each of the scalars of AdamW, such as the steps of the parameters, was written by another rank. So a rank that
+    restored its own shards read a chunk of 8 MiB for each of them from other nodes, which had lost nothing."""
+    scalars = [Held(f"step {number}", everything(()), 4) for number in range(40)]
+    first, *others = shares([*scalars[:20], Held("w", everything((256, 1024)), 4), *scalars[20:]], 8)
+    assert [one.name for one in first if one.name != "w"] == [one.name for one in scalars]
+    assert all(one.name == "w" for turn in others for one in turn) and all(others)

@@ -52,6 +52,7 @@ def test_overtaken_saves_are_counted_in_the_closing_summary() -> None:
 
 
 def test_a_series_of_failures_ends_with_the_next_durable_save() -> None:
+    """The report called the save durable, also one in memory, of which `durable()` is false."""
     outcomes = Outcomes("run")
     with reports() as texts:
         outcomes.put(NoSpace("full"), 1)
@@ -60,7 +61,7 @@ def test_a_series_of_failures_ends_with_the_next_durable_save() -> None:
         outcomes.put(NoSpace("full"), 4)
         outcomes.report()
     assert ["not saved" in one for one in texts] == [True, True, False, True]
-    assert texts[2] == "run: step 3 is durable, after 2 saves that failed"
+    assert texts[2] == "run: step 3 is saved, after 2 saves that failed"
     assert "in a row" in texts[1] and "in a row" not in texts[3]
 
 

@@ -17,7 +17,7 @@ import msgspec
 
 from ..errors import ManifestInvalid, SumMismatch, UnknownFormat, Unstorable
 from ..io.checksum import ALGORITHMS, Hasher, digest
-from ..limits import HEADER_LIMIT_BYTES, PAGE_BYTES, STEP_DIGITS
+from ..limits import HEADER_LIMIT_BYTES, PAGE_BYTES, STEP_DIGITS, TINY_BYTES
 from ..records import Blob, Extent, GenerationId, Incarnation, Piece, Record
 
 FORMAT = 1
@@ -249,15 +249,15 @@ def images(
     """Lay tensors out in safetensors files, a new one where the header of a file might exceed its limit.
 
     `first` (default 0): the number of files that the rank has already. Within a file the tensors with wide elements
-    come first, so that every tensor is aligned to its element; then they are sorted by name. Raises Unstorable for the
-    one name that safetensors reserves.
+    come first, so that every tensor is aligned to its element; of these the tiny ones, so that who wants them reads few
+    chunks; then they are sorted by name. Raises Unstorable for the one name that safetensors reserves.
     """
     tensors = list(tensors)
     if any(one.key == METADATA for one in tensors):
         raise Unstorable(
             f"a tensor cannot be named {METADATA}", safe="Nothing was saved.", todo="Rename this entry of the state."
         )
-    ordered = sorted(tensors, key=lambda one: (-DTYPES[one.dtype][0], one.name, one.offsets))
+    ordered = sorted(tensors, key=lambda one: (-DTYPES[one.dtype][0], one.length > TINY_BYTES, one.name, one.offsets))
     groups: list[list[Tensor]] = [[]]
     room = header_limit - 2 * PAGE_BYTES
     for one in ordered:

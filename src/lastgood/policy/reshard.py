@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from ..errors import ManifestInvalid
 from ..format.boxes import Box, PiecePart, StoredPiece, everything, overlap
+from ..limits import TINY_BYTES
 from ..records import Manifest
 
 LEAST_SPLIT_BYTES = 16 << 10
@@ -121,15 +122,17 @@ class Held(NamedTuple):
 def shares(held: Sequence[Held], ways: int) -> list[list[Held]]:
     """Which boxes, or rows of them, each of `ways` holders writes: about the same number of bytes, in the order given.
 
-    Every holder computes the same answer. A tensor is split between rows; a small one is not split.
+    Every holder computes the same answer. A tensor is split between rows; a small one is not split. The first holder
+    writes all tiny ones: who restores its own shards wants all of these, and reads a whole chunk for each.
     """
+    found: list[list[Held]] = [[one for one in held if one.bytes <= TINY_BYTES], *([] for _ in range(ways - 1))]
+    held = [one for one in held if one.bytes > TINY_BYTES]
     # Holder n writes the bytes from n / ways to (n + 1) / ways of all of them. To compare without rounding, positions
     # are multiplied by `ways` instead.
     total = sum(one.bytes for one in held)
-    found: list[list[Held]] = [[] for _ in range(ways)]
     begin = 0  # position of the first byte of `one`
     for one in held:
-        turn = min(begin * ways // total, ways - 1) if total else 0
+        turn = min(begin * ways // total, ways - 1)
         height = one.box.shape[0] if one.box.shape and one.bytes >= LEAST_SPLIT_BYTES else 1
         row = 0
         while row < height:

@@ -190,7 +190,7 @@ class Outcomes:
     def _reset_counts(self, step: int) -> None:
         if self.consecutive_failures:
             failed = _counted(self.consecutive_failures, "save")
-            reporting.info(f"{self._place}: step {step} is durable, after {failed} that failed")
+            reporting.info(f"{self._place}: step {step} is saved, after {failed} that failed")
         self.consecutive_failures = self.consecutive_torn = 0  # guard: durable-save-resets-counts
         self.newest = max(step, self.newest or 0)
 
