@@ -92,6 +92,13 @@ def test_a_hang_leaves_out_no_batches() -> None:
     assert after("restart", "restart", "back", **hang) == "end"
 
 
+@pytest.mark.parametrize("error", ["NoSpace: of rank 1", "TierDown: no answer", "OSError: [Errno 28] No space"])
+def test_a_full_disk_blames_neither_the_state_nor_the_batches(error: str) -> None:
+    """Where a script waits for its saves, a full disk made a generation suspect, and had 16 samples left out."""
+    assert after("restart", error=error) == "restart"
+    assert after("restart", "restart", error=error) == "end"
+
+
 def test_a_cause_has_a_budget_of_its_own() -> None:
     budget = Budget(of_causes={"OutOfMemoryError": 1, "signal": 0, "hang": 2})
     memory = [Outcome(at, at + 5, 1, saved_step=at + 4, cause="exception torch.OutOfMemoryError") for at in (0, 10, 20)]

@@ -21,7 +21,7 @@ from lastgood.supervisor.arguments import Job, parsed
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 SUPERVISED, AGENT = DOCS / "manifests/supervised.sbatch", DOCS / "manifests/agent.sbatch"
-KILLED = 137
+KILLED, TERMINATED = 137, 143
 COMMANDS = {
     "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
     "scontrol": 'if [[ $1 == show ]]; then echo node-a; echo node-b; else echo "scontrol $*" >> "$NOTES"; fi',
@@ -65,11 +65,12 @@ def started(command: str) -> Job:
 
 
 @pytest.mark.parametrize("script", [SUPERVISED, AGENT], ids=["one node", "agents"])
-@pytest.mark.parametrize("code", [0, Refused.exit_code, GAVE_UP, PREEMPTED])
-def test_only_a_job_that_has_saved_is_put_back_into_the_queue(scripts: Path, script: Path, code: int) -> None:
+@pytest.mark.parametrize("code", [0, Refused.exit_code, GAVE_UP, PREEMPTED, TERMINATED])
+def test_only_a_job_that_was_asked_to_end_is_put_back(scripts: Path, script: Path, code: int) -> None:
+    """A job that was preempted while its ranks started ended with 143, and was not put back into the queue."""
     ended, noted = played(script, scripts, code)
     assert ended == code
-    assert (noted[-1] == "scontrol requeue 17") is (code == PREEMPTED)
+    assert (noted[-1] == "scontrol requeue 17") is (code in (PREEMPTED, TERMINATED))
     assert len([one for one in noted if one.startswith("run ")]) == 1
 
 

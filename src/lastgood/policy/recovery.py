@@ -8,6 +8,7 @@ Attempts that fail at the same step with the same cause fail because of the stat
 machine. After so many of them the job goes on from the generation before; if it fails there again, without the batches
 of that step; if it fails there again, it is given up. A failure before any step is completed may as well come from the
 script, and a hang from an evaluation that has no name: then no batches are left out, which would be missing for good.
+A full disk, or a store that does not answer, has to do with neither.
 """
 
 from __future__ import annotations
@@ -33,6 +34,11 @@ _HOPELESS = re.compile(
     r"UnknownFormat|NoSuchStep|NotARun|NotWritable|NotRestored|NotInstalled|RunReplaced|NothingGood)\b"
 )
 """The errors of a script before its state is restored that come again each time it is started."""
+_OF_A_PLACE = re.compile(
+    r"(NoSpace|TierDown|PeerDown|TimedOut|CommitUnknown|Cancelled|Overtaken|InFlightFull|NothingDurable)\b|"
+    r"OSError: \[Errno (28|122)\]"
+)
+"""The errors of a disk, a store or another node (28: it is full; 122: the quota is used up), whatever was trained."""
 ASKED = "the job was asked to end"
 HANG = "hang"
 """the `cause` of an attempt in which ranks hung"""
@@ -227,7 +233,8 @@ def _remedy(alike: Sequence[Outcome], budget: Budget) -> Answer:
     what = f"{len(alike)} attempts in a row failed {where} with the same cause"
     # A hang is an evaluation without a name, or a machine, rather than a batch.
     possible = {"back": bool(last.restored_step), "skip": last.batches_known and trained and last.cause != HANG}
-    for act in budget.remedies:
+    # guard: full-disk-blames-no-state
+    for act in () if _OF_A_PLACE.match(last.error) else budget.remedies:
         if act not in tried and possible[act]:  # guard: each-remedy-tried-once
             how = "from the generation before" if act == "back" else f"without the batches after step {last.last_step}"
             return Answer(act, f"{what}: it goes on {how}")

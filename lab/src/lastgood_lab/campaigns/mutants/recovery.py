@@ -82,6 +82,11 @@ MUTANTS: tuple[Mutant, ...] = (
             "step-is-shown-once",
             Swap(" and n != self._shown_step", ""),
         ),
+        (
+            "samples are left out because a disk is full",
+            "full-disk-blames-no-state",
+            Swap("() if _OF_A_PLACE.match(last.error) else budget.remedies", "budget.remedies"),
+        ),
         ("batches are left out for what fails after the loop", "failure-after-loop-blames-no-batches", Remove()),
         ("a save after the first step sets the limit", "second-step-sets-the-limit", Swap("> 1", "> 0")),
         ("attempts before a remedy count after it", "remedy-begins-the-count-anew", Never()),
