@@ -210,7 +210,8 @@ class HalfLoaded(Damaged):
 
 
 class LoadFailed(HalfLoaded):
-    """User code, such as a `load_state_dict`, raised while a generation was loaded. `__cause__` is that exception."""
+    """User code, such as a `load_state_dict`, raised while a generation was loaded: `__cause__` is that exception. Or
+    live tensors share a part of their memory, for which the generation has different bytes."""
 
 
 class BeyondRepair(Damaged):

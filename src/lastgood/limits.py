@@ -170,6 +170,8 @@ MEMORY_LEAST_BYTES = 1 << 20
 """The least memory to which a user may bound the buffers of a run."""
 STAGING_CHUNKS = 4
 """Bounded memory is divided into so many chunks at least, so that some are filled while others are written."""
+ENTRIES_SEARCHED = 1000
+"""Each step looks for samplers in dicts and lists of at most so many entries. Longer ones are the records of a loop."""
 STEPS_REMEMBERED = 10_000
 """Steps of the loop among which a rank finds the one at which a save was announced that it received too late."""
 

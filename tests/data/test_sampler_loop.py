@@ -304,6 +304,24 @@ def test_a_step_calls_nothing_for_each_number_of_a_list(tmp_path: Path) -> None:
     assert 0 < calls.count("call") < len(history)
 
 
+@pytest.mark.parametrize("held", [False, True])
+def test_only_the_first_step_looks_for_samplers_in_long_lists(tmp_path: Path, held: bool) -> None:
+    """Each step entered every record of a history: 54 ms a step beside 20,000 dicts, when no save was due."""
+    calls, sampler = list[str](), make()
+    history: list[object] = [{"loss": 0.5, "of": []} for _ in range(2000)]
+    state = {"w": torch.ones(1), "sampler": sampler, "history": history}
+    if held:
+        history.append(state.pop("sampler"))
+    with lastgood.Checkpointer(tmp_path, state, save_on_exit=False) as ckpt:
+        for n, _ in enumerate(sampler.loader(DATA), 1):
+            sys.setprofile((lambda frame, event, _: calls.append(event)) if n == 2 else None)
+            try:
+                ckpt.step(n)
+            finally:
+                sys.setprofile(None)
+    assert (calls.count("call") > len(history)) == held and place(sampler) == (1, 0)
+
+
 # ---- what is done once an epoch -------------------------------------------------------------------------------------
 
 

@@ -341,6 +341,18 @@ def test_a_loader_that_counts_batches_reports_prefetching(each: int, fetch, capl
     assert ("give the sampler batches_per_step" in caplog.text) == (fetch is one_ahead)
 
 
+def test_a_shorter_last_step_of_an_epoch_is_not_taken_for_prefetching(caplog) -> None:
+    """A resume with three batches left of the epoch, with two batches for each step and a step at its end, was reported
+    as one that fetches ahead."""
+    sampler = make()
+    sampler.advance_to(7)
+    loader = sampler.loader(range(40))
+    for count, _ in enumerate(loader, 1):
+        if count == 2 or loader.completes_epoch:
+            sampler.advance_to(7 + count)
+    assert place(sampler) == (1, 0) and not caplog.text
+
+
 def test_step_numbers_start_over_after_a_restore_that_found_nothing(tmp_path: Path) -> None:
     """A sampler may be used again for the next run of a sweep: its cursor must not wait until n reaches the earlier
     run's step."""

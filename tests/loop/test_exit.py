@@ -248,6 +248,24 @@ def test_an_update_after_the_last_save_is_reported_at_the_exit(tmp_path: Path) -
         train(state)
 
 
+def test_a_save_of_a_step_that_an_optimizer_has_passed_is_reported(tmp_path: Path) -> None:
+    """save(1) after the update of step 2 stored the weights of step 2 as step 1 where step 1 was not saved before, and
+    nothing was reported. A second step(1) made the save at the exit do the same."""
+    state = build()
+    with lastgood.Checkpointer(tmp_path / "run", state) as ckpt:
+        ckpt.step(1)
+        train(state)
+        with reported(r"save\(1\): an optimizer has stepped since step 1"):
+            ckpt.save(1).result()
+    with (
+        reported("step 2 was not saved: Refused: an optimizer has stepped since step 2", logging.ERROR),
+        lastgood.Checkpointer(tmp_path / "again", state) as ckpt,
+    ):
+        ckpt.step(2)
+        train(state)
+        ckpt.step(2)
+
+
 def test_updates_before_the_last_step_do_not_prevent_its_save(tmp_path: Path) -> None:
     state = build()
     with reports(logging.WARNING) as texts, lastgood.Checkpointer(tmp_path, state) as ckpt:

@@ -476,6 +476,25 @@ def test_a_bad_expanded_tensor_is_refused_before_a_byte_is_applied(tmp_path: Pat
     assert live["a"].eq(0).all() and live["b"].eq(0).all()
 
 
+@pytest.mark.parametrize(
+    ("held", "part"),
+    [(lambda all_: all_, lambda all_: all_[:1]), (lambda all_: all_[:, :2], lambda all_: all_[:, 1:])],
+)
+def test_live_tensors_that_share_memory_in_part_need_the_same_bytes(tmp_path: Path, held, part) -> None:
+    """Of two views that overlap the one that was written last changed the other, and the load succeeded."""
+    live = torch.zeros(3, 3)
+    state = {"a": held(live), "b": part(live), "apart": torch.zeros(2)}
+    for step in (1, 2):
+        ones = torch.ones(3, 3)
+        lastgood.save(
+            tmp_path / str(step), {"a": held(ones), "b": part(ones) * step, "apart": torch.ones(2)}, step=step
+        )
+    lastgood.load(tmp_path / "1", state)
+    assert held(live).eq(1).all() and part(live).eq(1).all()
+    with pytest.raises(errors.LoadFailed, match=r"step 2 does not fit in [ab]: another live tensor shares"):
+        lastgood.load(tmp_path / "2", state)
+
+
 # ---- tensors of every form -------------------------------------------------------------------------------------
 
 

@@ -91,17 +91,17 @@ class Iteration:
                 "loader.completes_step is true; or leave largest_batch out.",
             )
 
-    def note_step(self) -> None:
+    def note_step(self, ends_epoch: bool) -> None:
         """A step is counted. If a batch was probably fetched ahead of the first one, report it.
 
         That is so if this is the second counted step, and it has one batch less than the first. A loop that takes
-        equally many batches for each step, or reports every k-th step, never does this.
+        equally many batches for each step, or reports every k-th step, does this at the end of an epoch only.
         """
         self.earlier_counted = True
         if len(self.counted) == 2:
             return
         self.counted.append(self.batches - sum(self.counted))
-        ahead = len(self.counted) == 2 and self.counted[0] - 1 == self.counted[1] > 0
+        ahead = len(self.counted) == 2 and self.counted[0] - 1 == self.counted[1] > 0 and not ends_epoch
         if ahead and self.counts_yielded and self.division.rank == 0:
             reporting.warning(_AHEAD)
 

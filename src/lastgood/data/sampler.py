@@ -250,7 +250,7 @@ class ResumableSampler(Sampler[list[int]]):
             self._move(*self._after(steps))
         elif at.counts_yielded and not at.stale:
             at.require_step_due()
-            at.note_step()
+            at.note_step(self._place(at.epoch, at.next_step)[0] > at.epoch)
             self._counts_inside |= not at.ended
             self._move(at.epoch, at.next_step)
         elif not at.stale:
@@ -265,7 +265,7 @@ class ResumableSampler(Sampler[list[int]]):
                     todo="Let n in step(n) count completed optimizer steps, each of one batch (or batches_per_step), "
                     "and call step(n) at the end of each epoch too; or take the batches from sampler.loader(dataset).",
                 )
-            at.note_step()
+            at.note_step(place[0] > at.epoch)
             self._move(*place)
 
     def _after(self, steps: int) -> tuple[int, int]:

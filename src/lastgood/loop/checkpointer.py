@@ -299,7 +299,10 @@ class Checkpointer:
         )
         pinned = bool(milestone)
         with self._beat.saving():
-            save = self._saver.existing(n, pinned, found) or self._saver.save(n, pinned, found, must=True)
+            save = self._saver.existing(n, pinned, found)
+            if save is None:
+                self._progress.report_update()
+                save = self._saver.save(n, pinned, found, must=True)
         assert save is not None, "a save that must be made was skipped"
         save.waiting = self._beat.saving
         return save

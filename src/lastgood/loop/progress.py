@@ -6,15 +6,17 @@ Everything here runs on the training thread.
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Iterator
 
+from .. import reporting
 from ..coordination.single_rank import AnyRanks
 from ..data.sampler import ResumableSampler
 from ..data.step_counting import count_step, report_uncounted
 from ..data.trained import by_epoch
 from ..errors import StepTaken
 from ..io.heartbeat import Position
-from ..limits import STEP_LIMIT
+from ..limits import ENTRIES_SEARCHED, STEP_LIMIT
 from ..policy.arguments import is_whole, require
 from ..records import Generation
 from ..run.outcomes import Outcomes
@@ -42,6 +44,8 @@ class Progress:
         self._version = version(self._state)
         self.samplers = instances_of(self._state, ResumableSampler)
         """those of the state, as of the last step: it may get more"""
+        self._longest = sys.maxsize
+        """how many entries a dict or list of the state has at most in which a step looks for samplers"""
         self.trained: Position | None = None
         """the windows that the last step has trained, from the position before it on; None if that is not known"""
 
@@ -62,14 +66,33 @@ class Progress:
         """Record that step `n` is completed, and count it on the samplers of the state. A second call does nothing."""
         if n > self.step:
             rank, ranks, first = self._ranks.rank, self._ranks.size, self.step == self.resumed_step
-            self.samplers = instances_of(self._state, ResumableSampler)
+            self.samplers = self._found_samplers(first)
             before = self._position()
             count_step(self.samplers, n, self.step, rank=rank, ranks=ranks, first=first)
             if first and rank == 0:
                 report_uncounted(held_by_objects(self._state, ResumableSampler), n)
             self.step = self._outcomes.completed = n
             self._note_trained(before)
+            self._fence.update_begun = False
+
+    def report_update(self) -> None:
+        """The state is saved as that of the newest step: report at rank 0 if an optimizer has stepped since."""
+        if self.update_begun and self.step > self.resumed_step and self._ranks.rank == 0:
+            reporting.warning(
+                f"save({self.step}): an optimizer has stepped since step {self.step} was completed, so a later state "
+                "is saved under this number, and a resume trains the batches of that update again: after each step of "
+                "the optimizer, call step() or save() with the number of completed steps"
+            )
         self._fence.update_begun = False
+
+    def _found_samplers(self, first: bool) -> list[ResumableSampler]:
+        """The samplers of the state, which may get more with each step. Only the first step since the run was opened or
+        restored looks into long lists of records, and the following ones too if it finds a sampler there."""
+        found = instances_of(self._state, ResumableSampler, sys.maxsize if first else self._longest)
+        if first:
+            in_short = instances_of(self._state, ResumableSampler, ENTRIES_SEARCHED)
+            self._longest = ENTRIES_SEARCHED if found == in_short else sys.maxsize
+        return found
 
     def _note_trained(self, before: tuple[int, int, int] | None) -> None:
         after = self._position()

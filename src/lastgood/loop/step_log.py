@@ -17,6 +17,7 @@ from ..coordination.single_rank import AnyRanks
 from ..data.audit import Audit
 from ..data.trained import multiset_hash, trained_ids
 from ..events import Event
+from ..limits import ENTRIES_SEARCHED
 from ..run import job_logs
 from ..run.job_logs import SAVES, VARIABLE, Lines, SaveLine, StepLine
 from ..state.objects import instances_of
@@ -112,7 +113,7 @@ class StepLog:
         if trained is None:
             return dict.fromkeys(("epoch", "cursor_step", "sample_ids_hash", "sample_ids_count"))
         (sampler,) = self._progress.samplers
-        ids = trained_ids(instances_of(self._state, Audit), sampler, *trained)
+        ids = trained_ids(instances_of(self._state, Audit, ENTRIES_SEARCHED), sampler, *trained)
         return {
             "epoch": trained.epoch,
             "cursor_step": trained.window,

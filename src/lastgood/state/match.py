@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import Refused, StateMismatch
+from ..errors import LoadFailed, Refused, StateMismatch
 from ..format.encodings import need
 from ..format.values import Filter, component
 from ..run.content import Content, ReadSettings
@@ -88,12 +88,25 @@ class Match:
         self._sink.begin()
         content.read_into(self._sink, settings)
         self._sink.begun = True  # there may be no tensor, and values are written too
+        self._compare_overlapping(content, settings)
         for key, put in self._puts:
             made = put()
             if made is not self._state[key]:
                 self._state[key] = made
         for act in self._last:
             act()
+
+    def _compare_overlapping(self, content: Content, settings: ReadSettings) -> None:
+        """Raises LoadFailed if live tensors share a part of their memory, and the stored ones differ there."""
+        if comparisons := self._tensors.comparisons():
+            content.read_into(TensorSink(self._stored.tensors, {}, comparisons, self._tensors.boxed), settings)
+            if changed := sorted(self._tensors.overwritten):
+                raise LoadFailed(
+                    f"step {self._stored.step} does not fit in {', '.join(changed)}: another live tensor shares a part "
+                    "of this memory, and has other bytes there in the generation",
+                    safe="\nThe generations are untouched. The live state is part of that step: do not train on it.",
+                    todo="Build the state anew, with tensors of their own, and restore again.",
+                )
 
     def _checks(self) -> TensorSink:
         """A sink that wants everything, tensors that are made later included, and writes nothing."""

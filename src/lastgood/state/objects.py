@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -295,6 +296,9 @@ _DATA = frozenset(
 )
 
 
+_CONTAINERS = frozenset({dict, OrderedDict, defaultdict, list, tuple, deque})
+
+
 class Member(NamedTuple):
     """A parameter in a group of an optimizer."""
 
@@ -343,39 +347,47 @@ def _member(parameter: torch.Tensor, owners: dict[str, str], only: str | None, i
     return Member(qualified, qualified if only is None else owners[module], parameter)
 
 
-def find_objects(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The objects of a state that are not plain data (modules, optimizers, ...), by path; not those inside of them."""
+def find_objects(state: Mapping[str, Any], longest: int = sys.maxsize) -> dict[str, Any]:
+    """The objects of a state that are not plain data (modules, optimizers, ...), by path; not those inside of them.
+
+    `longest`: dicts and lists with more entries are left out; default: none are.
+    """
     found: dict[str, Any] = {}
     for key, value in state.items():
-        _find_objects(value, component(key), found, frozenset())
+        _find_objects(value, component(key), found, frozenset(), longest)
     return found
 
 
-def _find_objects(obj: Any, path: str, found: dict[str, Any], above: frozenset[int]) -> None:
+def _find_objects(obj: Any, path: str, found: dict[str, Any], above: frozenset[int], longest: int) -> None:
     """`above`: the ids of the containers that this object is in. One that contains itself, or is too deep, is refused
     by the first save."""
     kind = type(obj)
     if kind in _DATA or id(obj) in above or len(above) > DEPTH_LIMIT:
         return
+    if kind in _CONTAINERS and len(obj) > longest:
+        return
     below = above | {id(obj)}
     if kind is dict or kind is OrderedDict or kind is defaultdict:
         if not set(map(type, obj.values())) <= _DATA:
             for key, item in obj.items():
-                _find_objects(item, join(path, key), found, below)
+                _find_objects(item, join(path, key), found, below, longest)
     elif kind is list or kind is tuple or kind is deque:
         if not set(map(type, obj)) <= _DATA:
             for index, item in enumerate(obj):
-                _find_objects(item, f"{path}.{index}", found, below)
+                _find_objects(item, f"{path}.{index}", found, below, longest)
     elif not tag_of(obj) and (parts := parts_of(obj)):
         for name, part in parts.items():
-            _find_objects(part, join(path, name), found, below)
+            _find_objects(part, join(path, name), found, below, longest)
     else:
         found[path] = obj
 
 
-def instances_of(state: Mapping[str, Any], kind: type[T]) -> list[T]:
-    """The objects of a class in a state, each of them once. A class with a `state_dict()`, as all in a state have."""
-    return list({id(one): one for one in find_objects(state).values() if isinstance(one, kind)}.values())
+def instances_of(state: Mapping[str, Any], kind: type[T], longest: int = sys.maxsize) -> list[T]:
+    """The objects of a class in a state, each of them once. A class with a `state_dict()`, as all in a state have.
+
+    `longest`: as for `find_objects`.
+    """
+    return list({id(one): one for one in find_objects(state, longest).values() if isinstance(one, kind)}.values())
 
 
 def held_by_objects(state: Mapping[str, Any], kind: type[T]) -> dict[str, T]:

@@ -68,6 +68,10 @@ anything is written, with tensors without content; if it raises then, that is a 
 If a user's `load_state_dict`, or other code outside of lastgood, raises after writing has begun, the restore ends at
 once with LoadFailed, a HalfLoaded, raised from that error.
 
+*Shared memory:* live tensors that share a part of their memory are compared with the stored ones when all are written.
+If one has other bytes then, the stored ones differ in that part, which is LoadFailed. Two names of one live tensor must
+be stored as one tensor.
+
 *Optimizers:* `state` and `param_groups` are read and written directly, without casts, by the names of the parameters;
 hooks on their state_dict are not run. A class that overrides state_dict or load_state_dict is handled as an object.
 LBFGS, whose state is one vector over all parameters, also needs the parameters in the same order.

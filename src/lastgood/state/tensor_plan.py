@@ -27,6 +27,23 @@ class Making(NamedTuple):
     like: torch.Tensor | None = None
 
 
+class _Written(NamedTuple):
+    """A live tensor that is written: its device, the addresses of its first byte and behind its last one."""
+
+    device: str
+    start: int
+    end: int
+    target: str
+    tensor: torch.Tensor
+    path: str
+
+    @staticmethod
+    def of(tensor: torch.Tensor, target: str, path: str) -> _Written:
+        span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        start = tensor.data_ptr()
+        return _Written(str(tensor.device), start, start + span * tensor.element_size(), target, tensor, path)
+
+
 class TensorPlan:
     """Where the tensors of one generation go.
 
@@ -44,6 +61,9 @@ class TensorPlan:
         self.takers: dict[str, list[Take]] = {}
         self.boxed: dict[str, tuple[str, Box]] = {}
         """target of a DTensor -> the stored tensor, and which box of it"""
+        self.overwritten: list[str] = []
+        """what the comparisons have found: the live names of tensors that another one has changed"""
+        self._written: list[_Written] = []
         self._regions: dict[Hashable, tuple[str, str]] = {}
         """live memory -> the stored tensor that is written there, and its live name"""
         self._new: dict[tuple[str, torch.device, tensors.Order], tuple[list[torch.Tensor], torch.Tensor | None]] = {}
@@ -75,6 +95,7 @@ class TensorPlan:
         if not self._claims(tensors.region(live), name, path):
             return
         live, target = self._placed(live, name, path)
+        self._written.append(_Written.of(live, target, path))
         part = tensors.once(live)
         if part.shape == live.shape:
             self._fill(live, target)
@@ -123,6 +144,26 @@ class TensorPlan:
             self.places.setdefault(target, []).append(place)
         else:
             self.takers.setdefault(target, []).append(partial(tensors.write, tensor))
+
+    def comparisons(self) -> dict[str, list[Take]]:
+        """Target -> what compares a tensor with its content, of those that may share a part of their memory with
+        another one. To be done when all are written."""
+        groups, end = list[list[_Written]](), 0
+        for one in sorted(self._written, key=lambda one: one[:2]):
+            if groups and groups[-1][0].device == one.device and one.start < end:
+                groups[-1].append(one)
+                end = max(end, one.end)
+            else:
+                groups.append([one])
+                end = one.end
+        found: dict[str, list[Take]] = {}
+        for one in (one for group in groups if len(group) > 1 for one in group):
+            found.setdefault(one.target, []).append(partial(self._compare, one))
+        return found
+
+    def _compare(self, one: _Written, source: torch.Tensor) -> None:
+        if not torch.equal(tensors.as_bytes(one.tensor).cpu(), tensors.as_bytes(source)):
+            self.overwritten.append(one.path)
 
     # ---- new ones ------------------------------------------------------------------------------------------
 
