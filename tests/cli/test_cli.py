@@ -578,6 +578,13 @@ def test_import_names_what_a_folder_lacks(tmp_path: Path, call_json: Any) -> Non
     assert code == 2 and "there is nothing at" in document["message"]
 
 
+def test_import_names_arguments_in_the_wrong_order(run: Path, tmp_path: Path, call_json: Any) -> None:
+    """`import RUN model.safetensors` said that RUN is a folder of no known format."""
+    for args in ([run, tmp_path / "new"], [tmp_path / "new", tmp_path / "a.safetensors"]):
+        code, document = call_json("import", *args)
+        assert code == 2 and document["message"].endswith("SOURCE comes first, then RUN.")
+
+
 def header(text: str, data: bytes = b"") -> bytes:
     return len(text).to_bytes(8, "little") + text.encode() + data
 
@@ -696,8 +703,11 @@ def test_a_closed_output_pipe_ends_the_command_without_a_traceback(run: Path) ->
 
 @pytest.mark.slow
 def test_output_that_cannot_be_written_is_one_error_without_a_traceback(run: Path) -> None:
-    """On a full disk, and where stdout was closed (`>&-`), each command ended in a traceback, with exit code 1."""
-    for command in (["show", run], ["ls", run, "--json"]):
+    """On a full disk, and where stdout was closed (`>&-`), each command ended in a traceback, with exit code 1.
+
+    Later help and `--version` still did.
+    """
+    for command in (["show", run], ["ls", run, "--json"], ["--help"], ["ls", "--help"], ["--version"]):
         with open("/dev/full", "w") as full:
             done = python("-m", "lastgood", *command, stdout=full, stderr=subprocess.PIPE)
         assert done.returncode == 5 and done.stderr.startswith("lastgood: the output cannot be written: No space")
@@ -726,6 +736,14 @@ def test_colour_is_used_only_on_terminals_that_support_it(run: Path, call: Call,
 def test_output_into_a_pipe_is_not_wrapped(tmp_path: Path, call: Call, terminal: pytest.MonkeyPatch) -> None:
     writing(tmp_path, 1, aliases={"x" * 300: "counter"})
     assert "x" * 300 in call("show", tmp_path)[1]
+
+
+def test_a_table_on_a_narrow_terminal_cuts_no_cell(run: Path, call: Call, terminal: pytest.MonkeyPatch) -> None:
+    """With 40 columns `diff` named no tensor at all, and `ls` showed three characters of an incarnation."""
+    terminal.setenv("COLUMNS", "20")
+    assert "counter  uint8" in call("diff", run, 10, 20)[1]
+    written = call("ls", run)[1]
+    assert "verified" in written and "\N{HORIZONTAL ELLIPSIS}" not in written
 
 
 def test_a_progress_bar_is_drawn_on_a_terminal_only_and_on_stderr(

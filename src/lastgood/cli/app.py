@@ -111,7 +111,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")  # names that this terminal cannot show are escaped
     try:
         answer = _answer(args)
-        return answer if isinstance(answer, int) else _printed(answer, _as_json(args))
+        if not isinstance(answer, int):
+            return _printed(answer, _as_json(args))
+        sys.stdout.flush()  # help, or the version
+        return answer
     except BrokenPipeError:  # the reader of our output has ended
         return _discarded(sys.stdout, BROKEN_PIPE)
     except SystemExit as end:  # typer found a broken pipe while it printed help
@@ -121,6 +124,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         print("lastgood: interrupted", file=sys.stderr)
         return INTERRUPTED
+    except OSError as error:  # of help, which typer prints; any other one is a bug
+        try:
+            print(flush=True)  # fails where stdout is what failed, buffered or not
+        except OSError:
+            return _output_lost(error)
+        raise
 
 
 def _printed(answer: Answer, as_json: bool) -> int:
@@ -130,7 +139,7 @@ def _printed(answer: Answer, as_json: bool) -> int:
             print(json.dumps(answer.data, indent=2, allow_nan=False))
         else:
             whole = answer.error or isinstance(answer.view, Text)  # a message or a report is never cut in a pipe
-            console(stderr=answer.error).print(answer.view, soft_wrap=whole)
+            console(stderr=answer.error).print(answer.view, soft_wrap=whole, crop=False)
         sys.stdout.flush()
         if answer.note:
             console(stderr=True).print(Text(answer.note, style="yellow"), soft_wrap=True)
@@ -138,13 +147,18 @@ def _printed(answer: Answer, as_json: bool) -> int:
     except BrokenPipeError:
         raise
     except OSError as error:  # as on a full disk
-        _discarded(sys.stdout)
-        try:
-            print(f"lastgood: the output cannot be written: {error.strerror}", file=sys.stderr)
-            print("Only the output is lost: what the command did is done.", file=sys.stderr)
-        except OSError:
-            _discarded(sys.stderr)
-        return Unavailable.exit_code
+        return _output_lost(error)
+
+
+def _output_lost(error: OSError) -> int:
+    """Report that stdout cannot be written; returns the exit code."""
+    _discarded(sys.stdout)
+    try:
+        print(f"lastgood: the output cannot be written: {error.strerror}", file=sys.stderr)
+        print("Only the output is lost: what the command did is done.", file=sys.stderr)
+    except OSError:
+        _discarded(sys.stderr)
+    return Unavailable.exit_code
 
 
 def _discarded(stream: TextIO, code: int = 0) -> int:

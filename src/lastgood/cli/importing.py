@@ -9,6 +9,7 @@ import typer
 from rich.text import Text
 
 from ..convert import exporting, importing
+from ..format import layout
 from ..limits import STEP_LIMIT
 from ..run import access, paths
 from ..units import size
@@ -41,14 +42,16 @@ def import_file(
 ) -> Answer:
     """Make a new generation from a file or folder, and verify it. Nothing that lies in there is run."""
     file = paths.local(file, "SOURCE")
+    swapped = run.endswith(FILES) or os.path.isfile(os.path.join(file, layout.HEADER))
+    order = " SOURCE comes first, then RUN." if swapped else ""
     if os.path.isdir(file) and not importing.is_known_folder(file):
         raise typer.BadParameter(
             f"{file!r} is a folder of neither torch.distributed.checkpoint ({importing.DCP_METADATA}) nor Hugging Face "
-            f"({exporting.HF_FILE}, {exporting.HF_INDEX})."
+            f"({exporting.HF_FILE}, {exporting.HF_INDEX}).{order}"
         )
     if not os.path.isdir(file):
         if not os.path.lexists(file) and not file.endswith(FILES):
-            raise typer.BadParameter(f"there is nothing at {file!r}.")
+            raise typer.BadParameter(f"there is nothing at {file!r}.{order}")
         require_suffix(file, FILES)
     with importing.opened(file, under) as source:
         total = sum(one.length for one in source.tensors)

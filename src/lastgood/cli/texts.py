@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -14,6 +15,8 @@ from ..format.commit import Survey
 from ..policy import restore
 from ..records import GenerationId
 
+MIN_COLUMNS = 80
+"""the width for which tables are laid out on a terminal that has less, which then breaks their lines"""
 NOTHING_YET = "nothing has been committed in this run yet"
 STYLES = {
     "verified": "green",
@@ -62,11 +65,19 @@ def shape_text(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape)) or "scalar"
 
 
+class _Table(Table):
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        return super().__rich_console__(console, options.update(max_width=max(options.max_width, MIN_COLUMNS)))
+
+
 def new_table(*columns: str, right: Sequence[str] = ()) -> Table:
-    """A table without lines. The columns in `right` are aligned to the right and never wrapped."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
+    """A table without lines. The columns in `right` are aligned to the right and never wrapped.
+
+    No cell is cut: the other columns are folded, and a table may be wider than a terminal of less than MIN_COLUMNS.
+    """
+    table = _Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
     for name in columns:
-        table.add_column(name, justify="right" if name in right else "left", no_wrap=name in right)
+        table.add_column(name, justify="right" if name in right else "left", no_wrap=name in right, overflow="fold")
     return table
 
 
