@@ -40,7 +40,7 @@ assert FINITE_BLOCK_BYTES <= VERIFY_BLOCK_BYTES <= CHUNK_BYTES
 
 # ---- records -----------------------------------------------------------------------------------------------------
 
-TINY_BYTES = 1024
+TINY_BYTES = 64
 """Tensors that are not longer lie together in a file, and one of several holders writes all of them: the scalars of
 optimizers, above all. Who wants one reads the whole chunk in which it lies."""
 HEADER_LIMIT_BYTES = 100_000_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -18,7 +19,7 @@ import lastgood
 from agents import ended, state, until
 from harness import one_place, reported, reports, steps
 from lastgood.agent import works
-from lastgood.errors import Damaged, Refused, Unavailable
+from lastgood.errors import Damaged, Refused, RunReplaced, Unavailable
 from lastgood.format import commit, layout
 from lastgood.policy.scrub import EMPTY_SECONDS, FAILED_SECONDS, Scrub, pause_seconds
 from lastgood.records import Extent, Finding, Generation
@@ -280,6 +281,24 @@ def test_damage_in_all_places_is_no_failure_of_the_agent(local, tmp_path):
         assert local.home.at(1).damaged
     assert not [one for one in texts if "could not copy" in one]
     assert [one for one in local.events if one.kind == "not_repaired"]
+
+
+def test_the_agent_of_a_replaced_process_repairs_nothing(bucket, memory):
+    """It replaced files in a bucket that another process had opened since, and could have put back a COMMIT there."""
+    job = Job(Home(bucket))
+    ckpt = job.opened(parity="4+2")
+    try:
+        job.save(ckpt, 1, 2)
+        with access.for_writing(bucket, "atomic_dirsync"):
+            at = job.home.at(1).id
+            job.home.flip(1)
+            damaged = job.home.files(1)
+            with pytest.raises(RunReplaced):
+                below(ckpt).writer.mender.mend(at, ckpt._pipeline.upkeep.arena())
+            assert job.home.files(1) == damaged
+    finally:
+        with contextlib.suppress(RunReplaced):
+            ckpt.close()
 
 
 def test_what_parity_cannot_repair_is_read_by_the_agent_alone(local, monkeypatch):

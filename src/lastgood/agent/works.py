@@ -113,7 +113,7 @@ class Works:
         with contextlib.ExitStack() as places:
 
             def opened(place: str) -> Tier:
-                return places.enter_context(access.for_sharing(place, "atomic_dirsync"))
+                return places.enter_context(access.for_sharing(place, "atomic_dirsync", order=work.order))
 
             if work.task == "scrub":
                 return Done(_scrubbed(opened(work.place), work, stopped))

@@ -297,12 +297,11 @@ class Checkpointer:
             "a milestone in slots, which keep the newest only",
             "Save it to a directory: lastgood.save(path, ...).",
         )
-        pinned = bool(milestone)
         with self._beat.saving():
-            save = self._saver.existing(n, pinned, found)
+            save = self._saver.existing(n, bool(milestone), found)
             if save is None:
                 self._progress.report_update()
-                save = self._saver.save(n, pinned, found, must=True)
+                save = self._saver.save(n, bool(milestone), found, must=True)
         assert save is not None, "a save that must be made was skipped"
         save.waiting = self._beat.saving
         return save

@@ -60,8 +60,7 @@ _RUN_NAMES = {
     memory_place.SPILL,
     memory_place.STAGED,
     reused_files.FOLDER,
-}
-_RUN_NAMES |= _GENERATIONS
+} | _GENERATIONS
 
 Persist = Literal["direct", "mmap"]
 """How slots are written: with direct I/O if the file system supports it, or through a shared memory mapping."""
@@ -73,10 +72,9 @@ def for_reading(path: str | os.PathLike[str]) -> Tier:
     Raises NotARun, TierDown, and NotWritable if this user may not read the run.
     """
     prepare()
-    place = paths.parsed(path)
-    root, in_slots = place.root, place.kind == "slots"
-    objects = _objects(root) if place.kind == "objects" else None
-    names = set(objects.list("")) or None if objects else _names_at(root, in_slots)
+    root, kind = place = paths.parsed(path)
+    objects = _objects(root) if kind == "objects" else None
+    names = set(objects.list("")) or None if objects else _names_at(root, kind == "slots")
     if names is None:
         raise NotARun(f"there is nothing at {root}", safe="Nothing was touched.", todo=paths.runs_near(root))
     if not names & {layout.HEADER, *_GENERATIONS}:
@@ -87,10 +85,10 @@ def for_reading(path: str | os.PathLike[str]) -> Tier:
         )
     if objects is not None:
         return PackedTier(objects)
-    if place.kind == "memory":
+    if kind == "memory":
         return directory_tier(place, "atomic_dirsync")
     files = PosixFiles()  # reads without direct I/O: only a write could find out whether it is supported
-    return slots(files, root) if in_slots else PackedTier(Disk(files, root))
+    return slots(files, root) if kind == "slots" else PackedTier(Disk(files, root))
 
 
 def slots(files: Files, root: str, *, in_flight: int = 1, direct: bool = False, several: bool = False) -> Slots:
@@ -124,10 +122,10 @@ def for_writing(
     `mode`: how files are written; slots and object stores accept "atomic_dirsync" only. `in_flight` (default 1): how
     many saves may be in flight, for slots only. `persist` (default "direct"): how slots are written, for slots only.
     `take_over` (default True): whether a process that has the run open in an object store, or ended without closing it,
-    is replaced; otherwise RunLocked is raised. `several` (default False): as for `Slots`. `spill` (default
-    None): as for `MemoryFiles`, for memory only. `agent_order` (default None): this is an agent, which
-    gives way to any other process, and replaces claims up to this number.
-    Raises NotARun, NotWritable, RunLocked, NoSpace, TierDown; Refused for a `mode` or `persist` that does not fit.
+    is replaced; otherwise RunLocked is raised. `several` (default False): as for `Slots`. `spill` (default None): as
+    for `MemoryFiles`, for memory only. `agent_order` (default None): this is an agent, which gives way to any process,
+    and replaces claims up to this number. Raises NotARun, NotWritable, RunLocked, NoSpace, TierDown; Refused for a
+    `mode` or `persist` that does not fit.
     """
     prepare()
     place = paths.parsed(path)
@@ -171,15 +169,17 @@ def for_writing(
 
 
 @contextlib.contextmanager
-def for_sharing(path: str | os.PathLike[str], mode: WriteMode, spill: str | None = None) -> Iterator[Tier]:
+def for_sharing(
+    path: str | os.PathLike[str], mode: WriteMode, spill: str | None = None, order: int = 0
+) -> Iterator[Tier]:
     """Open a run that rank 0 of this job holds open for writing. Takes no lock. Raises NotARun, NotWritable.
 
-    `mode`, `spill`: as for `for_writing`.
+    `mode`, `spill`: as for `for_writing`. `order` (default 0): as for `claims.under`, in an object store.
     """
     prepare()
     root, kind = place = paths.parsed(path)
     if kind == "objects":
-        yield PackedTier(_objects(root))
+        yield PackedTier(claims.under(_objects(root), order))
         return
     if _names_at(root, False) is None:
         raise NotARun(

@@ -79,7 +79,8 @@ class Work(Record, frozen=True, kw_only=True):
     generation that may be in `place` alone, at most at `bytes_per_second` (None: no limit). "repair": rebuild damaged
     files in `place` from the parity that they have there. "parity": write the files of `stripes`; `nodes` are those
     that hold what this node's files can be computed from (policy/stripes.py: `neighbours`), which the agent notes for a
-    drill. "rebuild": make the files of `of` whole here, from what the other `nodes` have.
+    drill. "rebuild": make the files of `of` whole here, from what the other `nodes` have. `order`: of the claim of the
+    training process in `place`, for "protect" and "repair"; 0: it has none.
     """
 
     at: GenerationId
@@ -92,6 +93,7 @@ class Work(Record, frozen=True, kw_only=True):
     bytes_per_second: float | None = None
     code: str = ""
     sources: list[str] = msgspec.field(default_factory=list)
+    order: int = 0
 
 
 class Request(Record, frozen=True, kw_only=True):

@@ -98,7 +98,8 @@ class AgentWork:
         """
         if self._own is None:
             return None
-        work = Work(at=generation.id, root=generation.root, task="repair", place=tier.place, of=None)
+        at, root, order = generation.id, generation.root, getattr(tier, "order", 0)
+        work = Work(at=at, root=root, task="repair", place=tier.place, of=None, order=order)
         answer = agent_link.waited_for(self._asked(self._own, work), stop)
         if answer is not None and answer.error:
             raise BeyondRepair(answer.error.removeprefix(BEYOND_REPAIR))
@@ -111,8 +112,9 @@ class AgentWork:
         """
         if self._own is None:
             return False
-        text = f"{code.data}+{code.parity}"
-        work = Work(at=generation.id, root=generation.root, task="protect", place=tier.place, of=[rank], code=text)
+        at, root, text = generation.id, generation.root, f"{code.data}+{code.parity}"
+        order = getattr(tier, "order", 0)
+        work = Work(at=at, root=root, task="protect", place=tier.place, of=[rank], code=text, order=order)
         return agent_link.waited_for(self._asked(self._own, work), stop) is not None
 
     def end_hung(self) -> None:

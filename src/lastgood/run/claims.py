@@ -62,6 +62,11 @@ class Claim(Record, frozen=True, kw_only=True):
     opened: float
 
 
+def under(objects: Objects, order: int) -> Objects | ClaimedTier:
+    """A run that is changed only as long as the claim of this order is held; 0: that is not asked."""
+    return ClaimedTier(objects, order) if order else objects  # guard: agent-changes-under-claim
+
+
 class ClaimedTier:
     """`ports.Tier` of the process that holds the newest claim on a run. Raises RunReplaced once it does not.
 

@@ -99,11 +99,15 @@ class PackedTier:
         self.in_object_store = hasattr(inner, "tree")
         if tree := getattr(inner, "tree", None):  # only places that list all files at once have it
             self.tree = tree
-        self.order = getattr(inner, "order", 0)
         self.next_order = getattr(inner, "next_order", None)  # only a tier that is claimed has it
         self._lock = threading.Lock()
         self._folders = OrderedDict[str, _Folder]()
         self._tails = OrderedDict[str, _Tail]()
+
+    @property
+    def order(self) -> int:
+        """The order of the claim that is held, which each new incarnation may raise; 0: there is none."""
+        return getattr(self._inner, "order", 0)
 
     # ---- writing -------------------------------------------------------------------------------------------
 

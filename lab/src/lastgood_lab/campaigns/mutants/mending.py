@@ -224,6 +224,7 @@ MUTANTS: tuple[Mutant, ...] = (
             Swap('"scrub": self._scrubs', '"scrub": self._pool'),
         ),
         ("damage in all places is reported as the agent's failure", "damage-is-no-agents-failure", Never()),
+        ("the agent of a replaced process repairs", "agent-changes-under-claim", Swap("if order", "if not order")),
         ("a repair waits for a slow scrub", "repair-waits-for-no-slow-scrub", Never()),
         (
             "the training process reads below what memory lacks",
