@@ -365,6 +365,25 @@ def test_a_scheduler_that_announces_the_end_reaches_the_ranks(tmp_path: Path) ->
         assert job.wait(60) == PREEMPTED
 
 
+def test_a_scheduler_that_announces_the_end_ends_no_rank_that_starts(tmp_path: Path) -> None:
+    """A rank that was still importing ended by SIGUSR1. It was started again, trained on, and the warning was lost."""
+    text = f"""
+        import os, signal, sys, time
+        at = {str(tmp_path)!r}
+        open(at + "/begun" + os.environ["TORCHELASTIC_RESTART_COUNT"], "w").close()
+        while not os.path.exists(at + "/go"):
+            time.sleep(0.01)
+        signal.signal(signal.SIGUSR1, lambda *_: sys.exit({PREEMPTED}))
+        time.sleep(600)
+    """
+    with subprocess.Popen([*SUPERVISOR, "--spawn", script(tmp_path, text)]) as job:
+        until((tmp_path / "begun0").exists)
+        job.send_signal(signal.SIGUSR1)
+        (tmp_path / "go").touch()
+        assert job.wait(60) == PREEMPTED
+    assert not (tmp_path / "begun1").exists()
+
+
 def test_a_command_ends_with_its_supervisor_too(tmp_path: Path) -> None:
     command = [
         "--no-python",

@@ -40,11 +40,11 @@ from .program import error_in_memory
 from .progress_watch import ProgressWatch
 from .rank_end import end_all, how_ended
 from .rank_start import RankStart
-from .signals import Signals
+from .signals import PASSED_ON, Signals
 from .slow_watch import SlowWatch
 from .stack_reader import StackReader
 from .survivors import Left, is_complete, left_by
-from .watch import RankProcess, just_in_time_seconds, processor_seconds, stacks, stuck
+from .watch import RankProcess, heeds, just_in_time_seconds, processor_seconds, stacks, stuck
 from .zygote import Zygote
 
 MEMORY = "/dev/shm"
@@ -209,8 +209,7 @@ class Attempt:
                     "this node leaves the job: its ranks are asked to save and to end (--unhealthy leave)"
                 )
                 self._signals.ask_to_end()
-            for number in self._signals.taken():
-                self._pass_on(number)
+            self._pass_on_what_came(lived)
             if self._signals.end is not None:
                 lived.asked_by = lived.asked_by or (self._signals.end if lived.failed is None else 0)
                 self._ask_to_end()
@@ -288,7 +287,7 @@ class Attempt:
             return False
         if notice.kind == "grow":
             lived.grows = True
-            self._pass_on(signal.SIGTERM)
+            self._pass_on(signal.SIGTERM, [*self._live.values()])
             self._ask_to_end()
             return False
         self._published = notice.kind
@@ -325,9 +324,21 @@ class Attempt:
         used_since = processor_seconds(one.pid) - used_seconds
         return one.shown == shown and is_idle(time.monotonic() - at, used_since)  # guard: busy-rank-not-awaited
 
-    def _pass_on(self, number: int) -> None:
-        """Send a signal to all ranks that have not ended. A command may be a shell: what it has started gets it too."""
-        for one in self._live.values():
+    def _pass_on_what_came(self, lived: Lived) -> None:
+        """Pass the signals on that have come. A warning would end a rank that starts, because it has no handler yet: if
+        no rank has one, it is passed on later, to the ranks of the next attempt if this one fails."""
+        for number in self._signals.taken():
+            warns, to = number in PASSED_ON, [*self._live.values()]
+            if warns and self._job.program.kind != "command":
+                to = [one for one in to if heeds(one.pid, number)]  # guard: warning-ends-no-rank
+            if warns and (lived.failed is not None or not to):
+                self._signals.keep(number)
+            else:
+                self._pass_on(number, to)
+
+    def _pass_on(self, number: int, to: Sequence[RankProcess]) -> None:
+        """Send a signal to ranks that have not ended. A command may be a shell: what it has started gets it too."""
+        for one in to:
             if self._job.program.kind == "command":
                 os.killpg(one.pid, number)
             else:

@@ -46,6 +46,10 @@ class Signals:
         pending, self._pending = self._pending, []
         return pending
 
+    def keep(self, number: int) -> None:
+        """A signal that was taken comes again at the next call of `taken`."""
+        self._pending.append(number)
+
     def close(self) -> None:
         os.close(self.descriptor)
         os.close(self._write)

@@ -112,6 +112,15 @@ def processor_seconds(pid: int) -> float:
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
+def heeds(pid: int, number: int) -> bool:
+    """Whether a process does with a signal what it wants, or has ended; else the signal would end it."""
+    with contextlib.suppress(OSError):
+        text = Path(f"/proc/{pid}/status").read_text()
+        masks = [int(line.split()[1], 16) for line in text.splitlines() if line.startswith(("SigIgn:", "SigCgt:"))]
+        return any(mask >> (number - 1) & 1 for mask in masks)
+    return True
+
+
 def _stat(path: str) -> list[str]:
     """What /proc shows of a process or thread, from its state on; empty if it has ended."""
     with contextlib.suppress(OSError):

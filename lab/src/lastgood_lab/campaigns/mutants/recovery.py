@@ -87,6 +87,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "full-disk-blames-no-state",
             Swap("() if _OF_A_PLACE.match(last.error) else budget.remedies", "budget.remedies"),
         ),
+        ("a warning ends ranks that have no handler yet", "warning-ends-no-rank", Instead("pass")),
         ("batches are left out for what fails after the loop", "failure-after-loop-blames-no-batches", Remove()),
         ("a save after the first step sets the limit", "second-step-sets-the-limit", Swap("> 1", "> 0")),
         ("attempts before a remedy count after it", "remedy-begins-the-count-anew", Never()),
