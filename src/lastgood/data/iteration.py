@@ -105,13 +105,14 @@ class Iteration:
         if ahead and self.counts_yielded and self.division.rank == 0:
             reporting.warning(_AHEAD)
 
-    def report_repeated(self, batches: int) -> None:
+    def report_repeated(self, batches: int, each: int) -> None:
         """The last `batches` of this iteration, in which all were fetched, come again: no step has counted them.
+        `each`: of how many batches a step is.
 
-        An iteration without a counted step is not one of a training. Workers fetch ahead, so it is not known whether
-        the loop has received all batches.
+        An iteration without a counted step is not one of a training. Workers fetch ahead, so a loop that was left
+        before its end has not received as many batches as were fetched ahead of its first step: these are no fault.
         """
-        if self.counted and self.division.rank == 0:
+        if self.counted and batches > self.counted[0] - each and self.division.rank == 0:
             reporting.warning(
                 f"the batches of epoch {self.epoch} were fetched to its end, and {batches} of them belong to no step "
                 "that was counted: they come again now. If the loop has trained with them, make an optimizer step at "

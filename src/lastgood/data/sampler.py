@@ -421,7 +421,7 @@ class ResumableSampler(Sampler[list[int]]):
                     "epochs leave batches_per_step out.",
                 )
             if before.fetched_all and not counted:
-                before.report_repeated(self.remaining)
+                before.report_repeated(self.remaining, self.batches_per_step or 1)
             earlier_counted = before.earlier_counted and counted
         self._invalidate("a newer iteration over the sampler began")
         self._iteration = Iteration(
