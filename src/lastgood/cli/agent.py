@@ -261,6 +261,8 @@ def _view(rows: list[dict[str, Any]]) -> RenderableType:
 def _remedies(row: dict[str, Any]) -> Iterator[str]:
     """What is to be said and done about the memory of a run."""
     folder = row["folder"]
+    if row["agent"] == "none" and not os.path.isdir(folder):
+        yield "nothing of this run is in the memory of this machine"
     if row["spilled"]:
         yield f"{size(row['spilled'])} of its saves lie in {row['spill']}, because memory was short"
     if row["error"]:

@@ -327,7 +327,11 @@ def _ranks(text: str) -> int:
     except ValueError:
         ranks = 0
     if ranks < 1:
-        raise Refused(f"--nproc-per-node {text}", safe="Nothing was started.", todo="Give a number of at least 1.")
+        raise Refused(
+            f"--nproc-per-node {text} is no number of ranks",
+            safe="Nothing was started.",
+            todo="Give a number of at least 1, or cpu, gpu, xpu or auto.",
+        )
     return ranks
 
 
