@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lastgood.errors import Refused
-from lastgood_lab import corrupt, crash, guard, latency, peers, powerloss, ranks, scale, timeline, trials, wire
+from lastgood_lab import corrupt, crash, guard, latency, peers, powerloss, ranks, scale, script, timeline, trials, wire
 from lastgood_lab.journal import Journal
 from lastgood_lab.trials import Share
 
@@ -30,6 +30,12 @@ pytestmark = pytest.mark.slow
 )
 def test_confidence_intervals_are_those_of_wilson(hits, total, low, high):
     assert Share(hits, total).interval == pytest.approx((low, high), abs=1e-5)
+
+
+def test_the_command_of_the_package_runs_its_experiments(monkeypatch, capsys):
+    """The plan of the study calls it `lastgood-lab recovery`, which no shell found."""
+    monkeypatch.setattr("sys.argv", ["lastgood-lab", "recovery", "--suites", "none", "--out", "/nowhere"])
+    assert script.main() == 3 and "none" in capsys.readouterr().err
 
 
 def double(key: trials.Row) -> trials.Row:
