@@ -715,6 +715,20 @@ def test_stop_copies_removes_and_ends(run: Run, call_json) -> None:
     assert call_json("agent", "stop", str(run.home))[0] == 3, "there is none any more"
 
 
+def test_stop_names_a_save_that_nobody_had_committed(run: Run, call) -> None:
+    """Of a job on several nodes whose agents do not listen, it removed a save that this node's rank had sealed, and
+    said that all was copied."""
+    run.killed_at(2)
+    (committed,) = (run.memory / "gen").glob("*2-*")
+    sealed = committed.with_name(committed.name.replace("2-", "3-", 1))
+    shutil.copytree(committed, sealed)
+    (sealed / "COMMIT.json").unlink()
+    with agent(run.memory):
+        code, out, _ = call("agent", "stop", str(run.home))
+    text = " ".join(out.split())
+    assert code == 0 and "a save that nobody had committed was removed too (step 3)" in text and steps(run.home) == [2]
+
+
 HELD_ONCE = """
 from lastgood.agent import server
 before, held = server.Server._serve, []

@@ -21,6 +21,7 @@ from typing import NamedTuple, cast
 from ..engine.arena import Arena
 from ..errors import Cancelled, Damaged, LastgoodError, NotARun
 from ..format import commit, layout, sealed
+from ..format.pack_layout import is_manifest
 from ..limits import CHUNK_BYTES, EXAMINATION_CHUNKS, WORKERS
 from ..policy.places import lacking, merged
 from ..policy.retention import Keep
@@ -46,6 +47,13 @@ class Drained(NamedTuple):
 def committed(memory: Tier) -> list[str]:
     """The names of the folders of all generations that are committed in memory."""
     return sorted(name for name in memory.list("gen") if layout.COMMIT in memory.list(f"gen/{name}"))
+
+
+def uncommitted(memory: Tier) -> list[str]:
+    """The names of the folders, newer than all that is committed, in which ranks have sealed what nobody committed."""
+    newest = max(committed(memory), default="")
+    newer = [name for name in memory.list("gen") if name > newest]
+    return sorted(name for name in newer if any(map(is_manifest, memory.list(f"gen/{name}"))))
 
 
 class Notes:

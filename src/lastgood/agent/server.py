@@ -44,7 +44,7 @@ from ..run.lower_place import PAUSES_SECONDS, pause_seconds
 from ..run.packed import PackedTier
 from ..storage.directory import Disk
 from .client import Client
-from .drain import Drained, committed, drained
+from .drain import Drained, committed, drained, uncommitted
 from .nodes import Nodes
 from .works import Done, Works
 
@@ -96,6 +96,8 @@ class Server:
         self._left_at = time.monotonic() + first_seconds
         """when the last training process left, or may have come at the latest"""
         self._signalled = self._ended = False
+        self._given_up = list[str]()
+        """as in `Answer`"""
         self._nodes = Nodes(self._tier, self._wake)
         self._works = Works(self._tier, self._wake, lambda: self._nodes.peers)
 
@@ -256,6 +258,7 @@ class Server:
             missing=self._found.missing or [*filter(None, [self._held])],
             absent=self._found.absent,
             deleted=self._found.deleted,
+            given_up=self._given_up,
             port=self._nodes.port,
             peers=peers,
             error=error or done.error,
@@ -383,6 +386,7 @@ class Server:
             if committed(self._tier()) != self._copied:  # guard: new-saves-not-removed
                 self._next_at = 0.0
                 return
+            self._given_up = uncommitted(self._tier())  # guard: uncommitted-save-is-named
             spec = read_spec(self._folder)
             with contextlib.suppress(FileNotFoundError), still(self._folder):  # guard: no-move-into-removed-memory
                 memory_place.set_aside(spec.spill if spec is not None else None)  # guard: spill-leaves-before-memory

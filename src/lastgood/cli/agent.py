@@ -14,7 +14,7 @@ from rich.text import Text
 from .. import reporting
 from ..agent.server import serve
 from ..errors import NotARun, Refused, TierDown
-from ..format import commit
+from ..format import commit, layout
 from ..run import access, agent_link, agent_messages, copying, memory_place, node_staging, paths
 from ..units import size
 from .answer import Answer
@@ -134,7 +134,12 @@ def stop(run: Run, as_json: Json = False) -> Answer:
     text = "all is copied and removed" if removed else "all is copied, and nothing was removed"
     if removed and answer.deleted:
         text = f"removed; {', '.join(answer.deleted)} had all of it before the run there was deleted or moved"
-    return Answer({"folder": folder, "removed": removed, "deleted": answer.deleted}, Text(clean(f"{folder}: {text}")))
+    if removed and answer.given_up:
+        ids = [at for one in answer.given_up if (at := layout.parse_folder(one)) is not None]
+        steps = ", ".join(str(at.step) for at in ids)
+        text += f"; a save that nobody had committed was removed too (step {steps})"
+    data = {"folder": folder, "removed": removed, "deleted": answer.deleted, "given_up": answer.given_up}
+    return Answer(data, Text(clean(f"{folder}: {text}")))
 
 
 def _without_agent(folder: str) -> str:
