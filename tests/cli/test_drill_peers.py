@@ -52,7 +52,10 @@ def peers_read(folder: Path) -> list[PeerRead]:
 # ---- copies --------------------------------------------------------------------------------------------------------
 
 
-def test_copies_on_another_node_are_read_and_verified(tmp_path: Path, memory: Path, call, call_json) -> None:
+def test_copies_on_another_node_are_read_and_verified(
+    tmp_path: Path, memory: Path, call, call_json, monkeypatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")  # the cells are compared as they are, not folded
     home = tmp_path / "home"
     writing(home, 1, 2)
     mine = in_memory(home)
