@@ -389,3 +389,16 @@ def test_batches_without_a_step_at_an_epochs_end_come_again(tmp_path: Path, disc
         other = Accumulating(tmp_path / "other", discards)
         other.run(epochs)
     assert torch.equal(one.weights, other.weights) and place(one.sampler) == place(other.sampler)
+
+
+def test_a_sampler_beside_a_growing_history_is_counted_to_the_end(tmp_path: Path, monkeypatch) -> None:
+    """Each step looks into short dicts only. Once the dict with the sampler had more entries than that, the sampler was
+    counted no more, without a word, and a resume trained the same batches again."""
+    monkeypatch.setattr("lastgood.loop.progress.ENTRIES_SEARCHED", 10)
+    loop: dict[str, object] = {"sampler": (sampler := make())}
+    with lastgood.Checkpointer(tmp_path / "run", {"w": torch.zeros(1), "loop": loop}) as ckpt:
+        ckpt.restore()
+        for n in range(1, 21):
+            loop[f"loss{n}"] = 1.0
+            ckpt.step(n)
+        assert place(sampler) == (2, 0)

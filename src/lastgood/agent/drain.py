@@ -52,8 +52,9 @@ def committed(memory: Tier) -> list[str]:
 def uncommitted(memory: Tier) -> list[str]:
     """The names of the folders, newer than all that is committed, in which ranks have sealed what nobody committed."""
     newest = max(committed(memory), default="")
-    newer = [name for name in memory.list("gen") if name > newest]
-    return sorted(name for name in newer if any(map(is_manifest, memory.list(f"gen/{name}"))))
+    newer = {name: memory.list(f"gen/{name}") for name in memory.list("gen") if name > newest}
+    # One that was committed, and whose deletion was cut short, has GOING.
+    return sorted(name for name, files in newer.items() if layout.GOING not in files and any(map(is_manifest, files)))
 
 
 class Notes:

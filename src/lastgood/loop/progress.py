@@ -92,6 +92,9 @@ class Progress:
         if first:
             in_short = instances_of(self._state, ResumableSampler, ENTRIES_SEARCHED)
             self._longest = ENTRIES_SEARCHED if found == in_short else sys.maxsize
+        elif not {*map(id, self.samplers)} <= {*map(id, found)}:  # what holds one has grown past the bound, or lost it
+            self._longest = sys.maxsize
+            return instances_of(self._state, ResumableSampler)
         return found
 
     def _note_trained(self, before: tuple[int, int, int] | None) -> None:
