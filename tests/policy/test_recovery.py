@@ -92,7 +92,16 @@ def test_a_hang_leaves_out_no_batches() -> None:
     assert after("restart", "restart", "back", **hang) == "end"
 
 
-@pytest.mark.parametrize("error", ["NoSpace: of rank 1", "TierDown: no answer", "OSError: [Errno 28] No space"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        "NoSpace: of rank 1",
+        "TierDown: no answer",
+        "OSError: [Errno 28] No space",
+        "OSError: Caught OSError in DataLoader worker process 0.\nOriginal Traceback:\n[Errno 28] No space",
+        "RuntimeError: unable to write to file </torch_1>: No space left on device (28)",
+    ],
+)
 def test_a_full_disk_blames_neither_the_state_nor_the_batches(error: str) -> None:
     """Where a script waits for its saves, a full disk made a generation suspect, and had 16 samples left out."""
     assert after("restart", error=error) == "restart"

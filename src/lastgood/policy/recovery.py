@@ -36,9 +36,11 @@ _HOPELESS = re.compile(
 """The errors of a script before its state is restored that come again each time it is started."""
 _OF_A_PLACE = re.compile(
     r"(NoSpace|TierDown|PeerDown|TimedOut|CommitUnknown|Cancelled|Overtaken|InFlightFull|NothingDurable)\b|"
-    r"OSError: \[Errno (28|122)\]"
+    r".*(\[Errno (28|122)\]|No space left on device)",
+    re.DOTALL,
 )
-"""The errors of a disk, a store or another node (28: it is full; 122: the quota is used up), whatever was trained."""
+"""The errors of a disk, a store or another node (28: it is full; 122: the quota is used up), whatever was trained.
+torch puts that of a DataLoader's worker behind a text and a traceback."""
 ASKED = "the job was asked to end"
 HANG = "hang"
 """the `cause` of an attempt in which ranks hung"""
