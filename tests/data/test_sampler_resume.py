@@ -261,8 +261,8 @@ def test_batches_that_come_again_in_the_next_epoch_are_reported(num_workers, ste
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_loop_that_is_left_before_its_end_is_not_reported(num_workers: int, caplog) -> None:
-    """A loop over a part of an epoch, with a step for each batch, was told that batches come again, because its workers
-    had fetched them. It had not received them."""
+    """A loop over a part of an epoch, with a step for each batch, got a warning that batches come again, because its
+    workers had fetched them. It had not received them."""
     sampler = make()
     for n, _ in enumerate(own_loader(sampler, num_workers), 1):
         sampler.consumed()
