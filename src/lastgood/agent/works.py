@@ -141,10 +141,7 @@ class Works:
 
 def _committed(places: Sequence[Tier], work: Work) -> Generation:
     """The generation of a work, from the first of these places that has it."""
-    for tier in places[:-1]:
-        with contextlib.suppress(Damaged):
-            return _committed([tier], work)
-    return _require_known(commit.read_generation(places[-1], work.at, None), work)
+    return _require_known(commit.first_generation(places, work.at), work)
 
 
 def _require_known(generation: Generation, work: Work) -> Generation:

@@ -222,6 +222,15 @@ def read_generation(tier: Tier, at: GenerationId, run: str | None, listing: List
     )
 
 
+def first_generation(places: Sequence[Tier], at: GenerationId) -> Generation:
+    """The generation as the first of these places has it in which its commit record can be read. Raises as
+    `read_generation` for the last one."""
+    for tier in places[:-1]:
+        with contextlib.suppress(Damaged):
+            return read_generation(tier, at, None)
+    return read_generation(places[-1], at, None)
+
+
 def read_manifest(tier: Tier, generation: Generation, rank: int = 0, listing: Listing | None = None) -> Manifest:
     """One rank's manifest, checked against its seal; the files that it names exist and have their committed lengths.
 

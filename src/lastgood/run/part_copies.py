@@ -7,7 +7,6 @@ COMMIT at the place, and only after all ranks have answered that their files are
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Collection, Sequence
 from typing import Any, cast
 
@@ -15,7 +14,7 @@ import msgspec
 
 from ..coordination.rounds import RankGroup
 from ..engine.arena import Arena
-from ..errors import Cancelled, Damaged, LastgoodError
+from ..errors import Cancelled, LastgoodError
 from ..format import commit, layout, parity_layout
 from ..io.reed_solomon import Code
 from ..limits import CHUNK_BYTES, EXAMINATION_CHUNKS
@@ -155,7 +154,4 @@ class PartServer:
         """The generation as the first place has it in which its commit record can be read. What is read lies here; a
         source may be down."""
         places: list[Tier] = [self._tier, *self._sources] if asked.task == "read" else [*self._sources, self._tier]
-        for tier in places[:-1]:
-            with contextlib.suppress(Damaged):
-                return commit.read_generation(tier, asked.at, None)
-        return commit.read_generation(places[-1], asked.at, None)
+        return commit.first_generation(places, asked.at)
