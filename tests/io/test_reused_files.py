@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 
 import pytest
 
-from lastgood.io.memory_files import MemoryFiles
-from lastgood.io.reused_files import FOLDER, GENERATIONS, LEAST_BYTES
+from lastgood.io.memory_files import MemoryFile, MemoryFiles
+from lastgood.io.reused_files import FOLDER, GENERATIONS, LEAST_BYTES, LentFile
 
 LENGTH = LEAST_BYTES + 100
 
@@ -37,6 +38,30 @@ class Folder:
             assert file.write_at(memoryview(bytearray(byte * half)), 0) == half
             assert file.write_at(memoryview(byte * (length - half)), half) == length - half, "bytes cannot be mapped"
             file.resize(length)
+        finally:
+            file.close()
+        return os.stat(self.path(generation)).st_ino
+
+    def lent(self, generation: str, byte: bytes) -> LentFile:
+        """The memory of a deleted file, filled for the file of this generation."""
+        lent = self.files.reused.lend(self.path(generation), LENGTH)
+        assert lent is not None
+        lent.memory[:] = byte * len(lent.memory)
+        return lent
+
+    def opened_new(self, generation: str) -> MemoryFile:
+        (self.root / generation).mkdir()
+        file = self.files.open(self.path(generation), "new")
+        assert isinstance(file, MemoryFile)
+        file.reserve(-(-LENGTH // 4096) * 4096)
+        return file
+
+    def make(self, generation: str, lent: LentFile) -> int:
+        """Make the file of a generation from what was lent for it. Returns its inode."""
+        file = self.opened_new(generation)
+        try:
+            assert file.write_at(memoryview(lent.memory), 0) == len(lent.memory)
+            file.resize(LENGTH)
         finally:
             file.close()
         return os.stat(self.path(generation)).st_ino
@@ -132,3 +157,88 @@ def test_memory_that_another_process_frees_is_not_held_by_a_mapping(folder: Fold
     folder.write("3", b"c")
     with open("/proc/self/maps") as maps:
         assert not [line for line in maps if str(folder.root) in line and "deleted" in line]
+
+
+# ---- files that are filled before they have a name -------------------------------------------------------------
+
+
+def test_a_lent_file_becomes_the_new_one_with_what_it_was_filled_with(folder: Folder) -> None:
+    first = folder.write("1", b"a")
+    folder.files.remove(folder.path("1"))
+    lent = folder.lent("2", b"b")
+    assert folder.make("2", lent) == first and folder.read("2") == b"b" * LENGTH
+    lent.close()
+    assert folder.read("2") == b"b" * LENGTH and folder.kept() == []
+
+
+def test_bytes_of_elsewhere_are_written_into_a_lent_file_too(folder: Folder) -> None:
+    first = folder.write("1", b"a")
+    folder.files.remove(folder.path("1"))
+    lent = folder.lent("2", b"b")
+    assert folder.write("2", b"c") == first and folder.read("2") == b"c" * LENGTH
+    lent.close()
+
+
+def test_a_save_that_was_given_up_keeps_the_file_that_is_still_filled(folder: Folder) -> None:
+    """A copier still wrote into a file that was deleted with its save, while the next save wrote into it."""
+    first = folder.write("1", b"a")
+    folder.files.remove(folder.path("1"))
+    lent = folder.lent("2", b"b")
+    file = folder.opened_new("2")
+    file.close()
+    folder.files.remove(folder.path("2"))
+    assert folder.write("3", b"c") != first and folder.opened().reused.lend(folder.path("4"), LENGTH) is None
+    lent.memory[:] = b"d" * len(lent.memory)
+    assert folder.read("3") == b"c" * LENGTH
+    lent.close()
+    assert folder.write("4", b"e") == first, "it is free now"
+
+
+def test_a_lent_file_whose_memory_was_freed_is_written_elsewhere(folder: Folder) -> None:
+    first = folder.write("1", b"a")
+    folder.files.remove(folder.path("1"))
+    lent = folder.lent("2", b"b")
+    folder.opened().reused.drop()
+    assert folder.make("2", lent) != first and folder.read("2") == b"b" * LENGTH
+    lent.close()
+
+
+def test_a_file_that_was_lent_for_a_save_that_never_began_is_free_again(folder: Folder) -> None:
+    first = folder.write("1", b"a")
+    folder.files.remove(folder.path("1"))
+    folder.lent("2", b"b").close()
+    assert folder.write("2", b"c") == first and folder.read("2") == b"c" * LENGTH
+
+
+def test_a_file_that_another_process_has_just_taken_is_not_lent(folder: Folder, monkeypatch) -> None:
+    """Between the opening of the deleted file and its lock, another process took it, wrote it and committed it."""
+    folder.write("1", b"a")
+    folder.files.remove(folder.path("1"))
+    other, locked = folder.opened(), fcntl.flock
+
+    def late(fd: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", locked)
+        folder.files, mine = other, folder.files
+        folder.write("2", b"b")
+        folder.files = mine
+        locked(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    assert folder.files.reused.lend(folder.path("3"), LENGTH) is None
+    assert folder.read("2") == b"b" * LENGTH and os.stat(folder.path("2")).st_size == LENGTH
+
+
+def test_buffers_count_until_a_file_was_written_from_them(folder: Folder) -> None:
+    """The first save of a process filled a file that an earlier one had left; the next one took the memory for its
+    buffers beyond the limit, because they were believed to exist."""
+    folder.write("1", b"a")
+    folder.files.remove(folder.path("1"))
+    folder.files = folder.opened()
+    lent = folder.lent("2", b"b")
+    folder.make("2", lent)
+    lent.close()
+    folder.free = 2 * LENGTH - 1
+    with pytest.raises(OSError, match="not enough memory"):
+        folder.write("3", b"c")
+    folder.free = 3 * LENGTH
+    folder.write("4", b"c")

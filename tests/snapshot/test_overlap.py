@@ -76,9 +76,9 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     opened = threading.Event()
     fill, wait = staging.Snapshot.fill, staging.Snapshot.wait_for_copies
 
-    def delayed_fill(self: staging.Snapshot, stop: Callable[[], bool] = lambda: False) -> Iterator[Any]:
+    def delayed_fill(self: staging.Snapshot, *arguments: Any) -> Iterator[Any]:
         assert opened.wait(60)
-        yield from fill(self, stop)
+        yield from fill(self, *arguments)
 
     def arrived(self: staging.Snapshot) -> None:
         opened.set()
@@ -279,10 +279,10 @@ def test_weights_swapped_during_the_copy_and_swapped_back_are_detected(tmp_path,
     fill = staging.Snapshot.fill
     data = loop.net.two.weight.data
 
-    def swapped(self: staging.Snapshot, stop: Callable[[], bool] = lambda: False) -> Iterator[Any]:
+    def swapped(self: staging.Snapshot, *arguments: Any) -> Iterator[Any]:
         before = data.clone()
         data.zero_()
-        chunks = fill(self, stop)
+        chunks = fill(self, *arguments)
         first = next(chunks)
         data.copy_(before)
         yield first

@@ -24,12 +24,41 @@ class Lease:
 
     __slots__ = ("_arena", "_start", "address", "buffer")
 
-    def __init__(self, arena: Arena, start: int, buffer: memoryview, address: int) -> None:
+    def __init__(self, arena: Arena | FileMemory, start: int, buffer: memoryview, address: int) -> None:
         self._arena, self._start, self.buffer, self.address = arena, start, buffer, address
 
     def release(self) -> None:
         """Return the chunk to the arena. Called once; the buffer must not be used afterwards. From any thread."""
         self._arena.give_back(self._start)
+
+
+class FileMemory:
+    """Used as an arena: the mapped memory of a file, whose chunks are lent in file order, each once.
+
+    The last chunk is shorter than the others if the file is not a multiple of them. For one thread that takes.
+    """
+
+    def __init__(self, memory: mmap.mmap, chunk_bytes: int) -> None:
+        self.chunk_bytes = chunk_bytes
+        self._view = memoryview(memory)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self._next = 0
+
+    def take(self, stop: Callable[[], bool] = lambda: False) -> Lease | None:
+        """As `take_now`: waiting would not help."""
+        return self.take_now()
+
+    def take_now(self) -> Lease | None:
+        """The next chunk of the file; None after its last one."""
+        start, self._next = self._next, self._next + self.chunk_bytes
+        piece = self._view[start : self._next]
+        return Lease(self, start, piece, self._address + start) if piece else None
+
+    def wake(self) -> None:
+        """Does nothing: no thread waits."""
+
+    def give_back(self, start: int) -> None:
+        """Does nothing: the chunk stays a part of the file."""
 
 
 class Arena:

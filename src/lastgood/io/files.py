@@ -9,6 +9,7 @@ which the same applies).
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -158,6 +159,12 @@ def _flush(fd: int, in_place: bool = False) -> None:
         os.fdatasync(fd)
     else:
         os.fsync(fd)  # guard: fsync-descriptor
+
+
+def is_aligned(mv: memoryview, length: int) -> bool:
+    """Whether direct I/O can read `length` bytes into `mv`: it is page-aligned, and holds them rounded up to pages."""
+    # guard: direct-io-needs-alignment
+    return len(mv) >= round_up(length) > 0 and ctypes.addressof(ctypes.c_char.from_buffer(mv)) % DIRECT_IO_BYTES == 0
 
 
 def takes_direct(folder: str) -> bool:

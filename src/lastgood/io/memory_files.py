@@ -31,7 +31,7 @@ from .files import PosixFile, PosixFiles
 from .memory_limits import available_bytes, most_lacking
 from .memory_limits import lacking_bytes as lacking_in_all
 from .os_errors import USED_UP, NoMemory
-from .reused_files import LEAST_BYTES, ReusedFiles, hold
+from .reused_files import LEAST_BYTES, ReusedFile, ReusedFiles, hold
 
 RECORDS_BYTES = 8 << 20
 """What files of tensors leave of a tmpfs for the records beside them."""
@@ -394,7 +394,8 @@ class MemoryFile:
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            # The next file of as many bytes reserves as many pages.
-            self._files.note_written(max(self._reserved, self._file.size()))  # guard: buffers-counted-once
+            if not (isinstance(self._file, ReusedFile) and self._file.lent):  # guard: file-without-buffers-not-counted
+                # The next file of as many bytes reserves as many pages.
+                self._files.note_written(max(self._reserved, self._file.size()))  # guard: buffers-counted-once
             self._file.unlock()
         self._file.close()

@@ -8,6 +8,8 @@ Invariants
   1. Who still reads a deleted file never sees it change: a reader holds a shared lock, and only a file whose exclusive
      lock was free is taken.
   2. The files of at most GENERATIONS deleted generations are kept, and none once memory is short.
+  3. A deleted file may be filled before it is taken (`lend`). It stays locked as long as somebody may write to it:
+     until the new file is whole, or else until `LentFile.close`.
 """
 
 from __future__ import annotations
@@ -31,11 +33,46 @@ LEAST_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class _Mapping:
-    """A file that this process has mapped, the address of its first byte, and where it lay when it was taken."""
+    """A file that this process has mapped, and where it lay when it was taken."""
 
     memory: mmap.mmap
-    address: int
     path: str
+
+
+@dataclass(frozen=True)
+class _Deleted:
+    """A deleted file, with its exclusive lock and mapped. `path`: where it lies among the deleted ones."""
+
+    fd: int
+    inode: int
+    path: str
+    memory: mmap.mmap
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            fcntl.flock(self.fd, fcntl.LOCK_UN)  # the mapping has a descriptor of its own, which keeps the lock
+        os.close(self.fd)
+
+
+class LentFile:
+    """The memory of a deleted file, of which the file that is made next at a path will consist.
+
+    `memory`: its mapping, which the caller may fill until `close`.
+    """
+
+    def __init__(self, found: _Deleted, path: str, waiting: dict[str, LentFile]) -> None:
+        self.found, self.memory, self._path, self._waiting = found, found.memory, path, waiting
+        waiting[path] = self
+
+    def close(self) -> None:
+        """Release it: nobody fills it any more. Called once."""
+        if self._waiting.get(self._path) is self:  # the file was never made
+            del self._waiting[self._path]
+        self.found.close()
 
 
 class ReusedFiles:
@@ -46,6 +83,8 @@ class ReusedFiles:
         self._mappings: dict[int, _Mapping] = {}
         """inode -> its mapping"""
         self._copy: Copy | None = None
+        self._lent: dict[str, LentFile] = {}
+        """path of a file that is still to be made -> what it will consist of"""
 
     def put(self, path: str) -> bool:
         """Delete a file so that its memory may be used again. Returns False if it is to be removed as any other."""
@@ -63,13 +102,29 @@ class ReusedFiles:
         self.drop(older[: 1 - GENERATIONS])  # guard: reused-memory-bounded
         return True
 
+    def lend(self, path: str, length: int) -> LentFile | None:
+        """A deleted file of as many pages, to be filled before the file at `path` is made; None if there is none.
+
+        The caller closes it once it fills no more of it.
+        """
+        with contextlib.suppress(OSError):  # who makes the file meets the same error, and reports it
+            if (found := self._locked(length)) is not None:
+                return LentFile(found, path, self._lent)
+        return None
+
     def take(self, path: str, length: int) -> ReusedFile | None:
-        """Replace the new, empty file at `path` by a deleted one of as many pages; None if there is none."""
-        names = self.release()
-        for inode in sorted(names, key=lambda one: one not in self._mappings):
+        """Replace the new, empty file at `path` by a deleted one of as many pages; None if there is none.
+
+        It is the one that was lent for this path, unless that was dropped since, because memory is short.
+        """
+        if (lent := self._lent.pop(path, None)) is not None:
             with contextlib.suppress(OSError):
-                if (taken := self._taken(os.path.join(self._folder, names[inode]), inode, path, length)) is not None:
-                    return taken
+                return self._named(lent.found, path, lent=True)
+        if (found := self._locked(length)) is None:
+            return None
+        with contextlib.suppress(OSError):  # it was dropped since
+            return self._named(found, path)
+        found.close()
         return None
 
     def release(self) -> dict[int, str]:
@@ -90,27 +145,48 @@ class ReusedFiles:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(os.path.join(self._folder, name))
 
-    def _taken(self, deleted: str, inode: int, path: str, length: int) -> ReusedFile | None:
-        """As `take`, with this file; None if it does not fit. Raises OSError if another process reads or takes it."""
-        size = round_up(length)
-        fd = os.open(deleted, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    def _locked(self, length: int) -> _Deleted | None:
+        """A deleted file of as many pages that nobody reads or takes, a mapped one if possible; None: there is none."""
+        names, size = self.release(), round_up(length)
+        for inode in sorted(names, key=lambda one: one not in self._mappings):
+            with contextlib.suppress(OSError):
+                found = self._opened(os.path.join(self._folder, names[inode]), inode, size)
+                if found is not None:
+                    return found
+        return None
+
+    def _opened(self, path: str, inode: int, size: int) -> _Deleted | None:
+        """As `_locked`, this file; None if it has another length, or was taken since it was listed.
+
+        Raises OSError if another process reads or takes it.
+        """
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            found = os.fstat(fd)
-            if found.st_ino != inode or round_up(found.st_size) != size:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # guard: read-file-not-reused
+            # Another process may have taken it before this lock, written it and released it.
+            if not is_at(path, inode) or round_up(os.fstat(fd).st_size) != size:  # guard: taken-file-not-lent
                 os.close(fd)
                 return None
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # guard: read-file-not-reused
-            os.rename(deleted, path)
             os.ftruncate(fd, size)  # its last page exists already
             known = self._mappings.get(inode)
             memory = known.memory if known is not None and len(known.memory) == size else mmap.mmap(fd, size)
-            address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-            self._mappings[inode] = _Mapping(memory, address, path)
         except BaseException:
             os.close(fd)
             raise
+        return _Deleted(fd, inode, path, memory)
+
+    def _named(self, found: _Deleted, path: str, *, lent: bool = False) -> ReusedFile:
+        """Give a deleted file its new name. `lent`: its lender closes it too. Raises OSError if it was dropped."""
         self._copy = self._copy or uncached_copy()
-        return ReusedFile(fd, path, memory, address, self._copy)
+        fd = os.dup(found.fd) if lent else found.fd  # before the name: nothing may fail after it
+        try:
+            os.rename(found.path, path)
+        except OSError:
+            if lent:
+                os.close(fd)
+            raise
+        self._mappings[found.inode] = _Mapping(found.memory, path)
+        return ReusedFile(fd, path, found, self._copy, lent=lent)
 
     def _names(self) -> list[str]:
         try:
@@ -122,18 +198,30 @@ class ReusedFiles:
 class ReusedFile(PosixFile):
     """`ports.File` over a file whose memory is used again. Holds its exclusive lock until it is closed.
 
-    `memory`: the mapping of the file, at `address`. `copy`: writes to it.
+    `found`: the file, with its mapping. `copy`: writes to it. `lent`: whether it is filled through the mapping, too; a
+    file that is given up before it is whole then stays locked.
     """
 
-    def __init__(self, fd: int, path: str, memory: mmap.mmap, address: int, copy: Copy) -> None:
+    def __init__(self, fd: int, path: str, found: _Deleted, copy: Copy, *, lent: bool) -> None:
         super().__init__(fd, path)
-        self._memory, self._address, self._copy = memory, address, copy
+        self._memory, self._address, self._copy = found.memory, found.address, copy
+        self.lent, self._is_filled = lent, lent
 
     def write_at(self, mv: memoryview, offset: int) -> int:
         if mv.readonly or offset + len(mv) > len(self._memory):
             return super().write_at(mv, offset)
-        self._copy(self._address + offset, ctypes.addressof(ctypes.c_char.from_buffer(mv)), len(mv))
+        source = ctypes.addressof(ctypes.c_char.from_buffer(mv))
+        if source != self._address + offset:  # otherwise it was filled in place
+            self._copy(self._address + offset, source, len(mv))
         return len(mv)
+
+    def resize(self, length: int) -> None:
+        super().resize(length)
+        self._is_filled = False  # it is whole
+
+    def unlock(self) -> None:
+        if not self._is_filled:  # guard: given-up-file-stays-locked
+            super().unlock()
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

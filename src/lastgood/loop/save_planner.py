@@ -159,6 +159,7 @@ class SavePlanner:
             source=snapshot,
             check=_ContentCheck(digests, replicas),
             overlapped=references is not None,
+            page_locked=bool(devices),
             aliases=captured.aliases,
             values=captured.values,
         )

@@ -1,9 +1,15 @@
-"""One save between its start and its end, as the pipeline has it (pipeline.py). Does no I/O."""
+"""One save between its start and its end, as the pipeline has it (pipeline.py). Reads and writes no file."""
 
 from __future__ import annotations
 
 from ..coordination.single_rank import AnyTopic
+from ..engine.arena import Arena, FileMemory
+from ..format import layout
+from ..io.reused_files import LentFile
+from ..ports import Tier
+from ..storage.directory import Disk
 from .chunk_queue import ChunkQueue
+from .node_disks import own_disk
 from .planned_save import PlannedSave
 from .save import SaveRequest
 from .save_handle import Save
@@ -15,6 +21,23 @@ class Flight:
     def __init__(self, handle: Save, request: SaveRequest, planned: PlannedSave, topic: AnyTopic) -> None:
         self.handle, self.request, self.planned, self.topic = handle, request, planned, topic
         self.at, self.pinned = request.at, request.pinned
+        self.memory: Arena | FileMemory = planned.arena
+        """where the state is copied to"""
+        self._lent: LentFile | None = None
+
+    def copy_into_file(self, tier: Tier) -> None:
+        """Have the state copied into the memory of a deleted file of `tier`, which becomes the tensor file, if there is
+        one: then it is not copied again. Tensors on CUDA devices are copied into the arena, which is page-locked."""
+        disk, images = own_disk(tier), self.planned.images
+        if isinstance(disk, Disk) and len(images) == 1 and not self.planned.page_locked:
+            lent = self._lent = disk.lend(f"{layout.folder(self.at)}/{images[0].blob}", images[0].length)
+            if lent is not None:
+                self.memory = FileMemory(lent.memory, self.planned.arena.chunk_bytes)
+
+    def end(self) -> None:
+        """Release the file that was lent. Called once, after the copy has ended."""
+        if self._lent is not None:
+            self._lent.close()
 
     @property
     def chunks(self) -> ChunkQueue:
@@ -25,4 +48,4 @@ class Flight:
     def cancel(self, reason: BaseException) -> None:
         """End the save with `reason` at its next chunk."""
         self.chunks.cancel(reason)
-        self.planned.arena.wake()  # guard: memory-waiters-woken
+        self.memory.wake()  # guard: memory-waiters-woken

@@ -1,7 +1,7 @@
 """The background threads of a run that is open for writing: saves in flight, and upkeep.
 
     training thread: acquires a place, starts the save; copies the state itself if the copy is not overlapped
-    copier (one thread): state -> arena -> chunks, one save after another
+    copier (one thread): state -> arena, or the file in memory itself -> chunks, one save after another
     lane (one of `in_flight` threads): chunks -> writer threads -> COMMIT
     upkeep thread: verify -> point -> delete, after each save; labels of earlier saves; scrubbing between saves
     readers (WORKERS threads; more for an object store): chunks that a restore, a verification or a scrub reads
@@ -180,9 +180,8 @@ class Pipeline:
     ) -> None:
         """Begin one save, whose place was acquired. It ends in the background and gives its place back there.
 
-        If the copy is not overlapped, this thread makes it before the return. `handle` receives the progress and the
-        outcome. `pinned`: the save is completed even if a newer one is committed first. Raises Refused if the
-        interpreter is ending.
+        If the copy is not overlapped, this thread makes it first. `handle` receives the progress and the outcome.
+        `pinned`: the save is completed even if a newer one is committed first. Raises Refused if the interpreter ends.
         """
         request = SaveRequest(
             at=at,
@@ -205,6 +204,7 @@ class Pipeline:
                 self._busy.set()
                 if pinned:
                     self.run.known.pinned.add(at)
+            flight.copy_into_file(self.run.tier)
             writing = self._lanes.submit(self._save, flight)
             with self._state:
                 self._work = [*(job for job in self._work if not job.done()), writing]
@@ -332,6 +332,7 @@ class Pipeline:
                 return
             self._flights.remove(flight)
             self.run.known.pinned.discard(flight.at)
+        flight.end()  # guard: lent-file-released
         self._free_places.release()  # guard: finished-save-frees-place
 
     def _end_waits(self, survives: bool) -> None:
@@ -363,7 +364,7 @@ class Pipeline:
         begun = time.monotonic()
         try:
             # guard: copier-stops-when-unwanted
-            for lease in flight.planned.source.fill(lambda: flight.chunks.cancelled):
+            for lease in flight.planned.source.fill(lambda: flight.chunks.cancelled, flight.memory):
                 flight.chunks.put(lease)
             self.run.known.emit("staged", flight.at, time.monotonic() - begun, flight.planned.bytes)
         except Exception as error:  # noqa: BLE001 - raised where the chunks are written, and reported from there

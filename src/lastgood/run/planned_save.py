@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ..engine.arena import Arena, Lease
+from ..engine.arena import Arena, FileMemory, Lease
 from ..format import parity_layout
 from ..format.layout import Image
 from ..limits import WORKERS
@@ -20,10 +20,10 @@ from .save import Check
 
 
 class Source(Protocol):
-    """Copies a state into the arena, chunk by chunk."""
+    """Copies a state, chunk by chunk."""
 
-    def fill(self, stop: Callable[[], bool]) -> Iterator[Lease]:
-        """Yield the filled chunks in file order. Raises Cancelled when `stop()` returns True."""
+    def fill(self, stop: Callable[[], bool], into: Arena | FileMemory) -> Iterator[Lease]:
+        """Yield the filled chunks of `into` in file order. Raises Cancelled when `stop()` returns True."""
         ...
 
 
@@ -37,6 +37,8 @@ class PlannedSave:
     check: Check
     overlapped: bool
     """whether the copy is made in the background, while the training loop continues"""
+    page_locked: bool = False
+    """whether `arena` is page-locked, because some of the tensors are on CUDA devices"""
     aliases: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)
 

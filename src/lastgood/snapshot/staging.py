@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..engine.arena import Arena, Lease
+from ..engine.arena import Arena, FileMemory, Lease
 from ..errors import Cancelled, Refused, TornSnapshot
 from ..format.layout import Image, Segment, Tensor, content_hasher, images, segments
 from ..io.uncached import Copy
@@ -111,12 +111,15 @@ class Snapshot:
         self._events: list[torch.cuda.Event] = []
         self._streams = {device: _copy_stream(device) for device in plan.devices}
 
-    def fill(self, stop: Callable[[], bool] = lambda: False) -> Iterator[Lease]:
+    def fill(self, stop: Callable[[], bool] = lambda: False, into: Arena | FileMemory | None = None) -> Iterator[Lease]:
         """Copy everything, and yield the filled chunks in file order. The consumer owns each and must `release()` it.
+
+        `into`: what is filled (None: the arena), with chunks of the same length.
 
         Waits for free chunks if the arena is smaller than the state. Raises Cancelled once `stop()` returns true, and
         TornSnapshot after the last chunk if the state changed while it was copied.
         """
+        arena = self._arena if into is None else into
         torn: set[str] = set()
         waiting: deque[tuple[Lease, list[torch.cuda.Event], Sequence[ChunkSamples]]] = deque()
 
@@ -135,11 +138,11 @@ class Snapshot:
             for number, (image, chunks) in enumerate(self._chunks):
                 samples = self._samples[number] if self._samples else ()
                 for chunk, parts in enumerate(chunks):
-                    lease = self._arena.take_now()
+                    lease = arena.take_now()
                     while lease is None and waiting:
                         yield next_filled()
-                        lease = self._arena.take_now()
-                    lease = lease or self._arena.take(stop)
+                        lease = arena.take_now()
+                    lease = lease or arena.take(stop)
                     if lease is not None and stop():
                         lease.release()
                         lease = None

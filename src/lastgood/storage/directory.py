@@ -14,7 +14,6 @@ The two other modes leave steps out, so that the cost of these steps, and the fa
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import itertools
 import os
@@ -25,8 +24,10 @@ from typing import Literal
 from .. import reporting
 from ..errors import CommitUnknown, MissingBlob, NameTaken, TierDown, Truncated, Unreadable
 from ..io import os_errors
-from ..io.files import DISK_READS, round_up
+from ..io.files import DISK_READS, is_aligned, round_up
+from ..io.memory_files import MemoryFiles
 from ..io.os_errors import FULL, UNREADABLE
+from ..io.reused_files import LentFile
 from ..limits import DIRECT_IO_BYTES
 from ..ports import File, Files
 from ..records import Extent
@@ -84,6 +85,10 @@ class Disk:
                 upload.abort()  # guard: failed-reserve-aborted
                 raise
             return upload
+
+    def lend(self, name: str, length: int) -> LentFile | None:
+        """As `ReusedFiles.lend`, for the blob `name` that is created next; None on a medium other than memory."""
+        return self._files.reused.lend(self._path(name), length) if isinstance(self._files, MemoryFiles) else None
 
     def put_new(self, name: str, data: bytes) -> None:
         """Create a small blob atomically and durably; an existing one is never replaced. Commits rest on this method.
@@ -214,7 +219,7 @@ class Disk:
         With `fresh` the read bypasses the page cache: by direct I/O if `mv` is page-aligned and at least as long as the
         extent rounded up to pages, otherwise by dropping clean pages from the cache before.
         """
-        direct = fresh and self._direct and extent.offset % DIRECT_IO_BYTES == 0 and _takes_direct(mv, extent.length)
+        direct = fresh and self._direct and extent.offset % DIRECT_IO_BYTES == 0 and is_aligned(mv, extent.length)
         want = round_up(extent.length) if direct else extent.length
         with self._translated(extent.blob):
             file = self._files.open(self._path(extent.blob), "read", direct=direct, fresh=fresh)
@@ -428,11 +433,6 @@ def _write_all(file: File, mv: memoryview, offset: int) -> None:
         if whole <= 0:  # guard: zero-write-is-error
             raise OSError(errno.EIO, "the file accepts no more bytes")
         done += whole  # guard: short-write-counted
-
-
-def _takes_direct(mv: memoryview, length: int) -> bool:
-    # guard: direct-io-needs-alignment
-    return len(mv) >= round_up(length) > 0 and ctypes.addressof(ctypes.c_char.from_buffer(mv)) % DIRECT_IO_BYTES == 0
 
 
 def _folder(name: str) -> str:

@@ -8,7 +8,7 @@ from .record import Mutant, table
 MUTANTS: tuple[Mutant, ...] = (
     *table(
         "memory",
-        ("memory_limits", "memory_files", "reused_files", "memory_runs"),
+        ("memory_limits", "memory_files", "reused_files", "memory_runs", "file_staging"),
         ("memory is taken beyond the limit of the control group", "memory-limit-before-reserve", Never()),
         (
             "a late write lands in the file that has taken the number of a closed one",
@@ -22,6 +22,10 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a mapping holds memory that another process has freed", "mapping-of-removed-file-released", Remove()),
         ("a file is taken while it is read", "read-file-not-reused", Remove()),
         ("a file that was deleted and taken is read", "reused-file-not-read", Never()),
+        ("a file that others have taken is filled", "taken-file-not-lent", Swap("not is_at(path, inode) or ", "")),
+        ("a file is taken while the copier of a failed save fills it", "given-up-file-stays-locked", Always()),
+        ("a file that a save has filled stays locked", "lent-file-released", Remove()),
+        ("buffers that no file came from are not counted", "file-without-buffers-not-counted", Always()),
         ("a file is refused while deleted ones have its memory", "reused-memory-freed-first", Remove()),
         ("memory that is not looked at is not reported", "memory-left-behind-reported", Swap("in left", "in []")),
         (
@@ -132,11 +136,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         ("a node commits what it has not sealed", "commit-beside-its-seals", Instead("pass")),
         ("a node does not copy what another one has committed late", "late-commit-is-copied", Instead("pass")),
-        (
-            "an agent waits for ever for a node that is lost",
-            "late-commit-given-up",
-            Swap("given_up and ", "False and "),
-        ),
+        ("an agent waits for ever for a lost node", "late-commit-given-up", Swap("given_up and ", "False and ")),
         (
             "a COMMIT that came during an attempt is not copied",
             "late-commit-outlasts-an-attempt",
