@@ -3,8 +3,8 @@
 A life restores, saves every step to memory and each fourth one to the directory, until it is killed; in some lives the
 agent is killed too, before the training process or after it. Each life must restore the last committed save, or
 the one that was under way, to the bit, and no older one than was sealed when the process died. In half of the lives
-each COMMIT comes later than it is due, so that many die between seal and COMMIT. Where the agent is left, the directory
-must have the newest save once it has copied.
+each COMMIT comes later than it is due, so that many die between seal and COMMIT, and a thread of its own copies the
+state. Where the agent is left, the directory must have the newest save once it has copied.
 Writes lab/reports/memory_kills.*
 """
 
@@ -38,7 +38,8 @@ from lastgood_lab.campaigns.reports import report
 from lastgood_lab.campaigns.trials import progress
 from lastgood_lab.worlds import CONTEXT
 
-NUMBERS = 200_000
+NUMBERS = 2_500_000
+"""of the state, 10 MB: two chunks, in files whose memory is used again"""
 LIVES_OF_A_RUN = 25
 MOST_SAVES = 12
 COPIED_SECONDS = 60.0
@@ -48,14 +49,15 @@ LATE_SECONDS = 0.02
 def life(home: str, memory: str, late: bool, pipe: Connection) -> None:
     """Restore, then save steps until this process is killed. Posts what it has done.
 
-    `late`: each COMMIT is created LATE_SECONDS later than it is due.
+    `late`: each COMMIT is created LATE_SECONDS later than it is due, and saves are overlapped.
     """
     os.environ[memory_place.VARIABLE] = memory
     if late:
         commit.publish = later(commit.publish)
     state = {"w": torch.zeros(NUMBERS)}
     tiers = [lastgood.Tier("memory://", cadence=lastgood.Every(steps=1))]
-    ckpt = lastgood.Checkpointer(home, state, tiers=tiers, cadence=lastgood.Every(steps=4))
+    options: dict[str, Any] = {"tiers": tiers, "cadence": lastgood.Every(steps=4)}
+    ckpt = lastgood.Checkpointer(home, state, staging="overlap" if late else "blocking", **options)
     step = ckpt.restore().step
     pipe.send(("restored", step, bool((state["w"] == float(step)).all())))
     while True:

@@ -33,8 +33,8 @@ from lastgood_lab.campaigns.reports import report
 from lastgood_lab.campaigns.trials import progress
 from lastgood_lab.worlds import CONTEXT
 
-NUMBERS = 250_000
-"""of the state, 1 MB"""
+NUMBERS = 2_500_000
+"""of the state, 10 MB: two chunks, in files whose memory is used again"""
 STEPS_TO_HOME = 50
 SAVES_OF_A_MESSAGE = 10
 ANSWER_SECONDS = 120.0
