@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,17 @@ def test_an_error_that_cannot_be_noted_is_printed_as_ever(tmp_path: Path, where:
     assert "excepthook" not in done.stderr and "OSError" not in done.stderr and "No such file" not in done.stderr
     assert error_file.exists() == (where == "")
     assert ("is shown as failed" in done.stdout) == (where == "" and "ValueError" in ends)
+
+
+def test_an_error_whose_text_cannot_be_made_is_noted(tmp_path: Path) -> None:
+    """The hook failed with such an error, so the report named exit code 1 in place of the exception."""
+    error_file = tmp_path / "error.json"
+    raised = "raise type('NoText', (Exception,), {'__str__': lambda error: 1 / 0})()"
+    command = [sys.executable, "-c", SCRIPT.format(raised), str(error_file), ""]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    what = "NoText: <exception str() failed>"
+    assert done.stderr.splitlines()[-1].endswith(what) and "excepthook" not in done.stderr
+    assert json.loads(error_file.read_text())["message"]["message"] == what
 
 
 def test_a_rank_that_fails_on_a_full_disk_and_does_not_end_is_named(tmp_path: Path) -> None:

@@ -231,6 +231,11 @@ def test_a_long_cause_ends_between_its_words() -> None:
     assert reported.short("RuntimeError: Sizes differ.\nMore") == "RuntimeError: Sizes differ."
 
 
+def test_an_error_brings_no_control_characters_into_the_report() -> None:
+    """A message with colours changed those of the terminal, and one with a zero byte made a log a binary file."""
+    assert reported.short("ValueError: \x1b[31mred\x1b[0m\x00, größer") == "ValueError:  [31mred [0m , größer"
+
+
 def test_the_step_of_a_failure_is_that_of_the_rank_that_failed(tmp_path: Path) -> None:
     """A rank raised after its backward pass, while the other one completed the step: the batches of the next step were
     left out, which had not failed."""

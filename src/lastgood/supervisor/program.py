@@ -156,7 +156,8 @@ def _write_error(path: str, kind: type[BaseException], error: BaseException, tra
         return bool(path)
     lines = "".join(traceback.format_exception(kind, error, _from_program(trace)))
     extra = {"py_callstack": lines, "timestamp": str(int(time.time())), "monotonic": time.monotonic()}
-    what = f"{kind.__name__}: {error}" if str(error) else kind.__name__
+    text = _text(error)
+    what = f"{kind.__name__}: {text}" if text else kind.__name__
     page = os.environ.get(heartbeat.VARIABLE)
     for place in [path] if page is None else [path, error_in_memory(page)]:
         try:
@@ -167,6 +168,14 @@ def _write_error(path: str, kind: type[BaseException], error: BaseException, tra
             with contextlib.suppress(OSError):
                 os.remove(place)  # a part of it shows no cause
     return False
+
+
+def _text(error: BaseException) -> str:
+    """The text of an error, also where its `__str__` raises: then the words of Python's tracebacks."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - any class of the program
+        return "<exception str() failed>"
 
 
 def _from_program(trace: TracebackType | None) -> TracebackType | None:

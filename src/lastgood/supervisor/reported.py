@@ -213,10 +213,14 @@ def stack(found: Cause | None) -> str:
 
 
 def short(what: str) -> str:
-    """The first line of a text, cut off after a word where it is long. `lastgood attempts --json` has all of it."""
+    """The first line of a text, cut off after a word where it is long, without control characters.
+
+    `lastgood attempts --json` has all of it.
+    """
     line, _, rest = what.partition("\n")
     if rest and line.rstrip().endswith(":"):  # a message that begins with an empty line
         line = f"{line.rstrip()} {rest.lstrip().partition(chr(10))[0]}"
+    line = "".join(one if one.isprintable() else " " for one in line)
     if len(line) <= LINE_CHARACTERS:
         return line
     end = line.rfind(" ", LINE_CHARACTERS // 2, LINE_CHARACTERS + 1)
