@@ -85,8 +85,10 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "samples are left out because a disk is full",
             "full-disk-blames-no-state",
-            Swap("() if _OF_A_PLACE.match(last.error) else budget.remedies", "budget.remedies"),
+            Swap("() if _is_of_a_place(last) else budget.remedies", "budget.remedies"),
         ),
+        ("a full disk counts as an error of the same class", "full-disk-is-own-cause", Never()),
+        ("an error of the script counts as one of lastgood", "user-error-named-with-module", Never()),
         ("a warning ends ranks that have no handler yet", "warning-ends-no-rank", Instead("pass")),
         ("batches are left out for what fails after the loop", "failure-after-loop-blames-no-batches", Remove()),
         ("a save after the first step sets the limit", "second-step-sets-the-limit", Swap("> 1", "> 0")),
