@@ -91,6 +91,16 @@ MUTANTS: tuple[Mutant, ...] = (
         ("an error of the script counts as one of lastgood", "user-error-named-with-module", Never()),
         ("a warning ends ranks that have no handler yet", "warning-ends-no-rank", Instead("pass")),
         ("batches are left out for what fails after the loop", "failure-after-loop-blames-no-batches", Remove()),
+        (
+            "a forked process that leaves the loop ends it for its parent",
+            "fork-shows-no-end",
+            Swap(" and self._process == os.getpid()", ""),
+        ),
+        (
+            "a forked process that leaves a phase ends it for its parent",
+            "fork-shows-no-phase",
+            Swap(" and self._process == os.getpid()", ""),
+        ),
         ("a save after the first step sets the limit", "second-step-sets-the-limit", Swap("> 1", "> 0")),
         ("attempts before a remedy count after it", "remedy-begins-the-count-anew", Never()),
         ("the ranks that waited are named", "timeouts-name-who-hangs", Never()),
