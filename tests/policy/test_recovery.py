@@ -85,6 +85,12 @@ def test_a_failure_before_any_step_leaves_out_no_batches() -> None:
     assert answer([*again, FAILS], Budget()).act == "skip", "training came to the same step from the one before"
 
 
+def test_a_failure_after_the_loop_makes_no_generation_suspect() -> None:
+    """An export after the training that failed each time made the last generation suspect, for good, and its steps
+    were trained again."""
+    assert after("restart", "restart", after_loop=True, batches_known=False) == "end"
+
+
 def test_a_hang_leaves_out_no_batches() -> None:
     """An evaluation without a name took longer than the limit, and 16 samples were left out for good."""
     hang = {"cause": "hang"}

@@ -107,8 +107,9 @@ class Outcome:
     `saved_step`: the newest step that it has saved; 0: none.
     `code`: of the rank that failed first; 0: all ranks have ended regularly. `cause`: equal for failures of one kind;
     empty if it is not known. `error`: type and message of the exception. `batches_known`: whether it is known with
-    which windows the next step would have trained. `followed`: what followed it. `host`: where the rank that failed
-    first was; empty: not known. `left_out`: the host that left the job because of it; empty: none.
+    which windows the next step would have trained. `after_loop`: whether it is known that the loop had ended by itself.
+    `followed`: what followed it. `host`: where the rank that failed first was; empty: not known. `left_out`: the host
+    that left the job because of it; empty: none.
     """
 
     restored_step: int | None
@@ -118,6 +119,7 @@ class Outcome:
     cause: str = ""
     error: str = ""
     batches_known: bool = False
+    after_loop: bool = False
     followed: Act = "restart"
     host: str = ""
     left_out: str = ""
@@ -246,7 +248,8 @@ def _remedy(alike: Sequence[Outcome], budget: Budget) -> Answer:
     where = f"after step {last.last_step}" if trained else "before a step was completed,"
     what = f"{len(alike)} attempts in a row failed {where} with the same cause"
     # A hang is an evaluation without a name, or a machine, rather than a batch.
-    possible = {"back": bool(last.restored_step), "skip": last.batches_known and trained and last.cause != HANG}
+    back = bool(last.restored_step) and not last.after_loop  # guard: failure-after-loop-blames-no-state
+    possible = {"back": back, "skip": last.batches_known and trained and last.cause != HANG}
     # guard: full-disk-blames-no-state
     for act in () if _is_of_a_place(last) else budget.remedies:
         if act not in tried and possible[act]:  # guard: each-remedy-tried-once

@@ -92,6 +92,11 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a warning ends ranks that have no handler yet", "warning-ends-no-rank", Instead("pass")),
         ("batches are left out for what fails after the loop", "failure-after-loop-blames-no-batches", Remove()),
         (
+            "a generation is suspect for what fails after the loop",
+            "failure-after-loop-blames-no-state",
+            Swap(" and not last.after_loop", ""),
+        ),
+        (
             "a forked process that leaves the loop ends it for its parent",
             "fork-shows-no-end",
             Swap(" and self._process == os.getpid()", ""),
