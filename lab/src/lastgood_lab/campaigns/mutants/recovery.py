@@ -90,6 +90,11 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a full disk counts as an error of the same class", "full-disk-is-own-cause", Never()),
         ("an error of the script counts as one of lastgood", "user-error-named-with-module", Never()),
         ("a warning ends ranks that have no handler yet", "warning-ends-no-rank", Instead("pass")),
+        (
+            "a warning reaches only the ranks that have a handler when it comes",
+            "late-handler-gets-its-warning",
+            Swap("self._unwarned.items()", "()"),
+        ),
         ("batches are left out for what fails after the loop", "failure-after-loop-blames-no-batches", Remove()),
         (
             "a generation is suspect for what fails after the loop",
