@@ -204,14 +204,14 @@ def costs(healed: Story, plain: bool) -> Table:
     """A row for each fault: what was reported, and what it has cost."""
     rows = Table(box=None if plain else box.SIMPLE_HEAD, pad_edge=False)
     for title in ("fault", "first cause, as recorded", "steps", "noticed", "back after"):
-        rows.add_column(title)
+        rows.add_column(title, overflow="fold")
     for number, (blow, attempt) in enumerate(zip(healed.blows, healed.attempts, strict=False)):
         cause, after = attempt.cause, healed.attempts[number + 1 :][:1]
         what = "none" if cause is None else cause.what.splitlines()[0]
         back = healed.back(number)
         rows.add_row(
             blow.kind.short,
-            f"rank {cause.rank}: {what[:70]}" if cause is not None and cause.kind in ("signal", "hang") else what[:78],
+            f"rank {cause.rank}: {what}" if cause is not None and cause.kind in ("signal", "hang") else what,
             f"{healed.reached(number)} -> {after[0].restored_step}" if after else "",
             f"{max(0.0, healed.noticed(number) - blow.at):.1f} s",
             "never" if back is None else f"{back - blow.at:.1f} s",

@@ -578,6 +578,21 @@ def test_import_names_what_a_folder_lacks(tmp_path: Path, call_json: Any) -> Non
     assert code == 2 and "there is nothing at" in document["message"]
 
 
+@pytest.mark.parametrize("command", [["show", 1], ["verify", 1], ["diff", 1, 2], ["copy", "other", 1]])
+def test_a_run_in_the_place_of_a_step_is_named(run: Path, call_json: Any, command: list[Any]) -> None:
+    """`show 150 RUN` said that there is nothing at 150."""
+    code, document = call_json(*command, run)
+    assert code == 2 and document["message"].endswith("RUN comes first.")
+
+
+def test_copy_names_a_run_in_the_place_of_its_target(run: Path, tmp_path: Path, call_json: Any) -> None:
+    """`copy TARGET RUN` said that there is nothing at TARGET."""
+    code, document = call_json("copy", tmp_path / "other", run)
+    assert code == 3 and document["todo"].startswith("RUN comes first, then TARGET.")
+    code, document = call_json("copy", tmp_path / "other", tmp_path / "new")
+    assert code == 3 and "first" not in document["todo"]
+
+
 def test_import_names_arguments_in_the_wrong_order(run: Path, tmp_path: Path, call_json: Any) -> None:
     """`import RUN model.safetensors` said that RUN is a folder of no known format."""
     for args in ([run, tmp_path / "new"], [tmp_path / "new", tmp_path / "a.safetensors"]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,26 @@ def test_after_the_end_of_the_loop_no_next_batches_are_shown(
         if fails:
             raise ZeroDivisionError
     assert heartbeat.read(page).position.windows == (1 if fails else 0)
+
+
+def test_a_fork_that_leaves_the_loop_changes_nothing_that_its_parent_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that a script had forked in an evaluation, and that left the `with`, ended the evaluation for the
+    supervisor, and the batches of the next step were not known any more."""
+    page = str(tmp_path / "page")
+    heartbeat.create(page)
+    monkeypatch.setenv(heartbeat.VARIABLE, page)
+    sampler = lastgood.ResumableSampler(8, global_batch=2, seed=0)
+    parent = os.getpid()
+    try:
+        with lastgood.Checkpointer(tmp_path / "run", {"w": torch.zeros(1), "sampler": sampler}) as ckpt:
+            ckpt.step(ckpt.restore().step + 1)
+            with ckpt.phase("eval"):
+                if child := os.fork():
+                    os.waitpid(child, 0)
+                    shown = heartbeat.read(page)
+    finally:
+        if os.getpid() != parent:
+            os._exit(0)
+    assert shown.position.windows == 1 and shown.phase == "eval"

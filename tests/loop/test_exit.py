@@ -266,6 +266,31 @@ def test_a_save_of_a_step_that_an_optimizer_has_passed_is_reported(tmp_path: Pat
         ckpt.step(2)
 
 
+class OwnGradients(torch.optim.SGD):
+    """Has its gradients elsewhere."""
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for one in self.param_groups[0]["params"]:
+            one.data.add_(1.0)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_step_of_an_optimizer_without_gradients_is_no_update(tmp_path: Path, own: bool) -> None:
+    """An optimizer.step() for what is left of an accumulation, where nothing was, made save(1) report a later state,
+    and the exit refuse the save of step 2."""
+    state = build()
+    if own:
+        state["optimizer"] = OwnGradients(state["model"].parameters(), lr=0.1)
+    with reports(logging.WARNING) as texts, lastgood.Checkpointer(tmp_path, state) as ckpt:
+        ckpt.step(1)
+        state["optimizer"].zero_grad()
+        state["optimizer"].step()
+        ckpt.save(1).result()
+        ckpt.step(2)
+        state["optimizer"].step()
+    assert steps(tmp_path) == ([1] if own else [1, 2]) and bool(texts) == own
+
+
 def test_updates_before_the_last_step_do_not_prevent_its_save(tmp_path: Path) -> None:
     state = build()
     with reports(logging.WARNING) as texts, lastgood.Checkpointer(tmp_path, state) as ckpt:

@@ -85,6 +85,12 @@ def test_a_failure_before_any_step_leaves_out_no_batches() -> None:
     assert answer([*again, FAILS], Budget()).act == "skip", "training came to the same step from the one before"
 
 
+def test_a_failure_after_the_loop_makes_no_generation_suspect() -> None:
+    """An export after the training that failed each time made the last generation suspect, for good, and its steps
+    were trained again."""
+    assert after("restart", "restart", after_loop=True, batches_known=False) == "end"
+
+
 def test_a_hang_leaves_out_no_batches() -> None:
     """An evaluation without a name took longer than the limit, and 16 samples were left out for good."""
     hang = {"cause": "hang"}
@@ -100,12 +106,35 @@ def test_a_hang_leaves_out_no_batches() -> None:
         "OSError: [Errno 28] No space",
         "OSError: Caught OSError in DataLoader worker process 0.\nOriginal Traceback:\n[Errno 28] No space",
         "RuntimeError: unable to write to file </torch_1>: No space left on device (28)",
+        "RuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534",
+        "RuntimeError: basic_ios::clear: iostream error",
+        "RuntimeError: PytorchStreamWriter failed writing file data/0: file write failed",
+        "RuntimeError: [enforce fail at inline_container.cc:747] . open file failed: Read-only file system",
+        "OSError: 2000000 requested and 131072 written",
+        "OSError: [Errno 30] Read-only file system: '/mnt/x'",
     ],
 )
 def test_a_full_disk_blames_neither_the_state_nor_the_batches(error: str) -> None:
     """Where a script waits for its saves, a full disk made a generation suspect, and had 16 samples left out."""
     assert after("restart", error=error) == "restart"
     assert after("restart", "restart", error=error) == "end"
+
+
+def test_a_state_that_is_kept_for_people_counts_as_no_save() -> None:
+    """Of a job whose Sentinel had left out batches, the report said "it has saved step 12": no restore takes that."""
+    one = replace(FAILS, cause="exception TrainingDiverged", error="TrainingDiverged: loss nan", saved_step=12)
+    assert answer([one], Budget()).why == "its Sentinel leaves batches out; step 12 is kept for people only"
+    assert answer([replace(one, saved_step=11)], Budget()).why == "it has saved step 11"
+    assert answer([replace(FAILS, saved_step=12)], Budget()).why == "it has saved step 12"
+
+
+def test_a_full_disk_is_no_failure_like_another_of_its_class() -> None:
+    """Two full disks and then an OSError of another kind, at the same step, made a generation suspect: only the last
+    error was looked at."""
+    full, other = "OSError: [Errno 28] No space", "OSError: [Errno 5] Input/output error"
+    for errors in ([full, full, other], [other, other, full]):
+        found = answer([replace(FAILS, cause="exception OSError", error=one) for one in errors], Budget())
+        assert found.act == "end" and "the same cause" not in found.why
 
 
 def test_a_cause_has_a_budget_of_its_own() -> None:

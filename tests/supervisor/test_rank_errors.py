@@ -7,8 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from lastgood.errors import TierDown
+from lastgood.supervisor import program
 from mounts import small_tmpfs
 
 SCRIPT = """
@@ -51,6 +54,25 @@ def test_an_error_whose_text_cannot_be_made_is_noted(tmp_path: Path) -> None:
     what = "NoText: <exception str() failed>"
     assert done.stderr.splitlines()[-1].endswith(what) and "excepthook" not in done.stderr
     assert json.loads(error_file.read_text())["message"]["message"] == what
+
+
+class TimedOut(Exception):
+    """An error of a script, with a name that lastgood has too."""
+
+
+@pytest.mark.parametrize(
+    ("error", "name"),
+    [
+        (TimedOut("no answer"), f"{__name__}.TimedOut"),
+        (TierDown("no answer"), "TierDown"),
+        (OSError("no answer"), "OSError"),
+    ],
+)
+def test_an_error_named_like_one_of_lastgood_has_its_module(tmp_path: Path, error: Exception, name: str) -> None:
+    """A script's own class TimedOut was taken for lastgood's, so its failures got no remedies."""
+    assert program._write_error(str(tmp_path / "error.json"), type(error), error, None)
+    written = msgspec.json.decode((tmp_path / "error.json").read_bytes())
+    assert written["message"]["message"].startswith(f"{name}: no answer")
 
 
 def test_a_rank_that_fails_on_a_full_disk_and_does_not_end_is_named(tmp_path: Path) -> None:

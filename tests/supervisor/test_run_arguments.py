@@ -38,6 +38,12 @@ def test_each_option_of_torchrun_has_the_same_names_and_default(monkeypatch: pyt
             assert (theirs.default or None) == (ours[theirs.dest].default or None), theirs.dest
 
 
+def test_the_help_has_no_option_twice() -> None:
+    """It had "--nnodes NNODES, --nnodes NNODES"."""
+    for option in parser({})._actions:
+        assert len({*option.option_strings}) == len(option.option_strings)
+
+
 def test_what_follows_the_script_is_its_own(script: str) -> None:
     job = parsed(["--nproc-per-node", "4", script, "--nproc-per-node", "7", "-m"], {})
     assert job.ranks == 4 and job.program.arguments == ["--nproc-per-node", "7", "-m"]

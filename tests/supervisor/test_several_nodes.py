@@ -147,6 +147,20 @@ def test_without_the_node_of_the_store_the_others_end_with_one_report(nodes: Nod
     assert "the rendezvous of the nodes at 127.0.0.1" in nodes.log("b") and "frame #" not in nodes.log("b")
 
 
+def test_a_job_that_too_few_nodes_join_is_no_store_that_is_silent(tmp_path: Path) -> None:
+    """One node of two was started: "the rendezvous of the nodes does not answer", with the advice to start its node."""
+    (tmp_path / "rank.py").touch()
+    endpoint = f"127.0.0.1:{free_port('127.0.0.1')}"
+    place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-conf", "is_host=true,join_timeout=1"]
+    alone = [*COMMAND, "--nnodes", "2", *place, "rank.py"]
+    done = subprocess.run(alone, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (
+        done.returncode == 5
+        and f"too few nodes have joined in time (join_timeout of --rdzv-conf) at {endpoint}" in (done.stderr)
+    )
+    assert "does not answer" not in done.stderr
+
+
 def test_two_nodes_with_one_number_are_refused_with_their_names(tmp_path: Path) -> None:
     (tmp_path / "rank.py").touch()
     port = free_port("127.0.0.1")

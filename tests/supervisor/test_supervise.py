@@ -384,6 +384,30 @@ def test_a_scheduler_that_announces_the_end_ends_no_rank_that_starts(tmp_path: P
     assert not (tmp_path / "begun1").exists()
 
 
+def test_a_rank_that_has_its_handler_later_is_warned_too(tmp_path: Path) -> None:
+    """SIGUSR1 that came while one of two ranks was still importing reached the other one only."""
+    text = f"""
+        import os, signal, sys, time
+        at, rank = {str(tmp_path)!r}, os.environ["RANK"]
+
+        def warned(*_):
+            open(at + "/warned" + rank, "w").close()
+            sys.exit({PREEMPTED})
+
+        open(at + "/begun" + rank, "w").close()
+        while rank == "1" and not os.path.exists(at + "/warned0"):
+            time.sleep(0.01)
+        signal.signal(signal.SIGUSR1, warned)
+        open(at + "/ready" + rank, "w").close()
+        time.sleep(600)
+    """
+    with subprocess.Popen([*SUPERVISOR, "--spawn", "--nproc-per-node", "2", script(tmp_path, text)]) as job:
+        until(lambda: (tmp_path / "ready0").exists() and (tmp_path / "begun1").exists())
+        job.send_signal(signal.SIGUSR1)
+        assert job.wait(60) == PREEMPTED
+    assert (tmp_path / "warned1").exists()
+
+
 def test_a_command_ends_with_its_supervisor_too(tmp_path: Path) -> None:
     command = [
         "--no-python",

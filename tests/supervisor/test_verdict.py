@@ -255,6 +255,18 @@ def test_the_step_of_a_failure_is_that_of_the_rank_that_failed(tmp_path: Path) -
     assert reported.outcome(lived, None).last_step == 50
 
 
+@pytest.mark.parametrize("ended", [True, False])
+def test_an_attempt_shows_whether_its_loop_had_ended(tmp_path: Path, ended: bool) -> None:
+    page = str(tmp_path / "page")
+    heartbeat.create(page)
+    beat = heartbeat.Heartbeat(page)
+    beat.restored(4, position=heartbeat.Position(1, 0, 1))
+    if ended:
+        beat.ended()
+    lived = Lived(0.0, ended=[Ended(0, 1.0, 1, "ValueError: export")], progress=[heartbeat.read(page)._replace(rank=0)])
+    assert reported.outcome(lived, reported.cause(lived)).after_loop == ended
+
+
 def test_a_node_that_comes_later_has_the_verdict_of_its_job(nodes: list[SeveralNodes]) -> None:
     for one in (1, 2):
         nodes[one].reports(f"of {one}")

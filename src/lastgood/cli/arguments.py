@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from typing import Annotated
 
 import typer
 
 from . import completion
+
+_STEP = re.compile(r"\d{1,12}(-[0-9a-f]{8})?")
+
+
+def step_of(text: str) -> str:
+    """A STEP, as it was given: 4000, or 4000-9f3ac21b."""
+    if not _STEP.fullmatch(text):
+        order = " RUN comes first." if "/" in text or os.path.exists(text) else ""
+        raise typer.BadParameter(
+            f"{text!r} is not a STEP: give 4000, or 4000-9f3ac21b as `lastgood ls` shows them.{order}"
+        )
+    return text
+
 
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Directory or URL of the run.", show_default=False)]
 AnyStep = Annotated[
@@ -17,6 +31,7 @@ AnyStep = Annotated[
         metavar="STEP",
         help="4000, or 4000-9f3ac21b to name the incarnation too; without it, what a restore takes (`repair`: all).",
         show_default=False,
+        parser=step_of,
         autocompletion=completion.steps,
     ),
 ]

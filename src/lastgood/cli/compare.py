@@ -23,7 +23,7 @@ from ..run import access, read_places
 from ..run.content import Content
 from ..run.watched import Watched
 from .answer import DIFFERS, Answer
-from .arguments import Json, Run
+from .arguments import Json, Run, step_of
 from .selection import pick
 from .terminal import clean, progress
 from .texts import natural, new_table, plural, shape_text
@@ -40,8 +40,8 @@ _Side = tuple[Content, Tensor]
 
 def diff(
     run: Run,
-    step1: Annotated[str, typer.Argument(metavar="STEP1", show_default=False)],
-    step2: Annotated[str, typer.Argument(metavar="STEP2", show_default=False)],
+    step1: Annotated[str, typer.Argument(metavar="STEP1", parser=step_of, show_default=False)],
+    step2: Annotated[str, typer.Argument(metavar="STEP2", parser=step_of, show_default=False)],
     as_json: Json = False,
 ) -> Answer:
     """Which tensors and values differ between two generations, and how much. Exit code 7 when any does."""

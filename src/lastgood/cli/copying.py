@@ -9,14 +9,14 @@ import typer
 from rich.text import Text
 
 from ..engine.arena import Arena
-from ..errors import Damaged, Refused, Unreadable
+from ..errors import Damaged, LastgoodError, NotARun, Refused, Unreadable
 from ..format import commit
 from ..limits import CHUNK_BYTES, WORKERS
-from ..ports import Mendable
+from ..ports import Mendable, Tier
 from ..run import access, copying, paths
 from ..units import size
 from .answer import Answer
-from .arguments import Json, TakeOver
+from .arguments import Json, TakeOver, step_of
 from .selection import find
 from .terminal import progress
 from .texts import named, plural
@@ -27,7 +27,7 @@ def copy(
     target: Annotated[str, typer.Argument(metavar="TARGET", help="The other place of it.", show_default=False)],
     steps: Annotated[
         list[str] | None,
-        typer.Argument(metavar="STEP...", help="Only these; without them, all.", show_default=False),
+        typer.Argument(metavar="STEP...", parser=step_of, help="Only these; without them, all.", show_default=False),
     ] = None,
     take_over: TakeOver = False,
     as_json: Json = False,
@@ -46,6 +46,19 @@ def copy(
     return Answer(data, Text("\n".join(lines)), 4 if data["failed"] else 0)
 
 
+def _opened(source: str, target: str) -> Tier:
+    """The run, for reading. Raises what `access.for_reading` raises, which says so where TARGET is the run."""
+    try:
+        return access.for_reading(source)
+    except NotARun as error:
+        try:
+            access.for_reading(target)
+        except LastgoodError:
+            raise error from None
+        todo = f"RUN comes first, then TARGET. {error.todo}"
+        raise NotARun(error.what, safe=error.safe, todo=todo) from error
+
+
 def _require_apart(source: str, target: str) -> None:
     """Raise Refused for a target that is the run itself, or lies in it."""
     run, other = paths.parsed(source), paths.parsed(target)
@@ -59,7 +72,7 @@ def _require_apart(source: str, target: str) -> None:
 
 def copied(source: str, target: str, steps: list[str], take_over: bool) -> dict[str, Any]:
     """Copy the generations that `steps` name, or all. Raises what opening, reading and writing raise."""
-    tier = access.for_reading(source)
+    tier = _opened(source, target)
     _require_apart(source, target)
     place = access.many_files(target)
     survey = commit.survey(tier)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
-
-import typer
-
 from ..errors import MissingBlob, NoSuchStep, NothingGood
 from ..format import layout
 from ..format.commit import Survey
 from ..policy import restore
 from ..records import Generation, GenerationId
+from .arguments import step_of
 from .texts import NOTHING_YET, newest_first
 
 
@@ -19,14 +16,12 @@ def find(survey: Survey, wanted: str) -> GenerationId:
 
     Raises BadParameter for a text that is no STEP, NoSuchStep for a step that the run does not know.
     """
-    found = re.fullmatch(r"(\d{1,12})(?:-([0-9a-f]{8}))?", wanted)
-    if not found:
-        raise typer.BadParameter(f"{wanted!r} is not a STEP: give 4000, or 4000-9f3ac21b as `lastgood ls` shows them.")
+    number, _, incarnation = step_of(wanted).partition("-")
     chain, lost = restore.lineage(survey)
     others = newest_first(survey, {*survey.generations, *survey.broken})
     known = dict.fromkeys([*chain, *others, *lost, *survey.witnessed])
     for at in known:
-        if at.step == int(found[1]) and found[2] in (None, at.incarnation):
+        if at.step == int(number) and incarnation in ("", at.incarnation):
             return at
     steps = ", ".join(map(str, sorted({at.step for at in known}))) or "none"
     raise NoSuchStep(

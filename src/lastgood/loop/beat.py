@@ -23,7 +23,7 @@ class Beat:
     """The progress of one open run. `page`: None if nobody supervises this process."""
 
     def __init__(self, page: Heartbeat | None, progress: Progress) -> None:
-        self._page, self._progress = page, progress
+        self._page, self._progress, self._process = page, progress, os.getpid()
         self._phase, self._thread = "", threading.get_ident()
         self._shown_step: int | None = None
         """the step that was shown last, since the restore"""
@@ -107,7 +107,7 @@ class Beat:
 
     def ended(self) -> None:
         """The loop has ended by itself: what fails from now on fails with no batches."""
-        if self._page is not None:
+        if self._page is not None and self._process == os.getpid():  # guard: fork-shows-no-end
             self._page.ended()  # guard: failure-after-loop-blames-no-batches
 
     def released(self) -> None:
@@ -131,5 +131,5 @@ class Beat:
                 self.stall_seconds += time.monotonic() - begun
 
     def _show(self) -> None:
-        if self._page is not None:
+        if self._page is not None and self._process == os.getpid():  # guard: fork-shows-no-phase
             self._page.phase(self._phase)

@@ -36,11 +36,13 @@ _HOPELESS = re.compile(
 """The errors of a script before its state is restored that come again each time it is started."""
 _OF_A_PLACE = re.compile(
     r"(NoSpace|TierDown|PeerDown|TimedOut|CommitUnknown|Cancelled|Overtaken|InFlightFull|NothingDurable)\b|"
-    r".*(\[Errno (28|122)\]|No space left on device)",
+    r".*(\[Errno (28|30|122)\]|No space left on device|Disk quota exceeded|Read-only file system|"
+    r"iostream error|PytorchStreamWriter failed|unexpected pos \d+ vs \d+|\d+ requested and \d+ written)",
     re.DOTALL,
 )
-"""The errors of a disk, a store or another node (28: it is full; 122: the quota is used up), whatever was trained.
-torch puts that of a DataLoader's worker behind a text and a traceback."""
+"""The errors of a disk, a store or another node (28: it is full; 30: it is read-only; 122: the quota is used up),
+whatever was trained. torch puts that of a DataLoader's worker behind a text and a traceback. The second line has what
+torch.save and numpy's tofile say of a short write."""
 ASKED = "the job was asked to end"
 HANG = "hang"
 """the `cause` of an attempt in which ranks hung"""
@@ -105,8 +107,9 @@ class Outcome:
     `saved_step`: the newest step that it has saved; 0: none.
     `code`: of the rank that failed first; 0: all ranks have ended regularly. `cause`: equal for failures of one kind;
     empty if it is not known. `error`: type and message of the exception. `batches_known`: whether it is known with
-    which windows the next step would have trained. `followed`: what followed it. `host`: where the rank that failed
-    first was; empty: not known. `left_out`: the host that left the job because of it; empty: none.
+    which windows the next step would have trained. `after_loop`: whether it is known that the loop had ended by itself.
+    `followed`: what followed it. `host`: where the rank that failed first was; empty: not known. `left_out`: the host
+    that left the job because of it; empty: none.
     """
 
     restored_step: int | None
@@ -116,6 +119,7 @@ class Outcome:
     cause: str = ""
     error: str = ""
     batches_known: bool = False
+    after_loop: bool = False
     followed: Act = "restart"
     host: str = ""
     left_out: str = ""
@@ -192,7 +196,10 @@ def answer(
     doublings = min(same - 2, _MOST_DOUBLINGS)
     pause = min(budget.pause_seconds * 2**doublings, budget.longest_pause_seconds) if same > 1 else 0.0
     if last.saved_newer:
-        return Answer("restart", f"it has saved step {last.saved_step}", pause)
+        why = f"it has saved step {last.saved_step}"
+        if last.error.startswith("TrainingDiverged") and last.saved_step == last.last_step:
+            why = f"its Sentinel leaves batches out; step {last.saved_step} is kept for people only"
+        return Answer("restart", why, pause)
     return Answer("restart", f"failure {same} of {budget.without_progress} without a newer saved step", pause)
 
 
@@ -205,6 +212,11 @@ def _is_of(one: Outcome, cause: str) -> bool:
     """Whether an attempt failed of this cause: its kind, or its name without modules."""
     kind, _, name = one.cause.partition(" ")
     return cause in (kind, name, name.rpartition(".")[2])
+
+
+def _is_of_a_place(one: Outcome) -> bool:
+    """Whether an attempt failed because of a disk, a store or another node."""
+    return bool(_OF_A_PLACE.match(one.error))
 
 
 def _found_only_suspects(outcomes: Sequence[Outcome]) -> bool:
@@ -221,6 +233,8 @@ def _alike(outcomes: Sequence[Outcome]) -> list[Outcome]:
     for one in reversed(outcomes):
         if not one.cause or one.restored_step is None or one.cause != last.cause:
             break
+        if _is_of_a_place(one) != _is_of_a_place(last):  # guard: full-disk-is-own-cause
+            break
         if one.last_step != last.last_step and (one.trained or last.trained):  # guard: first-steps-fail-alike
             break
         found.insert(0, one)
@@ -234,9 +248,10 @@ def _remedy(alike: Sequence[Outcome], budget: Budget) -> Answer:
     where = f"after step {last.last_step}" if trained else "before a step was completed,"
     what = f"{len(alike)} attempts in a row failed {where} with the same cause"
     # A hang is an evaluation without a name, or a machine, rather than a batch.
-    possible = {"back": bool(last.restored_step), "skip": last.batches_known and trained and last.cause != HANG}
+    back = bool(last.restored_step) and not last.after_loop  # guard: failure-after-loop-blames-no-state
+    possible = {"back": back, "skip": last.batches_known and trained and last.cause != HANG}
     # guard: full-disk-blames-no-state
-    for act in () if _OF_A_PLACE.match(last.error) else budget.remedies:
+    for act in () if _is_of_a_place(last) else budget.remedies:
         if act not in tried and possible[act]:  # guard: each-remedy-tried-once
             how = "from the generation before" if act == "back" else f"without the batches after step {last.last_step}"
             return Answer(act, f"{what}: it goes on {how}")

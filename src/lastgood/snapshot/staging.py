@@ -316,9 +316,10 @@ class Fence:
         self._pending = [one for one in self._pending if not one.copied]
         self._pending.append(snapshot)
 
-    def _before_step(self, *_: object) -> None:
+    def _before_step(self, optimizer: Optimizer, arguments: Sequence[object], keywords: Mapping[str, object]) -> None:
         self.wait()
-        self.update_begun = True  # not in the post-hook: Ctrl-C may leave the step half done
+        # Not in the post-hook: Ctrl-C may leave the step half done.
+        self.update_begun |= bool(keywords) or len(arguments) > 1 or not _is_idle(optimizer)
 
     def wait(self) -> None:
         """Wait until every copy is enqueued, and on each device let the following work wait for the copies.
@@ -347,6 +348,14 @@ class Fence:
             handle.remove()
         self._hooks.clear()
         self._pending.clear()
+
+
+def _is_idle(optimizer: Optimizer) -> bool:
+    """Whether a step without a closure changes nothing: torch's own optimizers pass over parameters without gradients.
+    Any other one may have its gradients elsewhere."""
+    if not type(optimizer).__module__.startswith("torch.optim."):  # guard: only-own-optimizers-are-idle
+        return False
+    return all(one.grad is None for group in optimizer.param_groups for one in group["params"])
 
 
 def content_digest(tensor: torch.Tensor, algorithm: str) -> str:

@@ -140,6 +140,8 @@ class Attempt:
         """whether the store of the nodes has not answered"""
         with os_errors.needed(f"the output of the ranks cannot be kept in {folder}", FULL):
             self._console = Console(job.outputs, folder)
+        self._unwarned = dict[int, list[RankProcess]]()
+        """signal that others have been sent -> ranks that had no handler for it yet"""
         self._written = set[int]()
         """ranks that have written what they hold, after another one has failed"""
         self._seen = dict[int, tuple[float, heartbeat.Progress, float]]()
@@ -325,8 +327,8 @@ class Attempt:
         return one.shown == shown and is_idle(time.monotonic() - at, used_since)  # guard: busy-rank-not-awaited
 
     def _pass_on_what_came(self, lived: Lived) -> None:
-        """Pass the signals on that have come. A warning would end a rank that starts, because it has no handler yet: if
-        no rank has one, it is passed on later, to the ranks of the next attempt if this one fails."""
+        """Pass the signals on that have come. A warning would end a rank that starts, because it has no handler yet: it
+        is passed on later, and if no rank has one, to the ranks of the next attempt if this one fails."""
         for number in self._signals.taken():
             warns, to = number in PASSED_ON, [*self._live.values()]
             if warns and self._job.program.kind != "command":
@@ -335,6 +337,12 @@ class Attempt:
                 self._signals.keep(number)
             else:
                 self._pass_on(number, to)
+                self._unwarned[number] = [one for one in self._live.values() if one not in to]
+        for number, late in self._unwarned.items():  # guard: late-handler-gets-its-warning
+            late[:] = [one for one in late if one.descriptor in self._live and one.shown.first is None]
+            ready = [one for one in late if heeds(one.pid, number)] if lived.failed is None else []
+            self._pass_on(number, ready)
+            late[:] = [one for one in late if one not in ready]
 
     def _pass_on(self, number: int, to: Sequence[RankProcess]) -> None:
         """Send a signal to ranks that have not ended. A command may be a shell: what it has started gets it too."""

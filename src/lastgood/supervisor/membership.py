@@ -367,6 +367,12 @@ class Membership:
 
     def _unreachable(self, what: str, kind: str = "store") -> TierDown:
         """`kind`: as in Failed; another store may answer if it is "store" or "moved"."""
+        if kind == "timeout":  # the store has answered
+            return TierDown(
+                f"{what} at {self._settings.endpoint}",
+                safe="What was saved is safe. The ranks of this node were ended.",
+                todo="Start the job on as many nodes as --nnodes says, with the same --rdzv-id and --rdzv-endpoint.",
+            )
         text = f"the rendezvous of the nodes at {self._settings.endpoint} does not answer: {what}"
         if kind == "moved":
             text = f"the other nodes do not wait at {self._settings.endpoint}"

@@ -67,7 +67,7 @@ class _Options:
 
     def both(self, name: str, **settings: object) -> None:
         """An option that may be written with dashes or with underscores."""
-        self.option(f"--{name.replace('-', '_')}", f"--{name}", **settings)
+        self.option(*dict.fromkeys((f"--{name.replace('-', '_')}", f"--{name}")), **settings)
 
 
 def parser(environ: Mapping[str, str] | None, policy: Policy | None = None) -> argparse.ArgumentParser:

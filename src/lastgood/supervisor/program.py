@@ -26,6 +26,7 @@ from typing import Literal
 
 import msgspec
 
+from .. import errors
 from ..io import heartbeat, processes
 from ..records import Record
 
@@ -156,8 +157,10 @@ def _write_error(path: str, kind: type[BaseException], error: BaseException, tra
         return bool(path)
     lines = "".join(traceback.format_exception(kind, error, _from_program(trace)))
     extra = {"py_callstack": lines, "timestamp": str(int(time.time())), "monotonic": time.monotonic()}
-    text = _text(error)
-    what = f"{kind.__name__}: {text}" if text else kind.__name__
+    name, text = kind.__name__, _text(error)
+    if getattr(errors, name, kind) is not kind:  # guard: user-error-named-with-module
+        name = f"{kind.__module__}.{name}"  # the policy of restarts knows the errors of lastgood by their names
+    what = f"{name}: {text}" if text else name
     page = os.environ.get(heartbeat.VARIABLE)
     for place in [path] if page is None else [path, error_in_memory(page)]:
         try:

@@ -119,6 +119,7 @@ def outcome(lived: Lived, found: Cause | None, host: str = "") -> Outcome:
         cause=found.key if found is not None else "",
         error=found.what[:ERROR_CHARACTERS] if found is not None and found.kind == "exception" else "",
         batches_known=_skip(last) is not None,
+        after_loop=last is not None and any(last.position) and not last.position.windows,
         host=host,
     )
 

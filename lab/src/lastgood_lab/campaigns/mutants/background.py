@@ -56,6 +56,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         ("a clean exit does not save the newest step", "newest-step-saved-on-exit", Remove()),
         ("an exit saves an update under the number of the step before", "updated-state-not-saved-on-exit", Never()),
+        ("an optimizer with gradients elsewhere counts as idle", "only-own-optimizers-are-idle", Never()),
         (
             "a due save waits for a place although it should be skipped",
             "due-save-skipped-when-full",

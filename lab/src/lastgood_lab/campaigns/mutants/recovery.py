@@ -85,10 +85,32 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "samples are left out because a disk is full",
             "full-disk-blames-no-state",
-            Swap("() if _OF_A_PLACE.match(last.error) else budget.remedies", "budget.remedies"),
+            Swap("() if _is_of_a_place(last) else budget.remedies", "budget.remedies"),
         ),
+        ("a full disk counts as an error of the same class", "full-disk-is-own-cause", Never()),
+        ("an error of the script counts as one of lastgood", "user-error-named-with-module", Never()),
         ("a warning ends ranks that have no handler yet", "warning-ends-no-rank", Instead("pass")),
+        (
+            "a warning reaches only the ranks that have a handler when it comes",
+            "late-handler-gets-its-warning",
+            Swap("self._unwarned.items()", "()"),
+        ),
         ("batches are left out for what fails after the loop", "failure-after-loop-blames-no-batches", Remove()),
+        (
+            "a generation is suspect for what fails after the loop",
+            "failure-after-loop-blames-no-state",
+            Swap(" and not last.after_loop", ""),
+        ),
+        (
+            "a forked process that leaves the loop ends it for its parent",
+            "fork-shows-no-end",
+            Swap(" and self._process == os.getpid()", ""),
+        ),
+        (
+            "a forked process that leaves a phase ends it for its parent",
+            "fork-shows-no-phase",
+            Swap(" and self._process == os.getpid()", ""),
+        ),
         ("a save after the first step sets the limit", "second-step-sets-the-limit", Swap("> 1", "> 0")),
         ("attempts before a remedy count after it", "remedy-begins-the-count-anew", Never()),
         ("the ranks that waited are named", "timeouts-name-who-hangs", Never()),
