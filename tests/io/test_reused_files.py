@@ -228,13 +228,33 @@ def test_a_file_that_another_process_has_just_taken_is_not_lent(folder: Folder, 
     assert folder.read("2") == b"b" * LENGTH and os.stat(folder.path("2")).st_size == LENGTH
 
 
-def test_buffers_count_until_a_file_was_written_from_them(folder: Folder) -> None:
-    """The first save of a process filled a file that an earlier one had left; the next one took the memory for its
-    buffers beyond the limit, because they were believed to exist."""
+def test_a_forked_process_keeps_no_lock_of_a_file_of_another_length(folder: Folder, monkeypatch) -> None:
+    """A worker that was forked meanwhile had a copy of the descriptor, and the file was not used until it ended."""
+    first, copies, locked = folder.write("1", b"a"), list[int](), fcntl.flock
+    folder.files.remove(folder.path("1"))
+
+    def forked(fd: int, operation: int) -> None:
+        copies.append(os.dup(fd))
+        locked(fd, operation)
+
+    with monkeypatch.context() as forking:
+        forking.setattr(fcntl, "flock", forked)
+        assert folder.files.reused.lend(folder.path("2"), 2 * LENGTH) is None
+    assert folder.write("2", b"b") == first
+    for one in copies:
+        os.close(one)
+
+
+@pytest.mark.parametrize("freed", [False, True])
+def test_buffers_count_until_a_file_was_written_from_them(folder: Folder, freed: bool) -> None:
+    """The first save of a process filled a file that an earlier one had left, or that was freed since; the next one
+    took the memory for its buffers beyond the limit, because they were believed to exist."""
     folder.write("1", b"a")
     folder.files.remove(folder.path("1"))
     folder.files = folder.opened()
     lent = folder.lent("2", b"b")
+    if freed:
+        folder.opened().reused.drop()
     folder.make("2", lent)
     lent.close()
     folder.free = 2 * LENGTH - 1

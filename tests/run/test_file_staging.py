@@ -15,8 +15,9 @@ import lastgood
 from agents import until
 from harness import reported, steps
 from lastgood.engine.arena import FileMemory
-from lastgood.io.reused_files import FOLDER, ReusedFiles
+from lastgood.io.reused_files import FOLDER, LentFile, ReusedFiles
 from lastgood.run import memory_place
+from lastgood.run.flight import Flight
 from lastgood.snapshot import staging
 
 WEIGHTS = 3_000_000
@@ -37,11 +38,14 @@ class Run:
         tuning = {"staging": "overlap", "chunk": 1 << 20, **options}
         return lastgood.Checkpointer(self.home, state, cadence=lastgood.Every(steps=1000), tiers=tiers, **tuning)
 
+    def update(self) -> None:
+        self.weights.grad = torch.full((WEIGHTS,), -1.0)
+        self.optimizer.step()
+
     def train(self, ckpt: lastgood.Checkpointer, *numbers: int) -> None:
         """Save these steps one after another; the weights of step n are all n."""
         for n in numbers:
-            self.weights.grad = torch.full((WEIGHTS,), -1.0)
-            self.optimizer.step()
+            self.update()
             ckpt.step(n)
             ckpt.wait()
 
@@ -115,8 +119,7 @@ def test_a_failed_save_keeps_its_file_until_its_copy_ends(run: Run, monkeypatch:
         failed = threading.Event()
         monkeypatch.setattr(staging.Snapshot, "fill", slow)
         monkeypatch.setattr("lastgood.io.reused_files.ReusedFile.write_at", fails)
-        run.weights.grad = torch.full((WEIGHTS,), -1.0)
-        run.optimizer.step()
+        run.update()
         with reported("step 5 was not saved"):
             ckpt.save(5)
             assert failed.wait(60)
@@ -127,6 +130,51 @@ def test_a_failed_save_keeps_its_file_until_its_copy_ends(run: Run, monkeypatch:
             assert lent is None, "the copier of the failed save still writes"
             goes_on.set()
             ckpt.wait()
+        monkeypatch.undo()
+        run.train(ckpt, 6, 7)
+        assert run.holds(7)
+
+
+def test_an_interrupted_save_keeps_its_file_until_its_copy_ends(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C came after the copier had begun: the save ended at once and released the file, another process took and
+    filled it, and the copier wrote the rest of its chunk there."""
+    with run.opened() as ckpt:
+        ckpt.restore()
+        run.train(ckpt, 1, 2, 3, 4)
+        copying, ending, released_while_copying = threading.Event(), threading.Event(), list[bool]()
+        copy, end, close, submit = staging.Snapshot._copy, Flight.end, LentFile.close, ckpt._pipeline._copier.submit
+
+        def slow(*arguments: Any) -> Any:
+            copying.set()
+            assert ending.wait(60)
+            try:
+                return copy(*arguments)
+            finally:
+                copying.clear()
+
+        def ends(self: Flight) -> None:
+            ending.set()
+            end(self)
+
+        def released(self: LentFile) -> None:
+            released_while_copying.append(copying.is_set())
+            close(self)
+
+        def interrupted(*job: Any) -> None:
+            submit(*job)
+            assert copying.wait(60)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(staging.Snapshot, "_copy", slow)
+        monkeypatch.setattr(Flight, "end", ends)
+        monkeypatch.setattr(LentFile, "close", released)
+        monkeypatch.setattr(ckpt._pipeline._copier, "submit", interrupted)
+        run.update()
+        with reported("step 5 was not saved"):
+            with pytest.raises(KeyboardInterrupt):
+                ckpt.save(5)
+            ckpt.wait()
+        assert released_while_copying == [False]
         monkeypatch.undo()
         run.train(ckpt, 6, 7)
         assert run.holds(7)

@@ -24,6 +24,7 @@ from lastgood.io.files import PosixFile, PosixFiles
 from lastgood.loop import save_planner, saver
 from lastgood.loop.save_planner import SavePlanner
 from lastgood.loop.saver import Saver
+from lastgood.run.chunk_queue import ChunkQueue
 from lastgood.run.pipeline import Pipeline
 from lastgood.run.save_handle import Save
 from lastgood.snapshot import staging
@@ -377,6 +378,15 @@ class CtrlC:
                 self.raised = True
                 raise KeyboardInterrupt
         return self._trace
+
+
+def test_an_interrupted_save_is_cancelled_although_its_copy_ends() -> None:
+    """Ctrl-C came after the copier had begun; the copy then ended well. StopIteration was reported, as a bug."""
+    chunks = ChunkQueue(Save(1))
+    chunks.close(errors.Cancelled("the save was interrupted"))
+    chunks.close(None)
+    with pytest.raises(errors.Cancelled):
+        next(chunks)
 
 
 @pytest.mark.parametrize("staging", ["blocking", "overlap"])

@@ -31,7 +31,7 @@ from .files import PosixFile, PosixFiles
 from .memory_limits import available_bytes, most_lacking
 from .memory_limits import lacking_bytes as lacking_in_all
 from .os_errors import USED_UP, NoMemory
-from .reused_files import LEAST_BYTES, ReusedFile, ReusedFiles, hold
+from .reused_files import LEAST_BYTES, ReusedFiles, hold
 
 RECORDS_BYTES = 8 << 20
 """What files of tensors leave of a tmpfs for the records beside them."""
@@ -342,6 +342,8 @@ class MemoryFile:
     def __init__(self, files: MemoryFiles, path: str, file: PosixFile) -> None:
         self._files, self._path, self._file = files, path, file
         self._reserved = 0
+        self._has_buffers = True
+        """whether the file comes from buffers that are as long"""
 
     def size(self) -> int:
         return self._file.size()
@@ -365,6 +367,7 @@ class MemoryFile:
     def reserve(self, length: int) -> None:
         """As `ports.File.reserve`. It may take over the memory of a deleted file."""
         self._reserved = length
+        self._has_buffers = not self._files.reused.is_lent(self._path)  # guard: file-without-buffers-not-counted
         if (taken := self._files.reused.take(self._path, length)) is not None:
             self._file.close()
             self._file = taken
@@ -394,7 +397,7 @@ class MemoryFile:
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            if not (isinstance(self._file, ReusedFile) and self._file.lent):  # guard: file-without-buffers-not-counted
+            if self._has_buffers:
                 # The next file of as many bytes reserves as many pages.
                 self._files.note_written(max(self._reserved, self._file.size()))  # guard: buffers-counted-once
             self._file.unlock()

@@ -53,9 +53,7 @@ class _Deleted:
         return ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            fcntl.flock(self.fd, fcntl.LOCK_UN)  # the mapping has a descriptor of its own, which keeps the lock
-        os.close(self.fd)
+        _unlocked(self.fd)
 
 
 class LentFile:
@@ -112,6 +110,10 @@ class ReusedFiles:
                 return LentFile(found, path, self._lent)
         return None
 
+    def is_lent(self, path: str) -> bool:
+        """Whether memory was lent for the file that is made next at `path`: then no buffers are filled for it."""
+        return path in self._lent
+
     def take(self, path: str, length: int) -> ReusedFile | None:
         """Replace the new, empty file at `path` by a deleted one of as many pages; None if there is none.
 
@@ -165,13 +167,13 @@ class ReusedFiles:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # guard: read-file-not-reused
             # Another process may have taken it before this lock, written it and released it.
             if not is_at(path, inode) or round_up(os.fstat(fd).st_size) != size:  # guard: taken-file-not-lent
-                os.close(fd)
+                _unlocked(fd)
                 return None
             os.ftruncate(fd, size)  # its last page exists already
             known = self._mappings.get(inode)
             memory = known.memory if known is not None and len(known.memory) == size else mmap.mmap(fd, size)
         except BaseException:
-            os.close(fd)
+            _unlocked(fd)
             raise
         return _Deleted(fd, inode, path, memory)
 
@@ -205,7 +207,7 @@ class ReusedFile(PosixFile):
     def __init__(self, fd: int, path: str, found: _Deleted, copy: Copy, *, lent: bool) -> None:
         super().__init__(fd, path)
         self._memory, self._address, self._copy = found.memory, found.address, copy
-        self.lent, self._is_filled = lent, lent
+        self._is_being_filled = lent
 
     def write_at(self, mv: memoryview, offset: int) -> int:
         if mv.readonly or offset + len(mv) > len(self._memory):
@@ -217,16 +219,24 @@ class ReusedFile(PosixFile):
 
     def resize(self, length: int) -> None:
         super().resize(length)
-        self._is_filled = False  # it is whole
+        self._is_being_filled = False  # it is whole
 
     def unlock(self) -> None:
-        if not self._is_filled:  # guard: given-up-file-stays-locked
+        if not self._is_being_filled:  # guard: given-up-file-stays-locked
             super().unlock()
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self.unlock()  # the mapping has a descriptor of its own, which keeps the lock
         super().close()
+
+
+def _unlocked(fd: int) -> None:
+    """Release the lock of a descriptor, and close it. Its mapping and forked processes have copies of it, which would
+    keep the lock."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_UN)  # guard: fork-keeps-no-deleted-file
+    os.close(fd)
 
 
 def hold(file: PosixFile, path: str) -> None:

@@ -39,8 +39,11 @@ class ChunkQueue:
         self._queue.put(lease)
 
     def close(self, failed: BaseException | None) -> None:
-        """End the queue. `failed`: the error that ended the copy early, and that the lane raises (None: complete)."""
-        self._failed = failed
+        """End the queue. `failed`: the error that ended the copy early, and that the lane raises (None: complete).
+
+        The first error counts: the copier may end its copy after Ctrl-C has ended the save.
+        """
+        self._failed = self._failed or failed
         self._queue.put(None)
 
     def __iter__(self) -> ChunkQueue:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+
 from ..coordination.single_rank import AnyTopic
-from ..engine.arena import Arena, FileMemory
+from ..engine.arena import Arena, FileMemory, Lease
 from ..format import layout
 from ..io.reused_files import LentFile
 from ..ports import Tier
@@ -24,6 +27,8 @@ class Flight:
         self.memory: Arena | FileMemory = planned.arena
         """where the state is copied to"""
         self._lent: LentFile | None = None
+        self._copying = threading.Lock()
+        """held while the state is copied"""
 
     def copy_into_file(self, tier: Tier) -> None:
         """Have the state copied into the memory of a deleted file of `tier`, which becomes the tensor file, if there is
@@ -34,10 +39,18 @@ class Flight:
             if lent is not None:
                 self.memory = FileMemory(lent.memory, self.planned.arena.chunk_bytes)
 
+    def fill(self) -> Iterator[Lease]:
+        """Copy the state, and yield the filled chunks, as `Source.fill`. Raises Cancelled after `cancel`."""
+        with self._copying:
+            # guard: copier-stops-when-unwanted
+            yield from self.planned.source.fill(lambda: self.chunks.cancelled, self.memory)
+
     def end(self) -> None:
-        """Release the file that was lent. Called once, after the copy has ended."""
+        """Release the file that was lent. Called once. A save that Ctrl-C interrupted may still be copied: then this
+        waits until the copy has ended."""
         if self._lent is not None:
-            self._lent.close()
+            with self._copying:  # guard: filled-file-not-released
+                self._lent.close()
 
     @property
     def chunks(self) -> ChunkQueue:

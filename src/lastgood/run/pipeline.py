@@ -363,8 +363,7 @@ class Pipeline:
         failed: BaseException | None = None
         begun = time.monotonic()
         try:
-            # guard: copier-stops-when-unwanted
-            for lease in flight.planned.source.fill(lambda: flight.chunks.cancelled, flight.memory):
+            for lease in flight.fill():
                 flight.chunks.put(lease)
             self.run.known.emit("staged", flight.at, time.monotonic() - begun, flight.planned.bytes)
         except Exception as error:  # noqa: BLE001 - raised where the chunks are written, and reported from there

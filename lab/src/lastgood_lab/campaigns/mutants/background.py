@@ -31,7 +31,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "the copier continues after its save was cancelled",
             "copier-stops-when-unwanted",
-            Swap("flight.chunks.cancelled", "False"),
+            Swap("self.chunks.cancelled", "False"),
         ),
         ("cancelling a save does not wake the threads that wait for memory", "memory-waiters-woken", Remove()),
         ("a failed save does not release its chunks", "failed-save-drains-chunks", Remove()),

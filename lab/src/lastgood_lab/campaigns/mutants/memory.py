@@ -25,7 +25,9 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a file that others have taken is filled", "taken-file-not-lent", Swap("not is_at(path, inode) or ", "")),
         ("a file is taken while the copier of a failed save fills it", "given-up-file-stays-locked", Always()),
         ("a file that a save has filled stays locked", "lent-file-released", Remove()),
-        ("buffers that no file came from are not counted", "file-without-buffers-not-counted", Always()),
+        ("a file is released while it is filled", "filled-file-not-released", Swap("with self._copying", "if True")),
+        ("buffers that no file came from count", "file-without-buffers-not-counted", Swap("not ", "True or ")),
+        ("a forked process keeps a deleted file from being used", "fork-keeps-no-deleted-file", Remove()),
         ("a file is refused while deleted ones have its memory", "reused-memory-freed-first", Remove()),
         ("memory that is not looked at is not reported", "memory-left-behind-reported", Swap("in left", "in []")),
         (
