@@ -198,8 +198,18 @@ def test_a_lent_file_whose_memory_was_freed_is_written_elsewhere(folder: Folder)
     first = folder.write("1", b"a")
     folder.files.remove(folder.path("1"))
     lent = folder.lent("2", b"b")
-    folder.opened().reused.drop()
+    os.unlink(folder.root / FOLDER / f"1.{first}")
     assert folder.make("2", lent) != first and folder.read("2") == b"b" * LENGTH
+    lent.close()
+
+
+def test_a_file_that_is_being_filled_stays_where_memory_is_short(folder: Folder) -> None:
+    """It was removed, which gave nothing back, and its save took as much memory once more."""
+    first = folder.write("1", b"a")
+    folder.files.remove(folder.path("1"))
+    lent = folder.lent("2", b"b")
+    folder.opened().reused.drop()
+    assert folder.make("2", lent) == first
     lent.close()
 
 

@@ -141,11 +141,21 @@ class ReusedFiles:
         return names
 
     def drop(self, generations: list[str] | None = None) -> None:
-        """Free the memory of these deleted generations; None: of all."""
+        """Free the memory of these deleted generations; None: of all. A file that is read or filled stays: to remove it
+        gives nothing back, and what fills it would need as much memory once more."""
         for name in self._names():
             if generations is None or name.rpartition(".")[0] in generations:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(os.path.join(self._folder, name))
+                with contextlib.suppress(OSError):
+                    self._remove(os.path.join(self._folder, name))
+
+    def _remove(self, path: str) -> None:
+        """Raises OSError if another process reads, fills, takes or removes the file."""
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # guard: used-file-not-freed
+            os.unlink(path)
+        finally:
+            _unlocked(fd)
 
     def _locked(self, length: int) -> _Deleted | None:
         """A deleted file of as many pages that nobody reads or takes, a mapped one if possible; None: there is none."""

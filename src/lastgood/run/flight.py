@@ -31,8 +31,8 @@ class Flight:
         """held while the state is copied"""
 
     def copy_into_file(self, tier: Tier) -> None:
-        """Have the state copied into the memory of a deleted file of `tier`, which becomes the tensor file, if there is
-        one: then it is not copied again. Tensors on CUDA devices are copied into the arena, which is page-locked."""
+        """If `tier` has a deleted file of this length in memory, have the state copied into it: it becomes the tensor
+        file, and nothing is copied again. Tensors on CUDA devices go to the arena, which is page-locked."""
         disk, images = own_disk(tier), self.planned.images
         if isinstance(disk, Disk) and len(images) == 1 and not self.planned.page_locked:
             lent = self._lent = disk.lend(f"{layout.folder(self.at)}/{images[0].blob}", images[0].length)

@@ -25,6 +25,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a file that others have taken is filled", "taken-file-not-lent", Swap("not is_at(path, inode) or ", "")),
         ("a file is taken while the copier of a failed save fills it", "given-up-file-stays-locked", Always()),
         ("a file that a save has filled stays locked", "lent-file-released", Remove()),
+        ("memory that a save fills is freed", "used-file-not-freed", Remove()),
         ("a file is released while it is filled", "filled-file-not-released", Swap("with self._copying", "if True")),
         ("buffers that no file came from count", "file-without-buffers-not-counted", Swap("not ", "True or ")),
         ("a forked process keeps a deleted file from being used", "fork-keeps-no-deleted-file", Remove()),
