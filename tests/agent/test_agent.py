@@ -705,6 +705,10 @@ def test_an_agent_of_another_version_does_not_hang(run: Run, call, call_json, mo
     assert (row["agent"], row["process"]) == ("silent", process) and "version" in row["error"]
     text = " ".join(call("agent", "status")[1].split())
     assert "an older one" in text and f"kill {process} ends it" in text and "kill -CONT" not in text
+    code, _, err = call("agent", "stop", str(run.home))
+    text = " ".join(err.split())
+    assert code == 5 and "cannot be asked to end: it speaks" in text and f"kill {process} ends it" in text
+    assert "does not answer" not in text and "kill -CONT" not in text
 
 
 def test_stop_copies_removes_and_ends(run: Run, call_json) -> None:
@@ -715,18 +719,36 @@ def test_stop_copies_removes_and_ends(run: Run, call_json) -> None:
     assert call_json("agent", "stop", str(run.home))[0] == 3, "there is none any more"
 
 
-def test_stop_names_a_save_that_nobody_had_committed(run: Run, call) -> None:
-    """Of a job on several nodes whose agents do not listen, it removed a save that this node's rank had sealed, and
-    said that all was copied."""
-    run.killed_at(2)
+def sealed_beside(run: Run) -> str:
+    """Makes of the committed step 2 in memory a step 3 that this node has sealed, and that has no COMMIT here."""
     (committed,) = (run.memory / "gen").glob("*2-*")
     sealed = committed.with_name(committed.name.replace("2-", "3-", 1))
     shutil.copytree(committed, sealed)
     (sealed / "COMMIT.json").unlink()
+    return sealed.name
+
+
+def test_an_agent_that_ends_by_itself_names_what_it_gives_up(run: Run, call, caplog) -> None:
+    """After its linger it removed a save that this node's rank had sealed, and only `agent stop` named such a save."""
+    run.killed_at(2)
+    name = sealed_beside(run)
+    assert call("agent", "run", str(run.home), "--linger", "0")[0] == 0
+    assert f"removed with saves that have no COMMIT: ['{name}']" in caplog.text
+
+
+def test_stop_names_a_save_that_has_no_commit_here(run: Run, call) -> None:
+    """Of a job on several nodes whose agents do not listen, it removed a save that this node's rank had sealed, and
+    said that all was copied; later, that nobody had committed it, which this node cannot know."""
+    run.killed_at(2)
+    sealed_beside(run)
     with agent(run.memory):
         code, out, _ = call("agent", "stop", str(run.home))
     text = " ".join(out.split())
-    assert code == 0 and "a save that nobody had committed was removed too (step 3)" in text and steps(run.home) == [2]
+    assert (
+        code == 0
+        and "a save of which this node has no COMMIT was removed too (step 3)" in text
+        and steps(run.home) == [2]
+    )
 
 
 HELD_ONCE = """

@@ -194,8 +194,7 @@ class Server:
             self._leave(client.connection)
             return
         if request.protocol != PROTOCOL:
-            what = f"this agent speaks version {PROTOCOL} of the protocol, and not {request.protocol}"
-            self._send(client, what)
+            self._send(client, f"this agent speaks version {PROTOCOL} of the protocol, and not {request.protocol}")
         elif request.call == "attach":
             client.attached = client.waits = True
             self._stop.set()
@@ -328,11 +327,9 @@ class Server:
         return Disk(self._files(), self._folder, shared=True, place=f"{paths.MEMORY}{self._folder}")
 
     def _files(self) -> MemoryFiles:
-        spec = read_spec(self._folder)
+        spill = spec.spill if (spec := read_spec(self._folder)) else None
         # What other nodes send comes in chunks.
-        return MemoryFiles(
-            self._folder, spec.spill if spec else None, buffered=False
-        )  # guard: received-file-counts-once
+        return MemoryFiles(self._folder, spill, buffered=False)  # guard: received-file-counts-once
 
     def _relief(self) -> contextlib.AbstractContextManager[None]:
         """Inside, files move from memory to a disk when memory is short."""
@@ -387,6 +384,8 @@ class Server:
                 self._next_at = 0.0
                 return
             self._given_up = uncommitted(self._tier())  # guard: uncommitted-save-is-named
+            if self._given_up:
+                reporting.warning(f"{self._folder}: removed with saves that have no COMMIT: {self._given_up}")
             spec = read_spec(self._folder)
             with contextlib.suppress(FileNotFoundError), still(self._folder):  # guard: no-move-into-removed-memory
                 memory_place.set_aside(spec.spill if spec is not None else None)  # guard: spill-leaves-before-memory

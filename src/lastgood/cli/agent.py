@@ -122,7 +122,13 @@ def stop(run: Run, as_json: Json = False) -> Answer:
     request = agent_messages.Request(protocol=agent_link.PROTOCOL, call="end")
     try:
         answer = agent_link.answered(folder, request, stop=lambda: False, ends_hung=False)
-    except (OSError, ValueError) as error:
+    except ValueError as error:  # it has answered, in another version
+        raise TierDown(
+            f"the agent of {folder}, process {process}, cannot be asked to end: {error}",
+            safe="What is in memory stays there.",
+            todo=f"kill {process} ends it. {_copied_next(folder)}",
+        ) from error
+    except OSError as error:
         raise TierDown(
             f"the agent of {folder}, process {process}, does not answer: {error}",
             safe="What is in memory stays there.",
@@ -137,7 +143,7 @@ def stop(run: Run, as_json: Json = False) -> Answer:
     if removed and answer.given_up:
         ids = [at for one in answer.given_up if (at := layout.parse_folder(one)) is not None]
         steps = ", ".join(str(at.step) for at in ids)
-        text += f"; a save that nobody had committed was removed too (step {steps})"
+        text += f"; a save of which this node has no COMMIT was removed too (step {steps})"
     data = {"folder": folder, "removed": removed, "deleted": answer.deleted, "given_up": answer.given_up}
     return Answer(data, Text(clean(f"{folder}: {text}")))
 
@@ -177,10 +183,11 @@ def _remedy(process: int | None, folder: str) -> str:
     """What to do about an agent that does not answer."""
     if process is None:
         return "Try again: it may just have ended."
-    return (
-        f"If it is stopped, kill -CONT {process} lets it go on; kill -9 {process} ends it. Then the next opening of "
-        f"the run, or `lastgood agent run {folder}`, copies what is in memory."
-    )
+    return f"If it is stopped, kill -CONT {process} lets it go on; kill -9 {process} ends it. {_copied_next(folder)}"
+
+
+def _copied_next(folder: str) -> str:
+    return f"Then the next opening of the run, or `lastgood agent run {folder}`, copies what is in memory."
 
 
 def _require_one_run(run: str, other: str, survey: commit.Survey) -> None:
@@ -271,7 +278,7 @@ def _remedies(row: dict[str, Any]) -> Iterator[str]:
     if row["spilled"]:
         yield f"{size(row['spilled'])} of its saves lie in {row['spill']}, because memory was short"
     if row["error"]:
-        yield f"{row['error']} The next opening of the run replaces it; kill {row['process']} ends it"
+        yield f"{row['error']}. The next opening of the run replaces it; kill {row['process']} ends it"
     elif row["agent"] == "silent":
         yield f"its agent does not answer. {_remedy(row['process'], folder)}"
     elif row["agent"] == "none" and row["bytes"] and _is_in_memory(folder):

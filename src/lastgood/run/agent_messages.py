@@ -139,7 +139,7 @@ class Answer(Record, frozen=True, kw_only=True):
     deleted: list[str] = msgspec.field(default_factory=list)
     """places where the run is not any more, and which had all that is here"""
     given_up: list[str] = msgspec.field(default_factory=list)
-    """after the call "end": the folders of saves that nobody had committed, and that were removed with the memory"""
+    """after the call "end": the folders of saves without a COMMIT on this node, which were removed with the memory"""
     copying: bool = False
     """whether it copies, or is about to"""
     port: int = 0
