@@ -116,6 +116,15 @@ def test_the_newest_good_generation_is_found_before_damage(home, call_json, call
     flip(at(home, 1) / DATA)
     code, _, err = call("drill", home)
     assert code == 4 and "no generation of this run is good" in err and not left(home)
+    assert "each node" not in err
+
+
+def test_the_part_of_one_node_names_the_way_to_the_run(home, call):
+    """Of the directory that each node has for itself it said that nothing is good, and not what to do."""
+    for one in home.glob("gen/*/*.manifest.json"):
+        one.unlink()
+    code, _, err = call("drill", home)
+    assert code == 4 and "If each node has this directory for itself, give the last place" in " ".join(err.split())
 
 
 def test_a_full_disk_refuses_a_drill_before_a_byte_is_copied(home, call, monkeypatch):

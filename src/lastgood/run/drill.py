@@ -190,12 +190,17 @@ def newest_good(tier: Tier, memory: Tier | None, reading: Reading) -> Original:
                 return Original(one, generation, digest, _code(one, generation))
             why.append(f"  step {at.step} in {one.place}: {restore.summary(findings)}")
     if why:
-        raise NothingGood("\n".join(["no generation of this run is good:", *why]), safe="\nNothing was copied.")
+        parts = survey.generations.keys() - _whole(tier).generations.keys()
+        raise NothingGood(
+            "\n".join(["no generation of this run is good:", *why]),
+            safe="\nNothing was copied.",
+            todo="If each node has this directory for itself, give the last place of the run." if parts else "",
+        )
     raise restore.no_such_step(NOTHING_YET, survey, read_places.found(tier).remark(None))
 
 
 def _whole(memory: Tier) -> commit.Survey:
-    """What is in memory, without generations of which only other nodes have some files."""
+    """What is in memory, or in another place, without generations of which only other nodes have some files."""
     survey = commit.survey(memory)
     for at, one in [*survey.generations.items()]:
         if not is_whole(memory, one):
