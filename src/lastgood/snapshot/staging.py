@@ -1,8 +1,9 @@
-"""Staging: live tensors -> the images of their files, in chunks of the arena. Copies; writes no file, decides nothing.
+"""Staging: live tensors -> the images of their files, in chunks of memory. Copies; writes no file, decides nothing.
 
     Snapshot(...)  training thread       clones what forward may change, samples the other tensors; the call of `save`
                                          returns after this
-    fill()         copier thread         copies chunk by chunk into the arena, during the next forward and backward
+    fill()         copier thread         copies chunk by chunk, during the next forward and backward: into the arena, or
+                                         into the mapped memory of the file itself
     Fence.wait()   training thread,      waits until the last copy is enqueued. On a CUDA device the current stream
                    before the next       waits for the copies themselves, and the host does not
                    update
@@ -93,7 +94,7 @@ def copy_all(files: Sequence[Image], tensors: Mapping[str, torch.Tensor], arena:
 
 
 class Snapshot:
-    """One state at one instant, on its way into the arena. To be made on the training thread."""
+    """One state at one instant, on its way into memory of a save. To be made on the training thread."""
 
     def __init__(self, plan: CopyPlan, arena: Arena) -> None:
         self._chunks, self._samples, self._arena = plan.chunks, plan.samples, arena
