@@ -1,4 +1,6 @@
-"""Data parallel training that cannot be lost. Run it again and it goes on, with any number of processes.
+"""Data parallel training that cannot be lost. Run it again and it goes on.
+
+Any number of processes will do by which the 64 samples of a step divide.
 
 torchrun --nproc-per-node 2 examples/ddp.py runs/ddp --steps 200
 """

@@ -1,4 +1,6 @@
-"""Fully sharded training: each process writes its shards; any other number of processes goes on from them.
+"""Fully sharded training: each process writes its shards; any other number goes on from them.
+
+The 64 samples of a step must divide by that number.
 
 torchrun --nproc-per-node 2 examples/fsdp2.py runs/fsdp2 --steps 200
 """

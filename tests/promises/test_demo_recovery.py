@@ -22,7 +22,7 @@ recovery, picture = importlib.import_module("recovery"), importlib.import_module
 recovery_story = importlib.import_module("recovery_story")
 
 PLAN = recovery.Plan([recovery_story.NAN], save_every=12)
-"""with 4, four steps were left after the one at which the fault was due, and a busy machine trained them before it came"""
+"""With 4, four steps were left after the one at which the fault was due: a busy machine trained them before it came."""
 
 
 @pytest.fixture(scope="module")
