@@ -161,6 +161,14 @@ def _flush(fd: int, in_place: bool = False) -> None:
         os.fsync(fd)  # guard: fsync-descriptor
 
 
+def close_unlocked(fd: int) -> None:
+    """Release the lock of a descriptor, and close it. A mapping of it has a copy, and so has a process that was forked
+    meanwhile: these would keep the lock."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_UN)  # guard: fork-keeps-no-lock-of-memory
+    os.close(fd)
+
+
 def is_aligned(mv: memoryview, length: int) -> bool:
     """Whether direct I/O can read `length` bytes into `mv`: it is page-aligned, and holds them rounded up to pages."""
     # guard: direct-io-needs-alignment

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from .. import reporting
 from ..ports import OpenMode
 from . import files
-from .files import PosixFile, PosixFiles
+from .files import PosixFile, PosixFiles, close_unlocked
 from .memory_limits import available_bytes, most_lacking
 from .memory_limits import lacking_bytes as lacking_in_all
 from .os_errors import USED_UP, NoMemory
@@ -72,14 +72,7 @@ def still(root: str, operation: int = fcntl.LOCK_EX) -> Iterator[None]:
         fcntl.flock(fd, operation)
         yield
     finally:
-        _unlocked(fd)
-
-
-def _unlocked(fd: int) -> None:
-    """Release the lock of a descriptor, and close it. A process that was forked meanwhile has a copy of it, which would
-    keep the lock."""
-    fcntl.flock(fd, fcntl.LOCK_UN)  # guard: fork-keeps-no-lock-of-memory
-    os.close(fd)
+        close_unlocked(fd)
 
 
 class MemoryFiles:
@@ -261,7 +254,7 @@ class MemoryFiles:
                 raise OSError(errno.ENOSPC, "not enough memory", self.root)
             yield
         finally:
-            _unlocked(fd)
+            close_unlocked(fd)
 
     def spill(self, path: str, length: int) -> PosixFile:
         """Make a file of this path in the spill folder, with room for `length` bytes.

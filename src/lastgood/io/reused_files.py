@@ -22,7 +22,7 @@ import os
 import stat
 from dataclasses import dataclass
 
-from .files import PosixFile, round_up
+from .files import PosixFile, close_unlocked, round_up
 from .uncached import Copy, uncached_copy
 
 FOLDER = ".reused"
@@ -53,7 +53,7 @@ class _Deleted:
         return ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
     def close(self) -> None:
-        _unlocked(self.fd)
+        close_unlocked(self.fd)
 
 
 class LentFile:
@@ -155,7 +155,7 @@ class ReusedFiles:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # guard: used-file-not-freed
             os.unlink(path)
         finally:
-            _unlocked(fd)
+            close_unlocked(fd)
 
     def _locked(self, length: int) -> _Deleted | None:
         """A deleted file of as many pages that nobody reads or takes, a mapped one if possible; None: there is none."""
@@ -177,13 +177,13 @@ class ReusedFiles:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # guard: read-file-not-reused
             # Another process may have taken it before this lock, written it and released it.
             if not is_at(path, inode) or round_up(os.fstat(fd).st_size) != size:  # guard: taken-file-not-lent
-                _unlocked(fd)
+                close_unlocked(fd)
                 return None
             os.ftruncate(fd, size)  # its last page exists already
             known = self._mappings.get(inode)
             memory = known.memory if known is not None and len(known.memory) == size else mmap.mmap(fd, size)
         except BaseException:
-            _unlocked(fd)
+            close_unlocked(fd)
             raise
         return _Deleted(fd, inode, path, memory)
 
@@ -239,14 +239,6 @@ class ReusedFile(PosixFile):
         with contextlib.suppress(OSError):
             self.unlock()  # the mapping has a descriptor of its own, which keeps the lock
         super().close()
-
-
-def _unlocked(fd: int) -> None:
-    """Release the lock of a descriptor, and close it. Its mapping and forked processes have copies of it, which would
-    keep the lock."""
-    with contextlib.suppress(OSError):
-        fcntl.flock(fd, fcntl.LOCK_UN)  # guard: fork-keeps-no-deleted-file
-    os.close(fd)
 
 
 def hold(file: PosixFile, path: str) -> None:

@@ -41,7 +41,7 @@ _OF_A_PLACE = re.compile(
     re.DOTALL,
 )
 """The errors of a disk, a store or another node (28: it is full; 30: it is read-only; 122: the quota is used up),
-whatever was trained. torch puts that of a DataLoader's worker behind a text and a traceback. The second line has what
+whatever was trained. torch puts that of a DataLoader's worker behind a text and a traceback. The last line has what
 torch.save and numpy's tofile say of a short write."""
 ASKED = "the job was asked to end"
 HANG = "hang"

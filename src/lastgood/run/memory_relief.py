@@ -24,6 +24,7 @@ from functools import partial
 
 from .. import reporting
 from ..format import layout
+from ..io.files import close_unlocked
 from ..io.memory_files import SMALLER, MemoryFiles, lacking_bytes
 from ..io.memory_moves import moved, staged_in
 from ..io.os_errors import NoMemory
@@ -154,8 +155,7 @@ class Relief:
         try:
             yield True
         finally:
-            fcntl.flock(fd, fcntl.LOCK_UN)  # also that of a process that was forked meanwhile
-            os.close(fd)
+            close_unlocked(fd)
 
     def _report(self, files: MemoryFiles, path: str, count: int) -> None:
         self._moved, self._moved_bytes = self._moved + 1, self._moved_bytes + count

@@ -25,7 +25,7 @@ from .. import reporting
 from ..errors import LastgoodError
 from ..format import commit, layout
 from ..io import os_errors
-from ..io.files import Lock, PosixFiles
+from ..io.files import Lock, PosixFiles, close_unlocked
 from ..io.reused_files import ReusedFiles
 from ..records import GenerationId
 from . import access, agent_link, memory_place, paths
@@ -63,7 +63,7 @@ class Held:
         """Hold nothing any more."""
         fd, self._fd = self._fd, None
         if fd is not None:
-            _release(fd)
+            close_unlocked(fd)
 
     def _open(self, flags: int, lock: int) -> int:
         self.close()  # the file may be another one since
@@ -129,7 +129,7 @@ def _owned(folder: str) -> Iterator[int | None]:
     with contextlib.ExitStack() as locks:
         try:
             fd = _locked(path, os.O_RDWR, fcntl.LOCK_EX | fcntl.LOCK_NB)  # guard: held-memory-is-not-removed
-            locks.callback(_release, fd)
+            locks.callback(close_unlocked, fd)
             # guard: used-memory-is-not-removed
             for name, content in ((agent_link.LOCK, b""), (access.LOCK, access.AGENTS_MARK)):
                 locks.callback(Lock(os.path.join(folder, name), content).close)
@@ -156,8 +156,3 @@ def _locked(path: str, flags: int, lock: int) -> int:
         os.close(fd)
         raise
     return fd
-
-
-def _release(fd: int) -> None:
-    fcntl.flock(fd, fcntl.LOCK_UN)  # also for the copy in a child that is being started
-    os.close(fd)

@@ -320,7 +320,8 @@ class Fence:
     def _before_step(self, optimizer: Optimizer, arguments: Sequence[object], keywords: Mapping[str, object]) -> None:
         self.wait()
         # Not in the post-hook: Ctrl-C may leave the step half done.
-        self.update_begun |= bool(keywords) or len(arguments) > 1 or not _is_idle(optimizer)
+        if not self.update_begun:
+            self.update_begun = bool(keywords) or len(arguments) > 1 or not _is_idle(optimizer)
 
     def wait(self) -> None:
         """Wait until every copy is enqueued, and on each device let the following work wait for the copies.

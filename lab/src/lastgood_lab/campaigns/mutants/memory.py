@@ -28,7 +28,6 @@ MUTANTS: tuple[Mutant, ...] = (
         ("memory that a save fills is freed", "used-file-not-freed", Remove()),
         ("a file is released while it is filled", "filled-file-not-released", Swap("with self._copying", "if True")),
         ("buffers that no file came from count", "file-without-buffers-not-counted", Swap("not ", "True or ")),
-        ("a forked process keeps a deleted file from being used", "fork-keeps-no-deleted-file", Remove()),
         ("a file is refused while deleted ones have its memory", "reused-memory-freed-first", Remove()),
         ("memory that is not looked at is not reported", "memory-left-behind-reported", Swap("in left", "in []")),
         (
