@@ -54,7 +54,7 @@ from lastgood.run.planned_save import RunOptions
 from lastgood.storage.directory import Disk
 from lastgood.wire import nixl as nixl_wire
 from lastgood.wire.nixl import Nixl
-from lastgood.wire.port import Peer
+from lastgood.wire.port import Answer, Peer
 from lastgood.wire.security import SharedKey
 from lastgood.wire.serving import Server
 from lastgood.wire.window import Window
@@ -190,6 +190,24 @@ def test_parity_is_written_and_files_are_rebuilt_over_nixl(tmp_path: Path, nixl:
         assert idle and all(isinstance(session._bulk, Window) for session in idle)
 
 
+def test_parity_is_read_in_the_background_and_lost_files_are_not(cluster: Cluster, monkeypatch) -> None:
+    """A job waits for files that are rebuilt, and for no parity."""
+    asked, handle = list[bool](), PeerFiles.handle
+
+    def recorded(self: PeerFiles, peer: Peer, request: bytes, bulk: memoryview) -> Answer:
+        answer = handle(self, peer, request, bulk)
+        asked.extend([answer.background] if answer.bulk else [])
+        return answer
+
+    monkeypatch.setattr(PeerFiles, "handle", recorded)
+    cluster.protect()
+    assert asked and all(asked)
+    asked.clear()
+    cluster.lose(0)
+    cluster.rebuild(0)
+    assert asked and not any(asked)
+
+
 def test_more_losses_than_parity_cells_are_beyond_repair(cluster: Cluster, monkeypatch) -> None:
     """All that was left of a generation crossed the network before it was given up for an older one."""
     cluster.protect()
@@ -197,10 +215,10 @@ def test_more_losses_than_parity_cells_are_beyond_repair(cluster: Cluster, monke
         cluster.lose(rank)
     read, reads = Peers.read, list[bool]()
 
-    def counted(self, node, extent, mv) -> None:
+    def counted(self, node, extent, mv, background) -> None:
         of_parity = extent.length % PAGE == 0 and not extent.blob.endswith(".json")  # else the copy of a manifest
         reads.append(of_parity or extent.blob.endswith(".safetensors"))
-        read(self, node, extent, mv)
+        read(self, node, extent, mv, background)
 
     monkeypatch.setattr(Peers, "read", counted)
     with pytest.raises(errors.BeyondRepair):
@@ -279,11 +297,11 @@ def test_a_node_that_falls_silent_is_waited_for_once(cluster: Cluster, monkeypat
     cluster.lose(0)
     read, waited = Peers.read, set[str]()
 
-    def silent(self: Peers, node: PeerNode, extent: Extent, mv: memoryview) -> None:
+    def silent(self: Peers, node: PeerNode, extent: Extent, mv: memoryview, background: bool = False) -> None:
         if node.name == "1" and not extent.blob.endswith(".json"):
             waited.add(f"{extent.blob} {extent.offset}")
             raise errors.TimedOut("a request to 1 took longer than 60 s")
-        read(self, node, extent, mv)
+        read(self, node, extent, mv, background)
 
     monkeypatch.setattr(Peers, "read", silent)
     cluster.rebuild(0)
@@ -452,11 +470,11 @@ def test_chunks_for_a_node_wait_once_for_an_agent_that_is_silent(cluster: Cluste
         cluster.disk(2).put_new(f"{layout.folder(AT)}/{name}", data)
     read, asked = Peers.read, list[str]()
 
-    def silent(self: Peers, node: PeerNode, extent: Extent, mv: memoryview) -> None:
+    def silent(self: Peers, node: PeerNode, extent: Extent, mv: memoryview, background: bool = False) -> None:
         asked.append(node.name)
         if node.name == "1":
             raise errors.TimedOut("a request to 1 took longer than 60 s")
-        read(self, node, extent, mv)
+        read(self, node, extent, mv, background)
 
     monkeypatch.setattr(Peers, "read", silent)
     links = NodeLinks(table=PeerTable(job=JOB, key=KEY, nodes=cluster.nodes), peers=cluster.peers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import re
 import shutil
 import socket
@@ -46,7 +47,7 @@ from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
 from lastgood.wire.channel import Channel
 from lastgood.wire.nixl import Nixl
-from lastgood.wire.port import Peer
+from lastgood.wire.port import Answer, Peer
 from lastgood.wire.security import SharedKey
 from lastgood.wire.serving import Server
 from lastgood.wire.window import Window
@@ -165,11 +166,11 @@ def test_a_node_whose_connection_broke_is_asked_once_more(tmp_path: Path, genera
     name, broke = f"{layout.folder(generation.id)}/r00000.safetensors", threading.Event()
     whole = Peers.read
 
-    def read(self: Peers, node: PeerNode, extent: Extent, mv: memoryview) -> None:
+    def read(self: Peers, node: PeerNode, extent: Extent, mv: memoryview, background: bool) -> None:
         if not broke.is_set():
             broke.set()
             raise errors.PeerDown("the connection was reset")
-        whole(self, node, extent, mv)
+        whole(self, node, extent, mv, background)
 
     monkeypatch.setattr(Peers, "read", read)
     with served(tmp_path / "a") as node:
@@ -532,6 +533,19 @@ class Gate:
         """No other rank waits."""
 
 
+class Slow(Gate):
+    """A `node_copies.Maker` that takes as long as the test wants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.go_on = queue.SimpleQueue[int](), queue.SimpleQueue[Exception | None]()
+
+    def make(self, generation: Generation, stop: object) -> None:
+        self.begun.put(generation.step)
+        if (failed := self.go_on.get(timeout=20)) is not None:
+            raise failed
+
+
 def test_a_copied_generation_is_held_until_a_newer_one_is_copied(tmp_path: Path, generation: Generation) -> None:
     """A node was lost while the newest save waited for its copies. The save before, which had its copies, was deleted
     already, because the newest had been verified: the run went back to its directory."""
@@ -553,6 +567,36 @@ def test_a_copied_generation_is_held_until_a_newer_one_is_copied(tmp_path: Path,
         copies_.offer(newest)
         copies_.wait(20)
         assert newer.id in known.held
+    finally:
+        copies_.close()
+
+
+def test_copies_under_way_are_finished_though_a_newer_save_waits(tmp_path: Path, generation: Generation) -> None:
+    """On a link on which copies took longer than the interval of the saves, each save was said to have none, although
+    those of every few were made: a newer one had been committed meanwhile."""
+    known, gate = KnownRun(disk(tmp_path / "a"), Environment()), Slow()
+    older, newer, newest = (
+        structs.replace(generation, commit=structs.replace(generation.commit, step=step)) for step in (2, 3, 4)
+    )
+    copies_ = NodeCopies(known, lambda _: gate, Outcomes(str(tmp_path)))
+    try:
+        under_way = copies_.offer(older)
+        assert gate.begun.get(timeout=20) == 2
+        waiting, last = copies_.offer(newer), copies_.offer(newest)
+        assert copies_.offer(older) is under_way and copies_.offer(newest) is last
+        assert isinstance(waiting.exception(20), errors.Overtaken), "its copies were not begun"
+        assert not under_way.done() and older.id in known.held
+        gate.go_on.put(None)
+        assert under_way.result(20) is None
+        assert gate.begun.get(timeout=20) == 4 and older.id in known.held
+        gate.go_on.put(errors.PeerDown("no other node can be reached"))
+        assert gate.begun.get(timeout=20) == 4, "it is tried again where no newer one waits"
+        later = copies_.offer(structs.replace(generation, commit=structs.replace(generation.commit, step=5)))
+        gate.go_on.put(errors.PeerDown("no other node can be reached"))
+        assert isinstance(last.exception(20), errors.Overtaken), "a newer one is tried in its place"
+        gate.go_on.put(None)
+        copies_.wait(20)
+        assert later.result(20) is None
     finally:
         copies_.close()
 
@@ -593,6 +637,23 @@ def test_a_generation_that_is_to_be_rebuilt_is_held_from_the_opening_on(tmp_path
     assert generation.id in known.held
     copies_.close()
     assert generation.id not in known.held
+
+
+def test_only_copies_are_sent_in_the_background(tmp_path: Path, generation: Generation, monkeypatch) -> None:
+    """What a call waits for is sent at once: the records of a save waited behind copies that filled the link."""
+    commit_on(tmp_path / "b", generation)
+    sent, whole = set[tuple[str, bool]](), Channel.call
+
+    def recorded(self: Channel, request: bytes, *, background: bool = False, **more: object) -> Answer:
+        sent.add((msgspec.json.decode(request)["call"], background))
+        return whole(self, request, background=background, **more)
+
+    monkeypatch.setattr(Channel, "call", recorded)
+    with served(tmp_path / "b") as node, contextlib.closing(Peers(JOB, BY_KEY, "a")) as peers:
+        (seal,) = generation.commit.seals
+        peers.send(disk(tmp_path / "a"), generation, seal, node)
+    calls = {"list", "create", "finish", "put"}
+    assert sent == {("write", True)} | {(call, False) for call in calls}
 
 
 def test_a_node_without_the_key_of_the_job_is_refused(tmp_path: Path) -> None:

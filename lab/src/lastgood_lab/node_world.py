@@ -208,7 +208,7 @@ class WireChannel:
     def close(self) -> None:
         """Nothing is open between two calls."""
 
-    def call(self, request: bytes, *, outgoing: Any = (), incoming: Any = None, timeout_seconds: float) -> Any:
+    def call(self, request: bytes, *, outgoing: Any = (), incoming: Any = None, **_: Any) -> Any:
         world = self._world
         world.scheduler.point()
         fate = world.fate(on_wire=True)

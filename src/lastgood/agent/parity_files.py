@@ -33,7 +33,8 @@ def write(memory: Mendable, peers: Peers, generation: Generation, orders: Sequen
 
 def _write_one(memory: Mendable, peers: Peers, generation: Generation, order: StripeOrder, stop: Stop) -> None:
     seals = {one.rank: one for one in generation.commit.seals}
-    sources = [cast(Tier, PeerDisk(peers, member.node)) for member in order.data]
+    # guard: parity-read-in-background
+    sources = [cast(Tier, PeerDisk(peers, member.node, background=True)) for member in order.data]
     manifests = [
         [sealed.sealed_record(source, generation, seals[rank]) for rank in member.ranks]
         for source, member in zip(sources, order.data, strict=True)

@@ -80,7 +80,7 @@ class PeerFiles:
         if call.call == "read":
             data = self._buffer(call.length)
             disk.read_into(Extent(blob=call.name, offset=call.offset, length=call.length), data)
-            return Answer(b"", (data,))
+            return Answer(b"", (data,), call.background)
         if call.call == "abort":
             self._drop(call.name, call.sending)
             return Answer()

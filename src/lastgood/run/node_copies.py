@@ -11,6 +11,7 @@ Invariants
      deletes it with its generation.
   2. A generation that is being copied is not deleted.
   3. The newest generation is copied. One that waits while a newer one is committed is not: its copies would come late.
+     Copies that are being made then are finished: on a slow network no generation would get any otherwise.
   4. A node that cannot be reached delays nothing but the copies: they are tried again, with pauses.
   5. The newest generation that has its copies is not deleted before a newer one has them: a node that is lost meanwhile
      takes the newer one with it.
@@ -25,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -149,6 +150,13 @@ class NothingMaker:
         """Nobody was asked for anything."""
 
 
+class Offered(NamedTuple):
+    """A generation whose copies are to be made. `copied`: ends when they are made, or are given up."""
+
+    generation: Generation
+    copied: Future[None]
+
+
 class NodeCopies:
     """At the coordinator: makes the redundancy of each newest generation. Begins at once; `close` ends it.
 
@@ -161,7 +169,9 @@ class NodeCopies:
         self._maker = maker(lambda: self._closing)
         self.place = self._maker.place
         self._changed = threading.Condition()
-        self._waiting: tuple[Generation, Future[None]] | None = None
+        self._waiting: Offered | None = None
+        self._under_way: Offered | None = None
+        """what the thread makes the copies of"""
         # Which of these have their copies is not known. One of them may be all that survives a lost node; one that
         # has lost a node already may be rebuilt, and survive another one.
         known = source.survey.generations.items()
@@ -183,10 +193,11 @@ class NodeCopies:
         given up."""
         copied = Future[None]()
         with self._changed:
-            if self._waiting is not None and self._waiting[0].id == generation.id:
-                return self._waiting[1]
-            self._give_up(Overtaken(f"a newer generation than the copies of {self.place} was committed"))
-            self._waiting = generation, copied
+            for one in (self._waiting, self._under_way):
+                if one is not None and one.generation.id == generation.id:
+                    return one.copied
+            self._give_up(self._waiting, self._overtaken())
+            self._waiting = Offered(generation, copied)
             self._source.held.add(generation.id, self)
             self._changed.notify_all()
         return copied
@@ -197,7 +208,8 @@ class NodeCopies:
             before, self._hurried = self._failed_attempts, True
             self._changed.notify_all()
             self._changed.wait_for(
-                lambda: self._waiting is None or self._failed_attempts > before or self._closing, timeout_seconds
+                lambda: not (self._waiting or self._under_way) or self._failed_attempts > before or self._closing,
+                timeout_seconds,
             )
             self._hurried = False
 
@@ -213,7 +225,9 @@ class NodeCopies:
         self._thread.join()
         self._maker.end()
         with self._changed:
-            self._give_up(Cancelled("the run was closed"))
+            for one in (self._waiting, self._under_way):
+                self._give_up(one, Cancelled("the run was closed"))
+            self._waiting = self._under_way = None
             self._hold(set())
 
     def _keep(self, at: GenerationId) -> None:
@@ -235,13 +249,14 @@ class NodeCopies:
             return False
         return self._maker.outlives(one)
 
-    def _give_up(self, error: LastgoodError) -> None:
-        """End the waiting for the generation that waits, if there is one. The lock is held."""
-        if self._waiting is not None:
-            generation, copied = self._waiting
-            self._waiting = None
-            self._source.held.discard(generation.id, self)
-            copied.set_exception(error)
+    def _give_up(self, one: Offered | None, error: LastgoodError) -> None:
+        """End the waiting for the copies of a generation, if there is one. The lock is held."""
+        if one is not None:
+            self._source.held.discard(one.generation.id, self)
+            one.copied.set_exception(error)
+
+    def _overtaken(self) -> Overtaken:
+        return Overtaken(f"a newer generation than the copies of {self.place} was committed")
 
     # ---- the thread ----------------------------------------------------------------------------------------
 
@@ -257,15 +272,15 @@ class NodeCopies:
                     self._closing |= interpreter_is_ending()
                 if self._closing:
                     return
-                waiting = self._waiting
-            if waiting is not None:
-                self._copy(*waiting)
+                # guard: copies-under-way-not-overtaken
+                self._under_way, self._waiting = self._waiting, None
+            if self._under_way is not None:
+                self._copy(self._under_way)
 
-    def _copy(self, generation: Generation, copied: Future[None]) -> None:
+    def _copy(self, one: Offered) -> None:
         """Make the copies of one generation. A failure is put into `outcomes` once, and tried again."""
-        failed: Exception | None = None
+        generation, failed = one.generation, None
         begun = time.monotonic()
-        self._source.held.add(generation.id, self._thread)  # also if a newer one is to be copied before this has ended
         try:
             self._maker.make(generation, lambda: self._closing)
             self._keep(generation.id)
@@ -273,18 +288,21 @@ class NodeCopies:
             return
         except Exception as error:  # noqa: BLE001 - a caller of `wait` must not wait for ever
             failed = error
-        finally:
-            self._source.held.discard(generation.id, self._thread)
         with self._changed:
+            self._under_way = None
             if failed is not None:
                 if self._failures == 0:
                     self._outcomes.put(failed)
                 self._failures += 1
                 self._failed_attempts += 1
-            elif self._waiting is not None and self._waiting[1] is copied:
-                self._waiting, self._failures = None, 0
+                if self._waiting is None:
+                    self._waiting = one
+                else:
+                    self._give_up(one, self._overtaken())
+            else:
+                self._failures = 0
                 self._source.held.discard(generation.id, self)
-                copied.set_result(None)
+                one.copied.set_result(None)
                 if self.place:
                     seconds, size = time.monotonic() - begun, generation.bytes
                     self._source.emit("copied", generation.id, seconds=seconds, size=size, detail=self.place)

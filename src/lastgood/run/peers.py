@@ -63,7 +63,7 @@ NO_CALL = "this is no call of an agent"
 """With this an agent refuses a call that it does not know: it may be of an older version."""
 
 
-class FileCall(Record, frozen=True, kw_only=True):
+class FileCall(Record, frozen=True, kw_only=True, omit_defaults=True):
     """One call. `name`: of the file, or of the folder of the generation for "list", "seals" and "commit"."""
 
     call: Literal[
@@ -74,6 +74,8 @@ class FileCall(Record, frozen=True, kw_only=True):
     """a random text of one sending of the files of a rank: two that overlap never write to one file"""
     offset: int = 0
     length: int = 0
+    background: bool = False
+    """of "read": nobody waits for the bytes"""
 
 
 class PeerNode(Record, frozen=True, kw_only=True):
@@ -153,9 +155,11 @@ class Peers:
         for one in channels:
             one.close()
 
-    def read(self, node: PeerNode, extent: Extent, mv: memoryview) -> None:
-        """Fill mv[:extent.length] from a file of another node. Raises MissingBlob, and what `port.Wire` raises."""
-        call = FileCall(call="read", name=extent.blob, offset=extent.offset, length=extent.length)
+    def read(self, node: PeerNode, extent: Extent, mv: memoryview, background: bool = False) -> None:
+        """Fill mv[:extent.length] from a file of another node. `background`: as for `port.Wire.call`, at the other
+        node. Raises MissingBlob, and what `port.Wire` raises."""
+        read = FileCall(call="read", name=extent.blob, offset=extent.offset, length=extent.length)
+        call = msgspec.structs.replace(read, background=background)
         answer = self._channel(node).call(
             self._encoded(call), incoming=mv[: extent.length], timeout_seconds=CALL_SECONDS
         )
@@ -238,8 +242,11 @@ class Peers:
         outgoing: Sequence[memoryview] = (),
         timeout_seconds: float = CALL_SECONDS,
     ) -> bytes:
-        request = self._encoded(call)
-        return self._channel(node).call(request, outgoing=outgoing, timeout_seconds=timeout_seconds).record
+        background = call.call == "write"  # guard: copies-sent-in-background
+        answer = self._channel(node).call(
+            self._encoded(call), outgoing=outgoing, timeout_seconds=timeout_seconds, background=background
+        )
+        return answer.record
 
     def _encoded(self, call: FileCall) -> bytes:
         return msgspec.json.encode(call)
@@ -257,12 +264,12 @@ class Peers:
 
 
 class PeerDisk:
-    """`ports.Tier` for reading the memory of another node."""
+    """`ports.Tier` for reading the memory of another node. `background`: as for `Peers.read`."""
 
     newest_only, reads_at_once = False, 2
 
-    def __init__(self, peers: Peers, node: PeerNode) -> None:
-        self._peers, self._node = peers, node
+    def __init__(self, peers: Peers, node: PeerNode, background: bool = False) -> None:
+        self._peers, self._node, self._background = peers, node, background
         self.place = f"the memory of node {node.name}"
 
     def list(self, folder: str) -> Mapping[str, int | None]:
@@ -270,7 +277,7 @@ class PeerDisk:
 
     def read_into(self, extent: Extent, mv: memoryview, *, fresh: bool = False) -> None:
         try:
-            self._peers.read(self._node, extent, mv)
+            self._peers.read(self._node, extent, mv, self._background)
         except Damaged as error:  # of which only the texts come over the wire
             error.blob = extent.blob  # guard: remote-damage-names-its-file
             if isinstance(error, Truncated):

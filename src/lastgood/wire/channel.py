@@ -84,6 +84,7 @@ class Channel:
         outgoing: Iterable[memoryview] = (),
         incoming: memoryview | None = None,
         timeout_seconds: float,
+        background: bool = False,
     ) -> Answer:
         """See `port.Wire`."""
         bulk = [one.cast("B") for one in outgoing]
@@ -93,7 +94,7 @@ class Channel:
         deadline = Deadline(self._clock, timeout_seconds, f"a request to {self._node} at {self._address[0]}")
         with self._session(deadline) as session:
             message = Request(request, min(len(room), WIRE_BULK_LIMIT_BYTES), length, session.digest(bulk))
-            session.send(message, bulk, deadline)
+            session.send(message, bulk, deadline, background)
             answer = session.receive(deadline)
             if isinstance(answer, Failure):
                 failed = error_of(answer)

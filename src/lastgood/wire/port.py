@@ -27,6 +27,8 @@ class Answer(NamedTuple):
     """at most limits.WIRE_RECORD_LIMIT_BYTES long; its meaning is a matter of the service"""
     bulk: Sequence[memoryview] = ()
     """contiguous views of bytes. At the node that asked: the filled part of its own buffer, or nothing"""
+    background: bool = False
+    """as for `Wire.call`, for the bulk bytes of the answer"""
 
 
 class Wire(Protocol):
@@ -52,7 +54,8 @@ class Wire(Protocol):
     `request`: bytes whose meaning is a matter of the service. `outgoing`: contiguous buffers that are sent with it,
     in this order; they must not change until the call returns. Default: none. `incoming`: the buffer into which the
     bulk bytes of the answer are received; it may be longer than they are. Default: an answer with
-    bulk bytes is refused. `timeout_seconds`: the time for the whole call, the connection included.
+    bulk bytes is refused. `timeout_seconds`: the time for the whole call, the connection included. `background`: the
+    outgoing bytes are sent so that others on the same path need not wait (background.py). Default: as fast as possible.
     """
 
     def call(
@@ -62,6 +65,7 @@ class Wire(Protocol):
         outgoing: Iterable[memoryview] = (),
         incoming: memoryview | None = None,
         timeout_seconds: float,
+        background: bool = False,
     ) -> Answer: ...
 
     def close(self) -> None:

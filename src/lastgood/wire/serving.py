@@ -292,7 +292,8 @@ class Conversations:
             if not isinstance(error, LastgoodError):
                 raise
             return
-        session.send(reply, bulk, self._transfer(f"sending an answer to {session.name}"))
+        deadline = self._transfer(f"sending an answer to {session.name}")
+        session.send(reply, bulk, deadline, answer.background)
 
     def _buffer(self, peer: Peer, request: Request) -> memoryview:
         """The service's buffer for the bulk bytes of a request."""

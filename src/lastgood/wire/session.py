@@ -26,7 +26,7 @@ def receive_message(stream: Stream, reader: FrameReader, deadline: Deadline, fir
 class Bulk(Protocol):
     """What carries the bulk bytes of a connection: a stream, or a window."""
 
-    def send(self, buffers: Sequence[bytes | memoryview], deadline: Deadline) -> None: ...
+    def send(self, buffers: Sequence[bytes | memoryview], deadline: Deadline, background: bool = False) -> None: ...
     def receive_into(self, mv: memoryview, deadline: Deadline) -> None: ...
     def is_quiet(self) -> bool: ...
     def cut(self) -> None: ...
@@ -71,15 +71,15 @@ class Session:
         """The digest of bulk bytes that this side is about to send."""
         return digest(self._algorithm, self._send_key, buffers) if buffers else b""
 
-    def send(self, message: Message, bulk: Sequence[memoryview], deadline: Deadline) -> None:
-        """Send a message, and these bulk bytes after it. Raises PeerDown or TimedOut."""
+    def send(self, message: Message, bulk: Sequence[memoryview], deadline: Deadline, background: bool = False) -> None:
+        """Send a message, and these bulk bytes after it, in the background or not. Raises PeerDown or TimedOut."""
         frame = self._writer.encode(message)
         if self._bulk is self._control:
-            self._control.send([frame, *bulk], deadline)
+            self._control.send([frame, *bulk], deadline, background and bool(bulk))
         else:
             self._control.send([frame], deadline)
             if bulk:
-                self._bulk.send(bulk, deadline)
+                self._bulk.send(bulk, deadline, background)
 
     def receive_first(self, deadline: Deadline) -> bytes:
         """The first byte of the next message. Raises PeerDown or TimedOut."""

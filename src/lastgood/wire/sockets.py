@@ -9,6 +9,7 @@ import ssl
 from collections.abc import Callable, Iterator, Sequence
 
 from ..errors import LastgoodError, PeerDown, TimedOut
+from .background import Background, background_of
 from .tls import stream_error
 
 SEND_BYTES = 1 << 20
@@ -48,6 +49,8 @@ class Stream:
 
     def __init__(self, sock: socket.socket, name: str) -> None:
         self._socket, self.name = sock, name
+        self._background: Background | None = None
+        """the rate for bytes of the background, once some were sent"""
 
     @property
     def raw(self) -> socket.socket:
@@ -58,13 +61,15 @@ class Stream:
         """Go on with this socket, which has taken over the connection of the one before."""
         self._socket = sock
 
-    def send(self, buffers: Sequence[bytes | memoryview], deadline: Deadline) -> None:
-        """Send these buffers whole, without copying them. Raises PeerDown or TimedOut."""
+    def send(self, buffers: Sequence[bytes | memoryview], deadline: Deadline, background: bool = False) -> None:
+        """Send these buffers whole, without copying them. `background`: slower than others on the same path
+        (background.py). Raises PeerDown or TimedOut."""
         left = [memoryview(one).cast("B") for one in buffers if len(one)]
         with self._failing(deadline):
+            rate = self._rate(background)
             while left:
                 self._socket.settimeout(deadline.left())
-                sent = self._send_some(left)
+                sent = self._send_some(left) if rate is None else self._send_part(left[0], rate)
                 while left and sent >= len(left[0]):
                     sent -= len(left.pop(0))
                 if sent:
@@ -74,6 +79,23 @@ class Stream:
         if isinstance(self._socket, ssl.SSLSocket) or len(buffers) == 1:
             return self._socket.send(buffers[0][:SEND_BYTES])
         return self._socket.sendmsg(buffers[:BUFFERS_AT_ONCE])
+
+    def _send_part(self, buffer: memoryview, rate: Background) -> int:
+        sent = self._socket.send(buffer[: rate.part_bytes()])
+        rate.measure()
+        return sent
+
+    def _rate(self, background: bool) -> Background | None:
+        """The rate for what is sent now; None: there is none."""
+        if not background:
+            if self._background is not None:
+                self._background.end()
+            return None
+        if self._background is None:
+            self._background = background_of(self._socket)
+        if self._background is not None:
+            self._background.begin()
+        return self._background
 
     def receive_into(self, mv: memoryview, deadline: Deadline) -> None:
         """Fill `mv`. Raises PeerDown where the stream ends before, or TimedOut."""

@@ -122,8 +122,9 @@ class Window:
         self._at = self._left = 0
         """the part of the oldest piece that was not read yet"""
 
-    def send(self, buffers: Sequence[bytes | memoryview], deadline: Deadline) -> None:
-        """Send these buffers whole. Raises PeerDown, FrameInvalid or TimedOut."""
+    def send(self, buffers: Sequence[bytes | memoryview], deadline: Deadline, background: bool = False) -> None:
+        """Send these buffers whole. `background` changes nothing: what shares the network of such memory is its matter.
+        Raises PeerDown, FrameInvalid or TimedOut."""
         for parts in pieces(buffers, WIRE_PIECE_BYTES):
             while self._untaken == WIRE_PIECES:  # guard: window-piece-taken-before-next
                 self._await_taken(deadline)

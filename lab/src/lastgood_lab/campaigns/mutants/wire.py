@@ -35,6 +35,27 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a record of any length is sent", "wire-sizes-checked", Never()),
     ),
     *table(
+        "wire, the background",
+        ("wire_background",),
+        (
+            "a rate grows while nothing uses it",
+            "unused-rate-does-not-grow",
+            Swap(" if rate < 2 * now.delivered else rate", ""),
+        ),
+        ("what a call waits for keeps the rate of the background", "only-background-is-slowed", Remove()),
+    ),
+    *table(
+        "copies in the background",
+        ("peers", "node_parity"),
+        ("copies are sent as fast as possible", "copies-sent-in-background", Instead("background = False")),
+        ("parity is read as fast as possible", "parity-read-in-background", Swap(", background=True", "")),
+        (
+            "copies that take longer than the interval of saves are given up",
+            "copies-under-way-not-overtaken",
+            Instead("self._under_way = self._waiting"),
+        ),
+    ),
+    *table(
         "wire, connections",
         ("wire_calls", "wire_faults", "wire_serving"),
         (

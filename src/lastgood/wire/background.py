@@ -1,0 +1,107 @@
+"""How fast a connection sends bytes of the background, so that others on the same path need not wait for them.
+
+Copies between nodes would fill a slow link, and the messages of a save would wait behind them, or be lost. So bytes of
+the background follow the delay of their path, as in RFC 6817 (LEDBAT): their rate falls once packets queue up or are
+lost, and grows again while neither is seen. The kernel measures both, and keeps the rate. Before anything was seen
+there is none. Knows no message. Where the kernel is not Linux, the rate is not limited.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import struct
+import sys
+from typing import NamedTuple
+
+QUEUE_SECONDS = 0.005
+"""A path whose packets take so much longer than its quickest one, and twice as long, has a queue."""
+LOWER, RAISE = 0.7, 1.1
+"""What the rate is multiplied by at each measurement."""
+LEAST_FALL = 1 / 3
+"""The rate falls to this part of itself at most, whatever was delivered: a pause delivers nothing."""
+LEAST_BYTES_PER_SECOND = 1e6
+"""The rate is never lower, so that copies are made even where others fill the path."""
+MEASURE_SECONDS = 0.005
+LEAST_PART_BYTES, MOST_PART_BYTES = 64 << 10, 1 << 20
+"""Between two measurements lie so many bytes, or what the path takes in MEASURE_SECONDS."""
+SO_MAX_PACING_RATE = 47
+"""of Linux; Python has no name for it"""
+_INFO = struct.Struct("=68xI28xI44xI8xQ")
+"""of `struct tcp_info`: tcpi_rtt, tcpi_total_retrans, tcpi_min_rtt, tcpi_delivery_rate"""
+
+
+class Seen(NamedTuple):
+    """What the kernel has measured on a connection."""
+
+    round_trip_seconds: float
+    """of the last packets"""
+    quickest_seconds: float
+    """the shortest round trip of the last minutes"""
+    sent_again: int
+    """packets, since the connection was made"""
+    delivered: float
+    """bytes a second, of the last packets"""
+
+
+def next_rate(rate: float, before: Seen, now: Seen) -> float:
+    """The rate in bytes a second after a measurement. `rate`: the one so far; infinite: none. Pure."""
+    queue_seconds = now.round_trip_seconds - now.quickest_seconds
+    if now.sent_again > before.sent_again or queue_seconds > max(QUEUE_SECONDS, now.quickest_seconds):
+        fallen = min(rate, now.delivered) * LOWER
+        if math.isfinite(rate):
+            fallen = max(fallen, rate * LEAST_FALL)
+        return max(fallen, LEAST_BYTES_PER_SECOND)
+    return rate * RAISE if rate < 2 * now.delivered else rate  # guard: unused-rate-does-not-grow
+
+
+class Background:
+    """The rate of one connection, which a thread uses that sends. `sock`: connected, over TCP."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket, self._rate, self._kept = sock, math.inf, False
+        self._seen = _seen(sock)
+
+    def part_bytes(self) -> int:
+        """How much is sent until the next measurement."""
+        bytes_until_next = int(min(self._rate, self._seen.delivered) * MEASURE_SECONDS)
+        return min(max(bytes_until_next, LEAST_PART_BYTES), MOST_PART_BYTES)
+
+    def measure(self) -> None:
+        """Fit the rate to what the path does."""
+        now = _seen(self._socket)
+        rate = next_rate(self._rate, self._seen, now)
+        self._seen = now
+        if rate != self._rate:
+            self._rate = rate
+            self._keep(rate)
+
+    def begin(self) -> None:
+        """Send bytes of the background from now on."""
+        if math.isfinite(self._rate) and not self._kept:
+            self._keep(self._rate)
+
+    def end(self) -> None:
+        """Send other bytes from now on, as fast as the path takes them."""
+        if self._kept:
+            self._keep(math.inf)  # guard: only-background-is-slowed
+
+    def _keep(self, rate: float) -> None:
+        self._kept = math.isfinite(rate)
+        bytes_per_second = int(rate) if self._kept else 2**64 - 1
+        self._socket.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("=Q", bytes_per_second))
+
+
+def background_of(sock: socket.socket) -> Background | None:
+    """The rate of a connection; None where the kernel measures none. Raises OSError for one that has ended."""
+    known = sys.platform == "linux" and sock.family in (socket.AF_INET, socket.AF_INET6)
+    return Background(sock) if known and len(_measured(sock)) >= _INFO.size else None
+
+
+def _seen(sock: socket.socket) -> Seen:
+    round_trip, sent_again, quickest, delivered = _INFO.unpack_from(_measured(sock))
+    return Seen(round_trip / 1e6, quickest / 1e6, sent_again, float(delivered))
+
+
+def _measured(sock: socket.socket) -> bytes:
+    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
