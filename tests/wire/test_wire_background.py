@@ -15,6 +15,7 @@ import pytest
 from lastgood.wire.background import (
     LEAST_BYTES_PER_SECOND,
     LEAST_PART_BYTES,
+    MEASUREMENTS,
     MOST_PART_BYTES,
     QUEUE_SECONDS,
     SO_MAX_PACING_RATE,
@@ -30,7 +31,7 @@ from lastgood.wire.serving import Server
 from lastgood_lab import namespaces
 from wired import CLIENT, KEY, RUN, SECONDS, SERVER, Recorder, channel, serving
 
-FREE = Seen(0.0001, 0.0001, 0, 100e6)
+FREE = Seen(0.0001, 0.0001, 0, 0, 100e6)
 """a path on which nothing waits, and which delivers 100 MB/s"""
 QUEUE = FREE._replace(round_trip_seconds=0.0002 + QUEUE_SECONDS)
 MEGABITS = 80
@@ -45,9 +46,15 @@ def test_a_rate_grows_as_long_as_it_is_used_and_nothing_waits() -> None:
 def test_a_rate_falls_below_what_is_delivered_once_packets_wait() -> None:
     assert next_rate(math.inf, FREE, QUEUE) == pytest.approx(70e6)
     assert next_rate(90e6, FREE, QUEUE) == pytest.approx(63e6)
-    lost = FREE._replace(sent_again=1)
-    assert next_rate(math.inf, FREE, lost) == pytest.approx(70e6)
-    assert next_rate(math.inf, lost, lost) == math.inf, "what was lost before was seen already"
+
+
+def test_a_rate_falls_where_many_packets_are_lost() -> None:
+    """Beside a busy machine a few packets are taken for lost that are not: copies over loopback took 0.12 GB/s in
+    place of 0.86."""
+    few, many = FREE._replace(sent=1000, sent_again=10), FREE._replace(sent=1000, sent_again=11)
+    assert next_rate(math.inf, FREE, few) == math.inf
+    assert next_rate(math.inf, FREE, many) == pytest.approx(70e6)
+    assert next_rate(math.inf, many, many._replace(sent=2000)) == math.inf, "what was lost before was seen already"
 
 
 def test_a_rate_falls_to_a_third_at_most_and_never_ends() -> None:
@@ -69,6 +76,27 @@ def test_a_slow_path_is_looked_at_after_fewer_bytes(monkeypatch, delivered: floa
     monkeypatch.setattr("lastgood.wire.background._seen", lambda _: FREE._replace(delivered=delivered))
     with socket.socket() as sock:
         assert Background(sock).part_bytes() == part
+
+
+def test_a_single_late_answer_slows_nothing(monkeypatch) -> None:
+    """A receiver that another process had interrupted answered late once, and copies took a third of their speed."""
+    rates, seen = list[float](), [FREE]
+    monkeypatch.setattr("lastgood.wire.background._seen", lambda _: seen[-1])
+    monkeypatch.setattr(Background, "_keep", lambda _, rate: rates.append(rate))
+    with socket.socket() as sock:
+        background = Background(sock)
+
+        def measured(*paths: Seen) -> list[float]:
+            rates.clear()
+            for path in paths:
+                seen.append(path)
+                background.measure()
+            return [*rates]
+
+        assert measured(*[QUEUE] * (MEASUREMENTS - 1), FREE, *[QUEUE] * (MEASUREMENTS - 1)) == []
+        assert measured(QUEUE) == pytest.approx([70e6])
+        assert measured(*[QUEUE] * (MEASUREMENTS - 1)) == [], "the queue of the rate before is still there"
+        assert measured(QUEUE) == pytest.approx([49e6])
 
 
 def test_a_socket_without_a_network_has_no_rate() -> None:
@@ -134,7 +162,7 @@ def test_a_slow_link_is_not_filled_by_the_background(slow: namespaces.Network) -
             return struct.unpack("=Q", sock.getsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, 8))[0]
 
         unlimited = 2**64 - 1
-        assert here.submit(rate_after, False).result() == unlimited
-        assert here.submit(rate_after, True).result() < MEGABITS * 1e6 / 8
-        assert here.submit(rate_after, False).result() == unlimited
-        assert here.submit(rate_after, True).result() < MEGABITS * 1e6 / 8
+        several = 4 * MEGABITS * 1e6 / 8
+        for _ in range(2):
+            assert here.submit(rate_after, False).result() == unlimited
+            assert here.submit(rate_after, True).result() < several

@@ -12,10 +12,15 @@ import math
 import socket
 import struct
 import sys
+from collections import deque
 from typing import NamedTuple
 
 QUEUE_SECONDS = 0.005
 """A path whose packets take so much longer than its quickest one, and twice as long, has a queue."""
+LOST = 0.01
+"""A path has a queue, too, if it loses more than this part of the packets. Some are lost without a queue."""
+MEASUREMENTS = 4
+"""So many in a row must show a queue. A receiver that waits for a processor shows one, too, but only once."""
 LOWER, RAISE = 0.7, 1.1
 """What the rate is multiplied by at each measurement."""
 LEAST_FALL = 1 / 3
@@ -27,27 +32,29 @@ LEAST_PART_BYTES, MOST_PART_BYTES = 64 << 10, 1 << 20
 """Between two measurements lie so many bytes, or what the path takes in MEASURE_SECONDS."""
 SO_MAX_PACING_RATE = 47
 """of Linux; Python has no name for it"""
-_INFO = struct.Struct("=68xI28xI44xI8xQ")
-"""of `struct tcp_info`: tcpi_rtt, tcpi_total_retrans, tcpi_min_rtt, tcpi_delivery_rate"""
+_INFO = struct.Struct("=68xI28xI44xI4xIQ")
+"""of `struct tcp_info`: tcpi_rtt, tcpi_total_retrans, tcpi_min_rtt, tcpi_data_segs_out, tcpi_delivery_rate"""
 
 
 class Seen(NamedTuple):
     """What the kernel has measured on a connection."""
 
     round_trip_seconds: float
-    """of the last packets"""
+    """of the last packets; the shortest of the last MEASUREMENTS"""
     quickest_seconds: float
     """the shortest round trip of the last minutes"""
-    sent_again: int
+    sent: int
     """packets, since the connection was made"""
+    sent_again: int
+    """of them, those that were taken for lost"""
     delivered: float
     """bytes a second, of the last packets"""
 
 
 def next_rate(rate: float, before: Seen, now: Seen) -> float:
     """The rate in bytes a second after a measurement. `rate`: the one so far; infinite: none. Pure."""
-    queue_seconds = now.round_trip_seconds - now.quickest_seconds
-    if now.sent_again > before.sent_again or queue_seconds > max(QUEUE_SECONDS, now.quickest_seconds):
+    waits = now.round_trip_seconds - now.quickest_seconds > max(QUEUE_SECONDS, now.quickest_seconds)
+    if waits or now.sent_again - before.sent_again > LOST * (now.sent - before.sent):  # guard: few-losses-slow-nothing
         fallen = min(rate, now.delivered) * LOWER
         if math.isfinite(rate):
             fallen = max(fallen, rate * LEAST_FALL)
@@ -61,6 +68,8 @@ class Background:
     def __init__(self, sock: socket.socket) -> None:
         self._socket, self._rate, self._kept = sock, math.inf, False
         self._seen = _seen(sock)
+        self._round_trips = deque[float](maxlen=MEASUREMENTS)
+        """in seconds, since the rate has last fallen"""
 
     def part_bytes(self) -> int:
         """How much is sent until the next measurement."""
@@ -70,11 +79,16 @@ class Background:
     def measure(self) -> None:
         """Fit the rate to what the path does."""
         now = _seen(self._socket)
-        rate = next_rate(self._rate, self._seen, now)
-        self._seen = now
-        if rate != self._rate:
-            self._rate = rate
-            self._keep(rate)
+        self._round_trips.append(now.round_trip_seconds)
+        if len(self._round_trips) == MEASUREMENTS:
+            now = now._replace(round_trip_seconds=min(self._round_trips))  # guard: one-late-answer-slows-nothing
+            rate = next_rate(self._rate, self._seen, now)
+            if rate < self._rate:
+                self._round_trips.clear()
+            if rate != self._rate:
+                self._rate = rate
+                self._keep(rate)
+            self._seen = now
 
     def begin(self) -> None:
         """Send bytes of the background from now on."""
@@ -99,8 +113,8 @@ def background_of(sock: socket.socket) -> Background | None:
 
 
 def _seen(sock: socket.socket) -> Seen:
-    round_trip, sent_again, quickest, delivered = _INFO.unpack_from(_measured(sock))
-    return Seen(round_trip / 1e6, quickest / 1e6, sent_again, float(delivered))
+    round_trip, sent_again, quickest, sent, delivered = _INFO.unpack_from(_measured(sock))
+    return Seen(round_trip / 1e6, quickest / 1e6, sent, sent_again, float(delivered))
 
 
 def _measured(sock: socket.socket) -> bytes:

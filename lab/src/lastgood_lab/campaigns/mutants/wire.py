@@ -42,6 +42,12 @@ MUTANTS: tuple[Mutant, ...] = (
             "unused-rate-does-not-grow",
             Swap(" if rate < 2 * now.delivered else rate", ""),
         ),
+        (
+            "a late answer slows a connection",
+            "one-late-answer-slows-nothing",
+            Swap("min(self._round_trips)", "now.round_trip_seconds"),
+        ),
+        ("each packet that is sent again slows a connection", "few-losses-slow-nothing", Swap("LOST", "0")),
         ("what a call waits for keeps the rate of the background", "only-background-is-slowed", Remove()),
     ),
     *table(
