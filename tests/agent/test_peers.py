@@ -601,6 +601,21 @@ def test_copies_under_way_are_finished_though_a_newer_save_waits(tmp_path: Path,
         copies_.close()
 
 
+def test_copies_that_another_rank_has_left_are_tried_again(tmp_path: Path, generation: Generation) -> None:
+    """A rank that left the job answered "cancelled", which was taken for the end of this process: nothing was tried any
+    more, and closing the run waited for ever."""
+    gate, newer = Slow(), structs.replace(generation, commit=structs.replace(generation.commit, step=2))
+    copies_ = NodeCopies(KnownRun(disk(tmp_path / "a"), Environment()), lambda _: gate, Outcomes(str(tmp_path)))
+    try:
+        copied = copies_.offer(newer)
+        for answer in (errors.Cancelled("the rank has left the job"), None):
+            assert gate.begun.get(timeout=20) == 2
+            gate.go_on.put(answer)
+        assert copied.result(20) is None
+    finally:
+        copies_.close()
+
+
 def test_whole_copies_stay_while_a_node_is_left_out_of_newer_ones(tmp_path: Path, generation: Generation) -> None:
     """The files of a node that is left out have no copies: if it is lost, the newest save that has all is needed."""
     known, below = (KnownRun(disk(tmp_path / name), Environment()) for name in ("a", "below"))

@@ -120,11 +120,12 @@ def test_the_agent_commits_what_all_ranks_of_its_node_have_sealed(tmp_path: Path
     assert one_place(home).verify(6).good
 
 
-def test_the_agents_commit_what_all_ranks_of_their_nodes_have_sealed(tmp_path: Path, memory: Path) -> None:
+@pytest.mark.parametrize("copies", [1, 2])
+def test_the_agents_commit_what_all_ranks_of_their_nodes_have_sealed(tmp_path: Path, memory: Path, copies: int) -> None:
     """Agents committed for a job on one node only: on several nodes the save waited for the next opening, and was lost
     with the memory of a node that did not come back."""
     nodes, home = ["a", "b"], tmp_path / "home"
-    world(2, died_before_commit, nodes, memory, home, 5, True, 2, dies=(0, 1))
+    world(2, died_before_commit, nodes, memory, home, 5, True, copies, dies=(0, 1))
     until(lambda: steps(home)[-1:] == [5])  # step 4 was at home: the other node had nothing else to copy
     assert one_place(home).verify(5).good
     found = world(2, trained, nodes, memory, home, 9)

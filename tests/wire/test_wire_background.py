@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import shutil
 import socket
@@ -12,11 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from lastgood.testing import Clock
 from lastgood.wire.background import (
     LEAST_BYTES_PER_SECOND,
     LEAST_PART_BYTES,
     MEASUREMENTS,
     MOST_PART_BYTES,
+    NO_RATE,
     QUEUE_SECONDS,
     SO_MAX_PACING_RATE,
     Background,
@@ -80,15 +83,16 @@ def test_a_slow_path_is_looked_at_after_fewer_bytes(monkeypatch, delivered: floa
 
 def test_a_single_late_answer_slows_nothing(monkeypatch) -> None:
     """A receiver that another process had interrupted answered late once, and copies took a third of their speed."""
-    rates, seen = list[float](), [FREE]
+    rates, seen, clock = list[float](), [FREE], Clock()
     monkeypatch.setattr("lastgood.wire.background._seen", lambda _: seen[-1])
     monkeypatch.setattr(Background, "_keep", lambda _, rate: rates.append(rate))
     with socket.socket() as sock:
-        background = Background(sock)
+        background = Background(sock, clock)
 
         def measured(*paths: Seen) -> list[float]:
             rates.clear()
             for path in paths:
+                clock.advance(1.0)
                 seen.append(path)
                 background.measure()
             return [*rates]
@@ -97,6 +101,36 @@ def test_a_single_late_answer_slows_nothing(monkeypatch) -> None:
         assert measured(QUEUE) == pytest.approx([70e6])
         assert measured(*[QUEUE] * (MEASUREMENTS - 1)) == [], "the queue of the rate before is still there"
         assert measured(QUEUE) == pytest.approx([49e6])
+
+
+def test_a_path_is_measured_once_in_a_round_trip(monkeypatch) -> None:
+    """Many parts left before anything had come back, and each of them lowered the rate for the same old measurement: a
+    free path of 1 Gbit/s was used with 1 MB/s."""
+    rates, clock, round_trip = list[float](), Clock(), QUEUE._replace(round_trip_seconds=0.02)
+    monkeypatch.setattr("lastgood.wire.background._seen", lambda _: round_trip)
+    monkeypatch.setattr(Background, "_keep", lambda _, rate: rates.append(rate))
+    with socket.socket() as sock:
+        background = Background(sock, clock)
+        for _ in range(MEASUREMENTS):
+            for _ in range(40):
+                background.measure()
+            clock.advance(round_trip.round_trip_seconds)
+    assert rates == pytest.approx([70e6])
+
+
+@pytest.mark.parametrize("refused", ["setsockopt", "getsockopt"])
+def test_copies_go_on_where_the_system_keeps_no_rate(monkeypatch, refused: str) -> None:
+    """Every chunk failed in a sandbox whose system does not know the option, as if the network were down."""
+
+    class Sandboxed(socket.socket):
+        pass
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOPROTOOPT, "Protocol not available")
+
+    setattr(Sandboxed, refused, refuse)
+    with Sandboxed() as sock:
+        assert background_of(sock) is None
 
 
 def test_a_socket_without_a_network_has_no_rate() -> None:
@@ -161,8 +195,7 @@ def test_a_slow_link_is_not_filled_by_the_background(slow: namespaces.Network) -
             sock = wire._idle[-1].session._control.raw
             return struct.unpack("=Q", sock.getsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, 8))[0]
 
-        unlimited = 2**64 - 1
         several = 4 * MEGABITS * 1e6 / 8
         for _ in range(2):
-            assert here.submit(rate_after, False).result() == unlimited
+            assert here.submit(rate_after, False).result() == NO_RATE
             assert here.submit(rate_after, True).result() < several

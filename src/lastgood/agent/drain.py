@@ -158,7 +158,7 @@ def _wanted(memory: Tier, here: commit.Survey, there: commit.Survey, keep: Keep)
         if one.restorable
         and at not in there.generations
         and (newest is None or at > newest)
-        and not _is_whole(memory, one)
+        and not is_whole(memory, one)
     ]
     return wanted + [one for one in parts[:PARTS] if one not in wanted]
 
@@ -171,7 +171,7 @@ def _waits_for(memory: Tier, there: Tier, one: Generation) -> str:
     return "" if not lacks or any(name in mine for name in lacks) else _named(lacks)
 
 
-def _is_whole(memory: Tier, one: Generation) -> bool:
+def is_whole(memory: Tier, one: Generation) -> bool:
     """Whether this node has the files of all ranks."""
     here = memory.list(layout.folder(one.id))
     return all(seal.manifest in here for seal in one.commit.seals)
@@ -186,7 +186,7 @@ def _copied(memory: Tier, target: Mendable, one: Generation, stop: Callable[[], 
 
 
 def _copied_with(memory: Tier, target: Mendable, one: Generation, how: copying.Copying) -> str:
-    if _is_whole(memory, one):
+    if is_whole(memory, one):
         copying.complete(target, [memory], one, how)
         return ""
     folder = layout.folder(one.id)

@@ -45,7 +45,7 @@ from .agent_messages import AgentSpec, Answer, Copied, KnownPeers, Request, Send
 
 Kind = TypeVar("Kind", bound=Record)
 Result = TypeVar("Result")
-PROTOCOL = 11
+PROTOCOL = 12
 """The version of the messages. An agent of another version is ended, and a new one is started."""
 SOCKET, LOCK, LOG, SPEC, COPIED = "agent.sock", "agent.lock", "agent.log", "AGENT.json", "COPIED.json"
 MESSAGE_LIMIT_BYTES = 1 << 20

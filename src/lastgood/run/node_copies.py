@@ -284,10 +284,10 @@ class NodeCopies:
         try:
             self._maker.make(generation, lambda: self._closing)
             self._keep(generation.id)
-        except Cancelled:
-            return
         except Exception as error:  # noqa: BLE001 - a caller of `wait` must not wait for ever
-            failed = error
+            if isinstance(error, Cancelled) and self._closing:  # guard: rank-that-left-stops-no-copies
+                return
+            failed = error  # Cancelled: another rank has left the job
         with self._changed:
             self._under_way = None
             if failed is not None:

@@ -12,7 +12,9 @@ import math
 import socket
 import struct
 import sys
+import time
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 QUEUE_SECONDS = 0.005
@@ -29,9 +31,10 @@ LEAST_BYTES_PER_SECOND = 1e6
 """The rate is never lower, so that copies are made even where others fill the path."""
 MEASURE_SECONDS = 0.005
 LEAST_PART_BYTES, MOST_PART_BYTES = 64 << 10, 1 << 20
-"""Between two measurements lie so many bytes, or what the path takes in MEASURE_SECONDS."""
+"""Between two measurements lie a round trip and MEASURE_SECONDS at least, and at most so many bytes each time."""
 SO_MAX_PACING_RATE = 47
 """of Linux; Python has no name for it"""
+NO_RATE = 2**64 - 1
 _INFO = struct.Struct("=68xI28xI44xI4xIQ")
 """of `struct tcp_info`: tcpi_rtt, tcpi_total_retrans, tcpi_min_rtt, tcpi_data_segs_out, tcpi_delivery_rate"""
 
@@ -63,11 +66,14 @@ def next_rate(rate: float, before: Seen, now: Seen) -> float:
 
 
 class Background:
-    """The rate of one connection, which a thread uses that sends. `sock`: connected, over TCP."""
+    """The rate of one connection, for the thread that sends. `sock`: connected, over TCP. `clock`: in seconds. Raises
+    OSError where the system refuses to measure."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._socket, self._rate, self._kept = sock, math.inf, False
+    def __init__(self, sock: socket.socket, clock: Callable[[], float] = time.monotonic) -> None:
+        self._socket, self._clock, self._rate, self._kept = sock, clock, math.inf, False
         self._seen = _seen(sock)
+        self._next_seconds = clock()
+        """when the path is measured again: what was measured before says nothing of what is sent now"""
         self._round_trips = deque[float](maxlen=MEASUREMENTS)
         """in seconds, since the rate has last fallen"""
 
@@ -78,7 +84,10 @@ class Background:
 
     def measure(self) -> None:
         """Fit the rate to what the path does."""
+        if (time_seconds := self._clock()) < self._next_seconds:  # guard: one-measurement-a-round-trip
+            return
         now = _seen(self._socket)
+        self._next_seconds = time_seconds + max(MEASURE_SECONDS, now.round_trip_seconds)
         self._round_trips.append(now.round_trip_seconds)
         if len(self._round_trips) == MEASUREMENTS:
             now = now._replace(round_trip_seconds=min(self._round_trips))  # guard: one-late-answer-slows-nothing
@@ -102,14 +111,20 @@ class Background:
 
     def _keep(self, rate: float) -> None:
         self._kept = math.isfinite(rate)
-        bytes_per_second = int(rate) if self._kept else 2**64 - 1
+        bytes_per_second = int(rate) if self._kept else NO_RATE
         self._socket.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("=Q", bytes_per_second))
 
 
 def background_of(sock: socket.socket) -> Background | None:
-    """The rate of a connection; None where the kernel measures none. Raises OSError for one that has ended."""
-    known = sys.platform == "linux" and sock.family in (socket.AF_INET, socket.AF_INET6)
-    return Background(sock) if known and len(_measured(sock)) >= _INFO.size else None
+    """The rate of a connection; None where the system measures or keeps none: another one than Linux, or a sandbox."""
+    if sys.platform != "linux" or sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return None
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("=Q", NO_RATE))
+        measures = len(_measured(sock)) >= _INFO.size and _seen(sock).quickest_seconds > 0
+    except OSError:  # a connection that has ended fails where bytes are sent
+        return None  # guard: copies-go-on-without-a-rate
+    return Background(sock) if measures else None
 
 
 def _seen(sock: socket.socket) -> Seen:

@@ -47,14 +47,35 @@ MUTANTS: tuple[Mutant, ...] = (
             "one-late-answer-slows-nothing",
             Swap("min(self._round_trips)", "now.round_trip_seconds"),
         ),
+        ("an old measurement lowers the rate once more", "one-measurement-a-round-trip", Never()),
+        (
+            "a system that keeps no rate takes no copies",
+            "copies-go-on-without-a-rate",
+            Instead("raise"),
+        ),
         ("each packet that is sent again slows a connection", "few-losses-slow-nothing", Swap("LOST", "0")),
         ("what a call waits for keeps the rate of the background", "only-background-is-slowed", Remove()),
+    ),
+    *table(
+        "late commits below",
+        ("late_copies", "ranks_memory"),
+        ("a part of a save is copied that no other node completes", "half-save-of-one-node-stays", Instead("pass")),
+        (
+            "a save is committed below that is older than one there",
+            "late-copy-newer-than-all-known",
+            Instead("known = here"),
+        ),
     ),
     *table(
         "copies in the background",
         ("peers", "node_parity"),
         ("copies are sent as fast as possible", "copies-sent-in-background", Instead("background = False")),
         ("parity is read as fast as possible", "parity-read-in-background", Swap(", background=True", "")),
+        (
+            "copies that another rank has left are not tried again",
+            "rank-that-left-stops-no-copies",
+            Swap(" and self._closing", ""),
+        ),
         (
             "copies that take longer than the interval of saves are given up",
             "copies-under-way-not-overtaken",
