@@ -73,7 +73,7 @@ def test_a_save_of_some_ranks_is_committed_by_no_agent(home: Path, memory: Path)
     assert steps(home) == [4]
 
 
-def test_a_run_that_has_gone_on_elsewhere_gets_nothing_from_before(home: Path, memory: Path) -> None:
+def test_a_run_that_went_on_elsewhere_gets_nothing_from_before(home: Path, memory: Path) -> None:
     a, b = lost(home, memory, ["a", "b"])
     world(2, trained, ["c", "d"], memory, home, 8)
     before = steps(home)

@@ -18,7 +18,7 @@ Invariants
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import cast
@@ -26,7 +26,7 @@ from typing import cast
 import msgspec
 
 from ..engine.arena import Arena
-from ..errors import Cancelled, LastgoodError
+from ..errors import Cancelled, LastgoodError, NotARun
 from ..format import commit, intents, layout, sealed
 from ..limits import CHUNK_BYTES, EXAMINATION_CHUNKS, WORKERS
 from ..policy import restore
@@ -64,12 +64,16 @@ def given_up(memory: Tier, spec: AgentSpec | None) -> list[str]:
 
 def _completed_in(url: str, memory: Mendable, order: int, stop: Callable[[], bool]) -> str:
     try:
-        here, reading = commit.survey(memory), access.for_reading(url)
+        here = commit.survey(memory)
+        mine = _sealed(memory, here)
+        if not mine:
+            return ""
+        reading = access.for_reading(url)
         there = commit.survey(reading)
-        found = _wanted(memory, here, reading, there)
+        found = _wanted(memory, here, reading, there, mine)
         if not found:
-            known = [*here.generations, *there.generations]
-            waiting = [at for at in _sealed(memory, here) if at > max(known)]
+            known = max((*here.generations, *there.generations))
+            waiting = [at for at in mine if at > known]
             return f"{url}: step {max(waiting).step} lacks {layout.INTENT} of another node" if waiting else ""
         waits = list[str]()
         with access.for_writing(url, "atomic_dirsync", take_over=False, agent_order=max(order, here.order)) as target:
@@ -82,17 +86,19 @@ def _completed_in(url: str, memory: Mendable, order: int, stop: Callable[[], boo
         return waits[0]
     except Cancelled:
         raise
+    except NotARun:  # it was removed: drain.py says so
+        return ""
     except (LastgoodError, OSError) as error:
         return f"{url}: {type(error).__name__}: {error}"
 
 
-def _wanted(memory: Tier, here: commit.Survey, below: Tier, there: commit.Survey) -> Intents:
-    """The saves that may be committed there, the newest first, each with its intent."""
+def _wanted(memory: Tier, here: commit.Survey, below: Tier, there: commit.Survey, mine: Set[GenerationId]) -> Intents:
+    """The saves that may be committed there, the newest first, each with its intent. `mine`: as `_sealed`."""
     run, found = copying.run_of(here), dict[GenerationId, intents.Intent]()
     if run is None or there.run != run:
         return {}
     for tier, survey in ((below, there), (memory, here)):
-        for at in survey.incomplete & _sealed(memory, here):
+        for at in survey.incomplete & mine:
             listing = survey.listings[layout.folder(at).partition("/")[2]]
             if (one := intents.find(tier, at, run, listing)) is not None:
                 found[at] = one
