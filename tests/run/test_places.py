@@ -15,9 +15,9 @@ import torch
 import lastgood
 from harness import flip, reported, reports, steps
 from lastgood import errors
-from lastgood.format import layout
+from lastgood.format import commit, layout
 from lastgood.policy.places import holder, merged
-from lastgood.policy.restore import lineage
+from lastgood.policy.restore import lineage, never_committed
 from lastgood.run import access, lower_place
 from lastgood.run.claims import common_order
 from lastgood.run.known import KnownRun
@@ -231,6 +231,64 @@ def test_what_is_left_of_an_interrupted_copy_is_removed(places):
     for record in (layout.COMMIT, layout.VERIFIED):
         (left / record).unlink()
     assert places.train(3).step == 3 and not left.exists()
+
+
+def uncommit(run: Path, step: int, *more: str) -> None:
+    """Remove COMMIT and the mark of a generation, if it has one, and more of its files."""
+    tensors = tensor_file(run, step)
+    tensors.with_name(layout.VERIFIED).unlink(missing_ok=True)
+    for name in (layout.COMMIT, *more):
+        tensors.with_name(name).unlink()
+
+
+def lost(*runs: Path) -> list[int]:
+    """The steps that are called lost by who reads these places."""
+    return [at.step for at in lineage(merged([commit.survey(access.for_reading(one)) for one in runs])).lost]
+
+
+def test_an_interrupted_copy_is_not_called_lost(places, call_json):
+    """Three agents of a job that was killed copied their parts of some generations, then the newest whole, and removed
+    the memory. The newest names the one before it, whose copy was never finished: `ls` called that one LOST, `verify`
+    failed with exit code 4, and `gc` left its files."""
+    places.train(3)
+    last = Path(places.last)
+    uncommit(last, 2, layout.manifest_name(0))
+    shutil.rmtree(tensor_file(places.front, 2).parent)  # it has deleted step 2
+    assert not lost(last) and not lost(places.front, last)
+    assert call_json("verify", "--all", str(last))[0] == 0
+    assert [one["why"] for one in call_json("gc", str(last))[1]["deleted"]] == ["never committed"]
+    assert steps(last) == [1, 3] and not list(last.glob("gen/*2-*"))
+
+
+def test_a_copy_whose_commit_is_lost_is_named(places):
+    """Agents of several nodes leave no mark on what they copy. An earlier mend took a whole copy whose COMMIT was
+    deleted for an interrupted one: `verify` found nothing, and `gc` deleted it."""
+    places.train(3)
+    last = Path(places.last)
+    uncommit(last, 2)
+    assert lost(last) == [2] and not lost(places.front, last)
+    assert not never_committed(commit.survey(access.for_reading(last)))
+
+
+def test_a_commit_lost_where_saves_are_written_is_named(places):
+    """The place that is written first receives no copies: what a later generation names was whole there."""
+    places.train(3)
+    last = Path(places.last)
+    for run in (places.front, last):
+        uncommit(run, 2, layout.manifest_name(0))
+    assert lost(places.front) == lost(places.front, last) == [2]
+
+
+def test_a_commit_lost_in_a_place_that_is_now_the_first_is_named(places):
+    places.train(1)
+    last, training = Path(places.last), Training()
+    with lastgood.Checkpointer(last, training.state, retention=lastgood.Keep(last=9)) as ckpt:
+        ckpt.restore()
+        for step in (2, 3, 4):
+            training.step()
+            ckpt.save(step).result()
+    uncommit(last, 3, layout.manifest_name(0))
+    assert lost(last) == [3]
 
 
 def test_a_torn_header_of_an_empty_place_is_replaced(places):

@@ -38,12 +38,13 @@ from ..records import (
     Label,
     Manifest,
     Mark,
+    PlaceList,
     Pointer,
     RunHeader,
     Seal,
     intact,
 )
-from . import catalog, layout, parity_layout, validation
+from . import catalog, layout, parity_layout, unfinished, validation
 from .catalog import Listing
 from .sealed import read, record_bytes
 
@@ -284,6 +285,8 @@ class Survey:
     """folders without COMMIT and GOING: the save was not finished, or its COMMIT is lost"""
     witnessed: set[GenerationId] = field(default_factory=set)
     """those of `incomplete` that hold a mark, a label or parity, which only a committed generation gets"""
+    unfinished: set[GenerationId] = field(default_factory=set)
+    """those of `incomplete` that a copy has left which did not end: that others name them means nothing here"""
     going: set[GenerationId] = field(default_factory=set)
     """folders without COMMIT, and with GOING or without any file: their deletion was begun"""
     incarnations: dict[str, Incarnation] = field(default_factory=dict)
@@ -325,6 +328,9 @@ def survey(tier: Tier) -> Survey:
     found.generations |= catalog.found(catalogued, tree)
     found.catalogued = frozenset(found.generations)
     _read_generations(tier, found, {at: one for at, one in committed.items() if at not in found.generations})
+    if found.incomplete:
+        listed = read_hint(tier, layout.PLACES, root.get(layout.PLACES), PlaceList)
+        found.unfinished = unfinished.copies(tier, listed, found.incomplete - found.witnessed, found.generations)
     for name, length in sorted(tier.list("incarnations").items()):
         named = layout.parse_incarnation(name)
         if named is None or length is None or length < 0:  # guard: incarnation-record-is-file

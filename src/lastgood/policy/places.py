@@ -86,6 +86,7 @@ def merged(surveys: Sequence[Survey]) -> Survey:
         broken=broken,
         incomplete=incomplete,
         witnessed={at for one in surveys for at in set(one.witnessed)} & incomplete,
+        unfinished={at for at in incomplete if all(at in one.unfinished for one in surveys if at in one.incomplete)},
         going={at for one in surveys for at in set(one.going)},
         incarnations={ident: found for one in reversed(surveys) for ident, found in dict(one.incarnations).items()},
         order=max(one.order for one in surveys),

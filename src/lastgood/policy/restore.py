@@ -61,6 +61,7 @@ def lineage(survey: Survey) -> Lineage:
     for at in chain:
         if at in survey.generations and (before := survey.generations[at].commit.parent):
             committed_once.add(before)
+    committed_once -= survey.unfinished
     if survey.pointer:
         committed_once.add(GenerationId(step=survey.pointer.step, incarnation=survey.pointer.incarnation))
     return Lineage(chain, sorted((committed_once & survey.incomplete) - set(chain), reverse=True))
@@ -78,6 +79,7 @@ def never_committed(survey: Survey, copied: bool = False) -> set[GenerationId]:
         named |= {one.parent for one in survey.incarnations.values()}
         for generation in survey.generations.values():
             named |= {generation.commit.parent, generation.commit.continues}
+    named -= survey.unfinished
     if survey.pointer:
         named.add(GenerationId(step=survey.pointer.step, incarnation=survey.pointer.incarnation))
     unsure = max((at.step for at in survey.broken), default=0)

@@ -99,6 +99,13 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         ("a label that was cut short in a copy stays", "damaged-record-copied-anew", Remove()),
         ("what is left of an interrupted copy stays", "unfinished-copy-is-litter", Always()),
+        ("a lost COMMIT of the first place is an interrupted copy", "unfinished-copy-is-not-lost", Never()),
+        ("a copy that was never finished is called lost", "unfinished-copy-is-not-lost", Always()),
+        (
+            "a lost COMMIT of a whole copy is an interrupted copy",
+            "copy-with-all-manifests-is-lost",
+            Swap(" < ", " <= "),
+        ),
     ),
     *table(
         "rank places",
