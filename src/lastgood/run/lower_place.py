@@ -77,7 +77,7 @@ class LowerPlace:
         self._owed: int | None = None
         """the step from which on the next committed generation is copied; None: no copy is due"""
         self._under_way: GenerationId | None = None
-        """the generation of the last attempt, which may read it until the next attempt begins"""
+        """the generation of the last attempt, which reads it unless that attempt has failed"""
         self._failures = self._failed_attempts = 0
         """how many attempts in a row have failed, and how many since the run was opened"""
         self._copying: GenerationId | None = None
@@ -272,6 +272,7 @@ class LowerPlace:
         except (Unavailable, NotWritable) as error:
             self._source.emit("not_copied", at, detail=f"{self.tier.place}: {type(error).__name__}: {error.what}")
             with self._changed:
+                self._under_way = None  # guard: failed-copy-overtaken
                 self._failures += 1
                 self._failed_attempts += 1
                 if self._failures == 1:  # guard: outage-reported-once
