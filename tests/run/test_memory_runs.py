@@ -262,6 +262,20 @@ def test_the_tiers_of_a_run_show_what_memory_holds(run: Run, call_json) -> None:
     assert call_json("ls", f"memory://{run.memory}")[1]["generations"]
 
 
+def test_commands_name_memory_that_was_given_back_and_miss_nothing(run: Run, call_json, caplog) -> None:
+    """After a clean end, `tiers` ended with exit code 5 and `scrub` and `repair` warned."""
+    run.train(3)
+    ended(str(run.memory))
+    shutil.rmtree(run.memory)
+    code, data = call_json("tiers", str(run.home))
+    assert code == 0 and data["places"][0]["note"].startswith("not in the memory of this machine")
+    assert call_json("tiers", str(run.home), f"memory://{run.memory}")[0] == 5, "it was asked for"
+    for command in ("scrub", "repair"):
+        caplog.clear()
+        assert call_json(command, str(run.home))[0] == 0
+        assert [one.levelname for one in caplog.records] == ["INFO"] and "is not in the memory of" in caplog.text
+
+
 def test_the_home_of_another_run_is_refused_beside_its_old_memory(run: Run) -> None:
     run.train(3)
     ended(str(run.memory))  # nothing else changes these folders
