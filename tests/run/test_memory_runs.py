@@ -228,6 +228,15 @@ def test_a_variable_that_names_a_disk_is_refused(run: Run, tmp_path: Path, monke
         run.opened()
 
 
+def test_a_variable_that_names_a_file_is_refused(run: Run, tmp_path: Path, monkeypatch, call) -> None:
+    """It was TierDown, a disk that failed, and `lastgood agent status` ended with a traceback."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(memory_place.VARIABLE, str(tmp_path / "file"))
+    with pytest.raises(errors.Refused, match=r"file is no folder(?s:.*)Name the mount point of a tmpfs"):
+        run.opened()
+    assert call("agent", "status")[0] == 0
+
+
 def test_two_nodes_on_one_machine_have_memory_of_their_own(tmp_path: Path) -> None:
     folders = {memory_place.url_of(tmp_path, {"LASTGOOD_NODE": name}) for name in ("a", "b", "")}
     assert len(folders) == 3 and memory_place.url_of("s3://b/gpt/run").startswith("memory:///dev/shm/lastgood-")

@@ -28,6 +28,7 @@ from ..policy.places import lacking
 from ..policy.retention import wanted
 from ..ports import Mendable, Tier
 from ..records import Generation, GenerationId
+from ..units import plural
 from . import copying
 from .known import KnownRun
 from .outcomes import Outcomes
@@ -195,7 +196,7 @@ class LowerPlace:
             missing = sorted(self._waiting)
             if not missing:
                 return
-            named = f"{missing[-1]}" + (f" and {len(missing) - 1} older ones" if len(missing) > 1 else "")
+            named = f"{missing[-1]}" + (f" and {plural(len(missing) - 1, 'older one')}" if len(missing) > 1 else "")
             late = Unavailable(
                 f"{self.tier.place} has not received {named}",
                 safe=f"{self._source.tier.place} keeps what waits.",

@@ -278,12 +278,6 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *table(
-        "peers over the wire",
-        ("peers", "tiers"),
-        ("nodes with certificates use the key", "certificates-used-where-named", Always()),
-        ("damage that another node reports has no file", "remote-damage-names-its-file", Remove()),
-    ),
-    *table(
         "peers",
         ("peers", "ranks_memory"),
         ("a preempted rank leaves the others unanswered", "preempted-rank-serves-the-others", Always()),
