@@ -18,3 +18,8 @@ def span(seconds: float) -> str:
     if seconds < 90 * 60:
         return f"{seconds / 60:.0f} min"
     return f"{seconds / 3600:.1f} h" if seconds < 36 * 3600 else f"{seconds / 86400:.1f} d"
+
+
+def plural(count: int, noun: str) -> str:
+    """1 tensor, 2 tensors, 2 aliases."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}{'es' if noun.endswith('s') else 's'}"

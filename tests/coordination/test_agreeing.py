@@ -85,7 +85,7 @@ def test_every_rank_learns_the_node_of_every_rank():
 def test_a_rendezvous_timeout_names_the_missing_ranks():
     assert rendezvous_results(ThreadedBoard(), [0, 2], 3, 0.5) == ["rank 1 has not opened the run within 0 s"] * 2
     assert rendezvous_results(ThreadedBoard(), [0], 3, 0.0) == [
-        "rank 1 (and 1 more ranks) has not opened the run within 0 s"
+        "rank 1 (and 1 more rank) has not opened the run within 0 s"
     ]
     assert rendezvous_results(ThreadedBoard(), [1], 2, 0.0) == ["rank 0 has not opened the run within 0 s"]
 

@@ -203,6 +203,18 @@ def test_a_lent_file_whose_memory_was_freed_is_written_elsewhere(folder: Folder)
     lent.close()
 
 
+def test_a_file_in_place_of_a_lent_one_needs_no_buffers(folder: Folder) -> None:
+    """Its bytes lie in the lent memory, but room for buffers was asked for as well: the save failed."""
+    first = folder.write("1", b"a")
+    folder.files.remove(folder.path("1"))
+    folder.files, folder.free = folder.opened(), LENGTH + 4096
+    lent = folder.lent("2", b"b")
+    os.unlink(folder.root / FOLDER / f"1.{first}")
+    folder.make("2", lent)
+    lent.close()
+    assert folder.read("2") == b"b" * LENGTH
+
+
 def test_a_file_that_is_being_filled_stays_where_memory_is_short(folder: Folder) -> None:
     """It was removed, which gave nothing back, and its save took as much memory once more."""
     first = folder.write("1", b"a")

@@ -670,3 +670,14 @@ def test_a_manifest_of_exactly_whole_pages_can_be_read(tmp_path: Path) -> None:
         state["note"] = "x" * (-lengths[0] % 4096)
     assert lengths[1] % 4096 == 0
     assert lastgood.load(tmp_path, state).step == 2
+
+
+def test_a_result_of_a_restore_is_printed_in_one_line(tmp_path: Path) -> None:
+    """`print(ckpt.restore())` showed 1,000 characters: every field of every record in it."""
+    with lastgood.Checkpointer(tmp_path, blank()) as ckpt:
+        assert repr(ckpt.restore()) == "<Restored: step 0, nothing to restore>"
+    saved(tmp_path, 5, 6)
+    flip(tmp_path, 6)
+    with lastgood.Checkpointer(tmp_path, blank()) as ckpt:
+        found = ckpt.restore()
+    assert str(found) == f"<Restored: {found.generation.id}, good, from {tmp_path}, stepped_over: 1>"

@@ -228,6 +228,15 @@ def test_a_variable_that_names_a_disk_is_refused(run: Run, tmp_path: Path, monke
         run.opened()
 
 
+def test_a_variable_that_names_a_file_is_refused(run: Run, tmp_path: Path, monkeypatch, call) -> None:
+    """It was TierDown, a disk that failed, and `lastgood agent status` ended with a traceback."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(memory_place.VARIABLE, str(tmp_path / "file"))
+    with pytest.raises(errors.Refused, match=r"file is no folder(?s:.*)Name the mount point of a tmpfs"):
+        run.opened()
+    assert call("agent", "status")[0] == 0
+
+
 def test_two_nodes_on_one_machine_have_memory_of_their_own(tmp_path: Path) -> None:
     folders = {memory_place.url_of(tmp_path, {"LASTGOOD_NODE": name}) for name in ("a", "b", "")}
     assert len(folders) == 3 and memory_place.url_of("s3://b/gpt/run").startswith("memory:///dev/shm/lastgood-")
@@ -260,6 +269,20 @@ def test_the_tiers_of_a_run_show_what_memory_holds(run: Run, call_json) -> None:
     _, data = call_json("tiers", str(run.home))
     assert [one["place"] for one in data["places"]] == [f"memory://{run.memory}", str(run.home)]
     assert call_json("ls", f"memory://{run.memory}")[1]["generations"]
+
+
+def test_commands_name_memory_that_was_given_back_and_miss_nothing(run: Run, call_json, caplog) -> None:
+    """After a clean end, `tiers` ended with exit code 5 and `scrub` and `repair` warned."""
+    run.train(3)
+    ended(str(run.memory))
+    shutil.rmtree(run.memory)
+    code, data = call_json("tiers", str(run.home))
+    assert code == 0 and data["places"][0]["note"].startswith("not in the memory of this machine")
+    assert call_json("tiers", str(run.home), f"memory://{run.memory}")[0] == 5, "it was asked for"
+    for command in ("scrub", "repair"):
+        caplog.clear()
+        assert call_json(command, str(run.home))[0] == 0
+        assert [one.levelname for one in caplog.records] == ["INFO"] and "is not in the memory of" in caplog.text
 
 
 def test_the_home_of_another_run_is_refused_beside_its_old_memory(run: Run) -> None:

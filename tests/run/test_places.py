@@ -462,6 +462,24 @@ def test_a_copy_under_way_is_finished_although_newer_ones_wait(bucket, tmp_path,
     assert not [one for one in texts if "Missing" in one]
 
 
+def test_a_generation_whose_copy_failed_is_overtaken(places, monkeypatch):
+    """It was held in front until the next attempt began, beside those that waited. With a full place below, memory with
+    room for just those failed 259 of 300 saves."""
+
+    def full(*_: object) -> None:
+        raise errors.NoSpace("no space left")
+
+    monkeypatch.setattr(lower_place.copying, "complete", full)
+    monkeypatch.setattr(lower_place, "PAUSES_SECONDS", (600.0,))
+    with reports() as texts, places.opened(retention=lastgood.Keep(last=1), save_on_exit=False) as ckpt:
+        ckpt.restore()
+        ckpt.step(1)
+        ckpt.wait()
+        ckpt.step(2).committed()
+    (lacks,) = (one for one in texts if f"{places.last} has not received" in one)
+    assert "older" not in lacks
+
+
 @pytest.mark.slow
 def test_what_a_bucket_lacks_at_the_exit_is_copied_after_the_next_opening(bucket, tmp_path, proxy):
     places = Places(tmp_path / "front", bucket)

@@ -60,6 +60,18 @@ def test_a_rendezvous_takes_as_long_as_the_last_node_waited() -> None:
     assert "rendezvous" not in reported.phases(Lived(0.0), 0), "one node waits for no other"
 
 
+@pytest.mark.parametrize("failed", [None, 58.0])
+@pytest.mark.parametrize(
+    "page", [{}, {"first": None, "beat": None}, dict.fromkeys(("begun", "opened", "restored", "first", "beat"))]
+)
+def test_the_phases_of_an_attempt_add_up_to_its_seconds(failed: float | None, page: dict[str, None]) -> None:
+    """Of 12.0 s of an attempt, 4.3 s had a name: not the start of its processes, nor what came after the last step."""
+    lived = Lived(0.25, started=0.5, failed=failed, over=60.0, progress=[shown(**page)])
+    found = reported.phases(lived, 3)
+    assert sum(found[name] for name in found if name != reported.REPLAYED) == 60.0 - 0.25
+    assert found.keys() <= {*reported.PHASES}
+
+
 @pytest.mark.slow
 def test_a_new_job_shows_which_steps_of_the_last_one_it_trained_again(
     tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch

@@ -44,6 +44,17 @@ def test_a_policy_of_another_name_is_read_in_place_of_the_one_here(folder: Path)
     assert parsed(["--policy", "/dev/null", "train.py"], {}).budget.restarts is None
 
 
+def test_a_policy_that_cannot_be_read_is_answered_by_where_it_was_named(folder: Path) -> None:
+    """Of the file that is read without --policy it said: Correct --policy."""
+    (folder / "lastgood.yaml").mkdir()
+    with pytest.raises(Refused) as found:
+        parsed(["train.py"], {})
+    assert found.value.todo == "Make it readable; --policy /dev/null does without it."
+    with pytest.raises(Refused) as found:
+        parsed(["--policy", "none.yaml", "train.py"], {})
+    assert found.value.todo == "Correct --policy."
+
+
 @pytest.mark.parametrize(
     ("text", "says", "todo"),
     [

@@ -277,7 +277,7 @@ def test_another_rendezvous_is_refused_whatever_the_number_of_nodes(backend: str
         (["--remedies", "none,back", "SCRIPT"], "'none,back': none stands alone, for no remedy at all"),
         (["--remedies", "skip,none", "SCRIPT"], "'skip,none': none stands alone"),
         (["--cause-restarts", "hagn=2", "SCRIPT"], "'hagn' is no cause"),
-        (["--cause-restarts", "hang=often", "SCRIPT"], "'often' is not a whole number"),
+        (["--cause-restarts", "hang=often", "SCRIPT"], "hang=often: 'often' is not a whole number .* Write hang=5"),
         (["--cause-restarts", "hang=2,hang=3", "SCRIPT"], "hang is given twice"),
         (["--master-port", "99999", "SCRIPT"], "'99999' is no port: give a whole number from 0 to 65535"),
         (["--master-port", "-1", "SCRIPT"], "'-1' is no port"),
@@ -326,6 +326,9 @@ def test_a_mistyped_option_is_answered_with_a_near_one(script: str) -> None:
     with pytest.raises(Refused) as found:
         parsed(["--nproc-per-nod3", "2", script], {})
     assert "Did you mean --nproc-per-node?" in found.value.todo
+    with pytest.raises(Refused) as found:
+        parsed(["--nprocs", "2", script], {})
+    assert "Did you mean --nproc-per-node?" in found.value.todo, "not --policy"
     with pytest.raises(Refused) as found:
         parsed(["--nnodes", "2", "--sparse", "1", script], {})
     assert "Did you mean --spares?" in found.value.todo

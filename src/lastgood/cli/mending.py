@@ -24,6 +24,7 @@ from ..policy import restore
 from ..ports import Tier
 from ..records import GenerationId, intact
 from ..run import access, copying, places
+from ..run.left_behind import given_back
 from ..run.reader import read_on
 from ..run.scrubber import Scrubbed, Scrubber
 from ..run.watched import Watched
@@ -118,6 +119,9 @@ def sources(tier: Tier, run_id: str, others: Sequence[str]) -> list[Tier]:
             )
     for place in places.listed(tier):
         if place in (tier.place, *(one.place for one in found)):
+            continue
+        if note := given_back(place):
+            reporting.info(f"{place}, which is a place of this run too, is {note}")
             continue
         try:
             one = access.for_reading(place)

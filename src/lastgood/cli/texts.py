@@ -14,6 +14,7 @@ from rich.text import Text
 from ..format.commit import Survey
 from ..policy import restore
 from ..records import GenerationId
+from ..units import plural as plural
 
 MIN_COLUMNS = 80
 """the width for which tables are laid out on a terminal that has less, which then breaks their lines"""
@@ -39,11 +40,6 @@ def when(seconds: float | None) -> str:
 def natural(name: str) -> list[tuple[int, str]]:
     """A sort key that puts h.2 before h.10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
-
-
-def plural(count: int, noun: str) -> str:
-    """1 tensor, 2 tensors, 2 aliases."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}{'es' if noun.endswith('s') else 's'}"
 
 
 def named(at: GenerationId) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from ..format import commit
 from ..policy import restore
 from ..policy.places import merged
 from ..run import access, copying, places
+from ..run.left_behind import given_back
 from ..units import size, span
 from .answer import Answer
 from .arguments import Json, Run
@@ -32,7 +33,7 @@ def tiers(
 ) -> Answer:
     """Which place of a run holds which generations, how old they are and how large. RUN: any of its places.
 
-    Exit code 5 where a place cannot be read; the others are listed.
+    Exit code 5 where a place cannot be read; the others are listed. Memory that was given back is no such place.
     """
     data = held(run, others or [])
     code = Unavailable.exit_code if any(one["error"] for one in data["places"]) else 0
@@ -46,8 +47,11 @@ def held(run: str, others: list[str]) -> dict[str, Any]:
     """
     first = access.for_reading(run)
     names = list(dict.fromkeys([*(places.listed(first) or [first.place]), first.place, *others]))
-    surveys, errors = {}, {}
+    surveys, errors, notes = {}, dict[str, str](), dict[str, str]()
     for name in names:
+        if name not in others and (note := given_back(name)):
+            notes[name] = note
+            continue
         try:
             tier = first if name == first.place else access.for_reading(name)
             surveys[name] = commit.survey(tier)
@@ -87,6 +91,7 @@ def held(run: str, others: list[str]) -> dict[str, Any]:
             "generations": len(surveys[name].generations) if name in surveys else None,
             "bytes": sum(one.bytes for one in surveys[name].generations.values()) if name in surveys else None,
             "error": errors.get(name, ""),
+            "note": notes.get(name, ""),
         }
         for name in names
     ]
@@ -97,7 +102,7 @@ def held_view(data: Mapping[str, Any]) -> RenderableType:
     listed, lines = data["places"], list[RenderableType]()
     letters = {one["place"]: chr(ord("A") + index) for index, one in enumerate(listed)}
     for one in listed:
-        text = one["error"] or f"{plural(one['generations'], 'generation')}, {size(one['bytes'])}"
+        text = one["error"] or one["note"] or f"{plural(one['generations'], 'generation')}, {size(one['bytes'])}"
         style = "red" if one["error"] else ""
         lines.append(Text(f"{letters[one['place']]}  {clean(one['place'])}: {clean(text)}", style=style))
     if not data["generations"]:

@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 from ..errors import LastgoodError, RankFailed, TierDown, TimedOut
 from ..limits import COORDINATOR_TIMEOUTS, POLLS_PER_TIMEOUT
+from ..units import plural
 from .rounds import COORDINATOR, MessageStore, decode_error, encode_error
 
 
@@ -85,7 +86,7 @@ def _gather(store: MessageStore, place: str, name: str, others: range, timeout_s
             missing = _missing(store, joining) or _missing(store, received)
             if not missing:
                 return store.receive(received, timeout_seconds)
-            more = f" (and {len(missing) - 1} more ranks)" if len(missing) > 1 else ""
+            more = f" (and {plural(len(missing) - 1, 'more rank')})" if len(missing) > 1 else ""
             raise _not_joined(f"rank {others[missing[0]]}{more}", timeout_seconds) from None
 
 

@@ -45,6 +45,7 @@ from ..limits import (
     VERDICT_HISTORY,
 )
 from ..ports import Store
+from ..units import plural
 
 COORDINATOR = 0
 DELETED_POLL_SECONDS = 0.2
@@ -375,7 +376,7 @@ class Topic:
         failed = [(rank, post) for rank, post in enumerate(posts) if "error" in post]
         if failed:  # guard: one-failure-fails-all
             rank, post = failed[0]
-            more = f" (and {len(failed) - 1} more ranks failed)" if len(failed) > 1 else ""
+            more = f" (and {plural(len(failed) - 1, 'more rank')} failed)" if len(failed) > 1 else ""
             return {**post, "what": f"rank {rank}: {post['what']}{more}"}  # guard: failed-rank-named
         try:
             return {"answer": decide([post["answer"] for post in posts])}

@@ -236,17 +236,17 @@ class MemoryFiles:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
 
     @contextlib.contextmanager
-    def room_for(self, length: int) -> Iterator[None]:
+    def room_for(self, length: int, has_buffers: bool = True) -> Iterator[None]:
         """Inside, no other process of this user takes memory for files. Raises ENOSPC if `length` bytes do not fit.
 
         While the first file of this length is written, the buffers that it comes from take as much memory once more;
-        those of a copy are short.
+        those of a copy are short. `has_buffers` (default True): whether it comes from buffers.
         """
         path = os.path.join(os.path.dirname(self.root), _RESERVING)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)  # guard: memory-reserved-one-by-one
-            first = self._buffered and length > self._longest
+            first = has_buffers and self._buffered and length > self._longest  # guard: lent-file-needs-no-buffers
             buffers = length if first else 0  # guard: buffers-of-first-file-counted
             if length > self._free(self.root, buffers):
                 self.reused.drop()  # guard: reused-memory-freed-first
@@ -368,7 +368,7 @@ class MemoryFile:
         try:
             if length >= LEAST_BYTES:
                 self._file.lock_exclusive()  # guard: file-being-written-not-moved
-            with self._files.room_for(length):
+            with self._files.room_for(length, self._has_buffers):
                 self._file.reserve(length)
         except OSError as error:
             if error.errno != errno.ENOSPC:

@@ -74,6 +74,16 @@ class Restored:
     def __index__(self) -> int:
         return self.step
 
+    def __repr__(self) -> str:
+        """One line: `print(ckpt.restore())` shows it."""
+        if self.generation is None:
+            return "<Restored: step 0, nothing to restore>"
+        found = [str(self.generation.id), f"{len(self.unfit)} of its tensors not finite" if self.unfit else "good"]
+        found += [f"from {' and '.join(self.sources)}"] if self.sources else []
+        for name, many in (("stepped_over", self.stepped_over), ("repaired", self.repaired), ("skipped", self.skipped)):
+            found += [f"{name}: {len(many)}"] if many else []
+        return f"<Restored: {', '.join(found)}>"
+
 
 @dataclass(frozen=True)
 class LoadRequest:

@@ -34,6 +34,7 @@ from ..records import GenerationId
 from ..run import advice, side_records
 from ..run.advice import Advice, Skip
 from ..run.pipeline import Pipeline
+from ..units import plural
 from .beat import Beat
 from .metrics import number
 from .progress import Progress
@@ -334,6 +335,6 @@ def _least(posts: list[int | None]) -> int | None:
 
 def _joined(posts: list[str]) -> str:
     found = [f"rank {rank}, {text}" for rank, text in enumerate(posts) if text]
-    more = f"; and {len(found) - 1} more ranks" if len(found) > 1 else ""
+    more = f"; and {plural(len(found) - 1, 'more rank')}" if len(found) > 1 else ""
     # Gradients are summed over the ranks: the rank with the bad batch has a bad loss as well.
     return max(found, key=lambda one: one.count("nan") + one.count("inf")) + more

@@ -50,6 +50,16 @@ class Left(NamedTuple):
         )
 
 
+def given_back(place: str) -> str:
+    """That a place of a run in memory is not on this machine, for people; empty where it is, and for other places."""
+    if not paths.in_memory(place) or os.path.lexists(paths.parsed(place).root):
+        return ""
+    return (
+        "not in the memory of this machine: it is given back after a clean end, once the places below have all of it; "
+        "a restart of the machine empties it too"
+    )
+
+
 def newer_in_memory(listed: Collection[str], looked_at: Collection[Tier]) -> list[Left]:
     """The memory of this machine among the `listed` places of a run that holds a newer good save than those that are
     looked at. Raises nothing."""

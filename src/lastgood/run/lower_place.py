@@ -28,6 +28,7 @@ from ..policy.places import lacking
 from ..policy.retention import wanted
 from ..ports import Mendable, Tier
 from ..records import Generation, GenerationId
+from ..units import plural
 from . import copying
 from .known import KnownRun
 from .outcomes import Outcomes
@@ -77,7 +78,7 @@ class LowerPlace:
         self._owed: int | None = None
         """the step from which on the next committed generation is copied; None: no copy is due"""
         self._under_way: GenerationId | None = None
-        """the generation of the last attempt, which may read it until the next attempt begins"""
+        """the generation of the last attempt, which reads it unless that attempt has failed"""
         self._failures = self._failed_attempts = 0
         """how many attempts in a row have failed, and how many since the run was opened"""
         self._copying: GenerationId | None = None
@@ -195,7 +196,7 @@ class LowerPlace:
             missing = sorted(self._waiting)
             if not missing:
                 return
-            named = f"{missing[-1]}" + (f" and {len(missing) - 1} older ones" if len(missing) > 1 else "")
+            named = f"{missing[-1]}" + (f" and {plural(len(missing) - 1, 'older one')}" if len(missing) > 1 else "")
             late = Unavailable(
                 f"{self.tier.place} has not received {named}",
                 safe=f"{self._source.tier.place} keeps what waits.",
@@ -272,6 +273,7 @@ class LowerPlace:
         except (Unavailable, NotWritable) as error:
             self._source.emit("not_copied", at, detail=f"{self.tier.place}: {type(error).__name__}: {error.what}")
             with self._changed:
+                self._under_way = None  # guard: failed-copy-overtaken
                 self._failures += 1
                 self._failed_attempts += 1
                 if self._failures == 1:  # guard: outage-reported-once

@@ -71,7 +71,7 @@ def folders() -> list[str]:
     Empty where the folder above is not of this user: another one may have made it, or a file, or a link to elsewhere.
     """
     above = folder_of_user()
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         found = os.lstat(above)
         if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():  # guard: folders-of-this-user-only
             return sorted(one.path for one in os.scandir(above) if one.is_dir(follow_symlinks=False))
@@ -117,8 +117,11 @@ def make(root: str) -> None:
     Raises NotWritable if another user may have made its parent, and Refused if it is not in a tmpfs.
     """
     parent = os.path.dirname(root)
+    above = os.path.dirname(parent)
+    if os.path.exists(above) and not os.path.isdir(above):
+        raise Refused(f"{above} is no folder", safe=_SAFE, todo=f"Name the mount point of a tmpfs in {VARIABLE}.")
     try:
-        os.makedirs(os.path.dirname(parent), exist_ok=True)
+        os.makedirs(above, exist_ok=True)
         _make(parent)
         found = os.lstat(parent)
         kind = file_system(parent)

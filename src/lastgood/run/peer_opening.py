@@ -2,16 +2,16 @@
 
     coordinator   a random id of the job and a key -> all ranks
     each leader   its agent listens with that key; its name, failure domain and address -> the coordinator -> all ranks
-                  if it does not listen: why
+                  if it does not listen: why; and whether it has certificates
 
 Every process that can read the store of the job can read the key. An address is that of the interface that leads to
 MASTER_ADDR; LASTGOOD_ADDRESS names another one. LASTGOOD_WIRE=nixl chooses NIXL for the bytes; peer_security.py has the
 variables of certificates.
 
-A node whose agent does not listen is left out: the others make copies, or parity, among themselves. What it writes lies
-on that node only, so these copies make no save survive the loss of a node (node_copies.place_of). The coordinator
-reports each node that is left out, with the reason. With fewer than two nodes that listen there are no copies. The next
-opening of the run asks every agent again.
+A node whose agent does not listen is left out, and one without certificates where others have them: the others make
+copies, or parity, among themselves. What it writes lies on that node only, so these copies make no save survive the
+loss of a node (node_copies.place_of). The coordinator reports each node that is left out, with the reason. With fewer
+than two nodes that listen there are no copies. The next opening of the run asks every agent again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..io.machine import machine
 from ..wire.nixl import WIRES
 from .agent_link import AgentLink
 from .agent_messages import Serve
-from .peer_security import own_certificates
+from .peer_security import VARIABLES, own_certificates
 from .peers import PeerNode, PeerTable
 from .planned_save import RunOptions
 
@@ -40,6 +40,8 @@ ADDRESS, WIRE = "LASTGOOD_ADDRESS", "LASTGOOD_WIRE"
 SLURM_PATH, SLURM_PATTERN = "SLURM_TOPOLOGY_ADDR", "SLURM_TOPOLOGY_ADDR_PATTERN"
 """The switches above a node and the node, joined by points; and which part of it is what: "switch.switch.node"."""
 LOOPBACK = "127.0.0.1"
+CERTIFIED = "certified"
+"""Whether a node has certificates, beside the fields of its PeerNode."""
 
 
 def agreed(agent: AgentLink | None, leader: int, options: RunOptions, topic: AnyTopic) -> PeerTable | None:
@@ -50,7 +52,7 @@ def agreed(agent: AgentLink | None, leader: int, options: RunOptions, topic: Any
     """
     spread = options.spread
     job, key = topic.agree(None, lambda _: [secrets.token_hex(8), secrets.token_hex(32)])
-    mine: PeerNode | str | None = None
+    mine: dict[str, object] | str | None = None
     if agent is not None:
         node, host = machine(), own_address()
         if spread and not label(spread):
@@ -63,10 +65,11 @@ def agreed(agent: AgentLink | None, leader: int, options: RunOptions, topic: Any
         serve = Serve(job=job, key=key, node=node, host=host, port=0, wire=own_wire(), certificates=certificates)
         port, problem = agent.serve(serve)
         if port:
-            mine = PeerNode(leader=leader, name=node, domain=label(spread), host=host, port=port)
+            listens = PeerNode(leader=leader, name=node, domain=label(spread), host=host, port=port)
+            mine = {**msgspec.to_builtins(listens), CERTIFIED: certificates is not None}
         else:
             mine = f"the agent of node {node} does not listen at {host}: {problem.rstrip('.')}"
-    posted = topic.agree(msgspec.to_builtins(mine), _decided)
+    posted = topic.agree(mine, _decided)
     nodes, left_out = msgspec.convert(posted, tuple[list[PeerNode], list[str]])
     if agent is not None and leader == 0:
         for text in _reports(len(nodes), left_out, options):
@@ -75,9 +78,19 @@ def agreed(agent: AgentLink | None, leader: int, options: RunOptions, topic: Any
 
 
 def _decided(posts: Sequence[object]) -> tuple[list[object], list[str]]:
-    """The nodes that listen, and for each other one why it does not."""
-    nodes = [one for one in posts if one is not None and not isinstance(one, str)]
-    return nodes, [one for one in posts if isinstance(one, str)]
+    """The nodes that listen, and for each other one why it does not, or why these would refuse its connections."""
+    nodes = [one for one in posts if isinstance(one, dict)]
+    left_out = [one for one in posts if isinstance(one, str)]
+    certified = [one for one in nodes if one.get(CERTIFIED)]
+    lacking = [one for one in nodes if one not in certified] if certified else []  # guard: certificates-on-all-nodes
+    for one in lacking:
+        variables = f"{', '.join(VARIABLES[:-1])} and {VARIABLES[-1]}"
+        left_out.append(
+            f"node {one['name']} lacks {variables}, which node {certified[0]['name']} has: set them on every node, or "
+            "on none"
+        )
+    own = [one for one in nodes if one not in lacking]
+    return [{name: value for name, value in one.items() if name != CERTIFIED} for one in own], left_out
 
 
 def _reports(count: int, left_out: Sequence[str], options: RunOptions) -> list[str]:
@@ -88,7 +101,7 @@ def _reports(count: int, left_out: Sequence[str], options: RunOptions) -> list[s
     found = list[str]()
     if left_out:
         found.append(
-            f"{why}. What is saved on a node that does not listen lies on that node only: until a place below has it, "
+            f"{why}. What is saved on such a node lies on that node only: until a place below has it, "
             f"no save survives the loss of that node. The other {count} nodes keep each other's files. The run goes "
             "on, and its next opening asks every node again."
         )

@@ -20,6 +20,8 @@ from ..wire.security import MutualTls, Security, SharedKey
 
 PREFIX = "LASTGOOD_TLS_"
 _FILES = ("CERTIFICATE", "KEY", "AUTHORITY")
+VARIABLES = [f"{PREFIX}{name}" for name in _FILES]
+"""those that every node has, or none"""
 
 
 class Certificates(Record, frozen=True, kw_only=True):
@@ -37,7 +39,7 @@ def own_certificates(environ: Mapping[str, str] = os.environ) -> Certificates | 
 
     Raises Refused if it names some of the three files only, or has a variable of this kind that does not exist.
     """
-    known = [f"{PREFIX}{name}" for name in (*_FILES, "NAMES", "ENCRYPT")]
+    known = [*VARIABLES, f"{PREFIX}NAMES", f"{PREFIX}ENCRYPT"]
     found = {name: value for name, value in environ.items() if name.startswith(PREFIX) and value}
     if unknown := sorted(found.keys() - set(known)):
         raise Refused(f"there is no variable {unknown[0]}", safe="Nothing was touched.", todo=f"{', '.join(known)}.")

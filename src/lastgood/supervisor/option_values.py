@@ -17,6 +17,9 @@ from ..policy.recovery import CAUSES, REMEDIES, Act
 HANDLED = {one.name: one.value for one in signal.Signals if one not in (signal.SIGKILL, signal.SIGSTOP)}
 """name -> number of the signals that a process can handle"""
 
+BEGINNING_CHARACTERS = 5
+"""of a known name, at least, that an unknown one begins with if it is meant by its beginning"""
+
 
 def whole(least: int) -> Callable[[str], int]:
     """A function that takes a whole number of at least `least`."""
@@ -101,7 +104,10 @@ def cause_restarts(text: str) -> dict[str, int]:
             raise argparse.ArgumentTypeError(why)
         if cause in found:
             raise argparse.ArgumentTypeError(f"{cause} is given twice")
-        found[cause] = whole(0)(most)
+        try:
+            found[cause] = whole(0)(most)
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentTypeError(f"{one}: {error}. Write {cause}=5, a cause and its restarts") from error
     return found
 
 
@@ -147,7 +153,10 @@ def fault(option: argparse.Action, text: str) -> str:
 
 
 def meant(name: str, known: Collection[str]) -> str:
-    """What to do about an unknown name: the near ones, or, if there is none, all of a few."""
+    """What to do about an unknown name: a near one, or, if there is none, all of a few."""
+    begins = name[: max(len(name) - 1, BEGINNING_CHARACTERS)]
+    if starts := [one for one in known if one.startswith(begins)]:
+        return f"Did you mean {min(starts)}?"  # difflib finds no long name from its beginning
     if near := difflib.get_close_matches(name, known, 1):
         return f"Did you mean {near[0]}?"
     return f"Give some of {', '.join(known)}." if len(known) < 6 else ""

@@ -78,7 +78,8 @@ def read(path: str, options: Mapping[str, argparse.Action]) -> Policy:
         with open(path, "rb") as file:
             root = yaml.compose(file.read(), Loader=yaml.SafeLoader)
     except OSError as error:
-        raise _refused(path, f"the policy file cannot be read: {error.strerror}", "Correct --policy.") from error
+        todo = "Correct --policy." if path != NAME else f"Make it readable; --policy {os.devnull} does without it."
+        raise _refused(path, f"the policy file cannot be read: {error.strerror}", todo) from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         raise _refused(f"{path}:{mark.line + 1}" if mark else path, f"no YAML: {error.problem}") from error

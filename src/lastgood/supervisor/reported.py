@@ -30,17 +30,20 @@ ERROR_CHARACTERS = 4000
 """of an error in an Outcome: each verdict has all of them, and a value of torch's store has 8 MiB at most"""
 REPLAYED = "replayed steps"
 """the phase that is a part of others"""
-NOTICED = "last step to failure noticed"
+LAUNCH, NOTICED, EARLY, END = "launch", "last step to failure noticed", "failure before a step", "last step to end"
 PHASES = (
     "rendezvous",
     "start",
+    LAUNCH,
     "program to run open",
     "restore",
     "first step",
     "training",
     REPLAYED,
     NOTICED,
+    EARLY,
     "tear down",
+    END,
 )
 """the names of phases, in their order"""
 
@@ -142,7 +145,8 @@ def advice(lived: Lived, attempt: Attempt, follows: Answer, before: Sequence[Adv
 
 
 def phases(lived: Lived, replayed: int) -> dict[str, float]:
-    """Phase -> seconds, of the rank that took longest. A phase that was not reached is left out.
+    """Phase -> seconds, of the rank that took longest. A phase that was not reached is left out. Of one rank all but
+    "rendezvous" and REPLAYED add up to the seconds of the attempt.
 
     `replayed`: how many steps were trained again; their seconds are a part of those of "first step" and "training".
     """
@@ -155,6 +159,7 @@ def phases(lived: Lived, replayed: int) -> dict[str, float]:
             found[name] = max(0.0, *known)
 
     ranks = lived.progress
+    longest(LAUNCH, [(lived.started, one.begun) for one in ranks])
     longest("program to run open", [(one.begun, one.opened) for one in ranks])
     longest("restore", [(one.opened, one.restored) for one in ranks])
     longest("first step", [(one.restored, one.first) for one in ranks])
@@ -162,10 +167,12 @@ def phases(lived: Lived, replayed: int) -> dict[str, float]:
     again = [_replay_seconds(one, replayed) for one in ranks if one.step > one.restored_step]
     if replayed and again:
         found[REPLAYED] = max(again)
+    last = max((one.beat for one in ranks if one.beat is not None), default=None)
+    begun = [lived.started, *(at for one in ranks for at in (one.begun, one.opened, one.restored) if at is not None)]
+    until = lived.over if lived.failed is None else lived.failed
+    name = END if lived.failed is None else EARLY if last is None else NOTICED
+    found[name] = max(0.0, until - (max(begun) if last is None else last))
     if lived.failed is not None:
-        last = max((one.beat for one in ranks if one.beat is not None), default=None)
-        if last is not None:
-            found[NOTICED] = max(0.0, lived.failed - last)
         found["tear down"] = lived.over - lived.failed
     return found
 

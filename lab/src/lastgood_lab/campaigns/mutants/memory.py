@@ -27,6 +27,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a file that a save has filled stays locked", "lent-file-released", Remove()),
         ("memory that a save fills is freed", "used-file-not-freed", Remove()),
         ("a file is released while it is filled", "filled-file-not-released", Swap("with self._copying", "if True")),
+        ("a file in place of a lent one asks for buffers", "lent-file-needs-no-buffers", Swap("has_buffers and ", "")),
         ("buffers that no file came from count", "file-without-buffers-not-counted", Swap("not ", "True or ")),
         ("a file is refused while deleted ones have its memory", "reused-memory-freed-first", Remove()),
         ("memory that is not looked at is not reported", "memory-left-behind-reported", Swap("in left", "in []")),
@@ -276,12 +277,6 @@ MUTANTS: tuple[Mutant, ...] = (
             "used-memory-is-not-staged",
             Swap("(LOCK + WANTED, memory_place.STAGED)", "(LOCK + WANTED,)"),
         ),
-    ),
-    *table(
-        "peers over the wire",
-        ("peers", "tiers"),
-        ("nodes with certificates use the key", "certificates-used-where-named", Always()),
-        ("damage that another node reports has no file", "remote-damage-names-its-file", Remove()),
     ),
     *table(
         "peers",

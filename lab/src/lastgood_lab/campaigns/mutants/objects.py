@@ -82,6 +82,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         ("a generation is deleted before its copy is made", "waiting-generation-held", Remove()),
         ("what is being copied is deleted meanwhile", "copy-under-way-not-overtaken", Swap(" | {self._under_way}", "")),
+        ("a generation whose copy failed is held in front", "failed-copy-overtaken", Swap("None", "at")),
         ("copies that wait are not bounded", "waiting-copies-bounded", Swap("others[: -keep.last]", "others[:0]")),
         ("each failed attempt of an outage is reported", "outage-reported-once", Swap("self._failures == 1", "True")),
         ("an incarnation has another order in another place", "one-order-in-all-places", Remove()),

@@ -159,4 +159,15 @@ MUTANTS: tuple[Mutant, ...] = (
         ("without authentication it listens anywhere", "wire-plain-stays-private", Never()),
         ("a node listens without a certificate", "unusable-certificate-does-not-listen", Remove()),
     ),
+    *table(
+        "peers over the wire",
+        ("peers", "tiers"),
+        ("nodes with certificates use the key", "certificates-used-where-named", Always()),
+        (
+            "a node without certificates is listed beside others",
+            "certificates-on-all-nodes",
+            Swap("if certified", "if False"),
+        ),
+        ("damage that another node reports has no file", "remote-damage-names-its-file", Remove()),
+    ),
 )
