@@ -11,7 +11,7 @@ import torch
 from ..limits import PAGE_BYTES
 from .capture import Captured
 
-ENTRY_BYTES = 400
+ENTRY_BYTES = 320
 """what header and manifest hold of one tensor, without its name, which is in both"""
 FILES = 2
 """of each rank, tensors and manifest: each ends within a block of the file system"""
