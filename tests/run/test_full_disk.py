@@ -239,6 +239,7 @@ def test_the_first_step_compares_the_bounds_of_places_below(tmp_path: Path, monk
     assert [one.split()[0] for one in lines[:4]] == [str(one) for one in (tmp_path / "front", below, below)] + [
         f"slots://{tmp_path}/home"
     ]
+    assert ", and 3 more while copies wait for a slow place below" in lines[0]
     assert "takes at most (2 kept + 2 copied) x" in lines[1] and "has room for 1 state" in lines[2]
 
 

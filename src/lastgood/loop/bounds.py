@@ -34,8 +34,12 @@ class Bounds:
         self._reported = True
         own, held = self._front_bytes(front, parts), _held(front)
         held = round(held * min(own / whole, 1.0)) if isinstance(front.tier, NodeDisks) else held
-        disk_space.report_bound(front.tier, front.keep, self._options.tuning.in_flight, own, held)
-        for place in self._pipeline.places.below:
+        below = self._pipeline.places.below
+        # As many wait as the place keeps, beside the one that is copied there, and one whose copy has just ended.
+        waiting = max((one.writer.keep.last for one in below), default=0) + len(below) + 1 - front.keep.last
+        waiting = max(waiting, 0) if below else 0
+        disk_space.report_bound(front.tier, front.keep, self._options.tuning.in_flight, own, held, waiting)
+        for place in below:
             if paths.parsed(place.tier.place).kind != "objects":
                 writer, code = place.writer, place.writer.verifier.code
                 size = round(whole * (1 + code.parity / code.data)) if code else whole

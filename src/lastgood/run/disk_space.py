@@ -83,12 +83,15 @@ def room_bytes(place: str) -> int:
     return files.free_bytes(place)
 
 
-def report_bound(tier: Tier, keep: Keep, in_flight: int | None, state_bytes: int, held_bytes: int) -> None:
+def report_bound(
+    tier: Tier, keep: Keep, in_flight: int | None, state_bytes: int, held_bytes: int, waiting: int = 0
+) -> None:
     """Report how much of its disk a place takes at most, and warn if the disk has less room than that.
 
     `in_flight`: saves that are written there at a time; None: for a place below, which receives one copy at a time.
     `state_bytes`: the size of one generation with its parity. `held_bytes`: the size of the generations that it holds
-    already.
+    already. `waiting` (default 0): so many generations more are kept there while copies to a place below are slow;
+    they are reported, and not compared.
     """
     flights = in_flight or 1
     if tier.newest_only:
@@ -103,6 +106,8 @@ def report_bound(tier: Tier, keep: Keep, in_flight: int | None, state_bytes: int
     further += "generations that a rewind abandoned"
     if in_flight is None:  # the one that is copied, and what is left of one whose copy was given up
         states, what, further = kept + 2, "2 copied", ""
+    if waiting:
+        more += f", and {waiting} more while copies wait for a slow place below"
     most = size(states * state_bytes)
     reporting.info(f"{tier.place} takes at most ({kept} kept + {what}) x {size(state_bytes)} = {most}{more}{further}")
     with contextlib.suppress(OSError):  # a write reports a failing disk
