@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 import lastgood
-from harness import save
+from harness import save, steps
 from histories import at, generation
 from lastgood.engine.arena import Arena
 from lastgood.engine.inline_executor import Inline
@@ -227,14 +228,45 @@ def test_the_disk_bound_is_compared_with_the_free_space(caplog, bound, free, lev
 
 def test_the_first_step_compares_the_disk_bound_with_the_free_space(tmp_path, monkeypatch, caplog) -> None:
     """A disk that was too small was reported only at the first save, five minutes or hours after the start."""
-    monkeypatch.setattr(disk_space, "room_bytes", lambda _: 30_000)
-    state = {"w": torch.zeros(2_500)}  # 10 kB, and a page for its header
+    monkeypatch.setattr(disk_space, "room_bytes", lambda _: 70_000)
+    state = {"w": torch.zeros(2_500)}  # 10 kB, and five blocks for header and records
     with lastgood.Checkpointer(tmp_path, state, exclude=["rng"], save_on_exit=False) as ckpt:
         ckpt.step(1)
         assert "takes at most (3 kept + 2 in flight + 2) x" in caplog.text and "has room for 2 states" in caplog.text
         ckpt.save(2)
         ckpt.step(3)
     assert caplog.text.count("takes at most") == caplog.text.count("has room for") == 1
+
+
+def test_the_bound_covers_what_so_many_generations_take(tmp_path: Path, caplog) -> None:
+    """Only tensors were counted: 509 kB was printed, and seven generations of a small state took 617 kB."""
+    caplog.set_level("INFO")
+    layers = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4)))
+    state = {"model": layers, "texts": ["a value that is no tensor"] * 500}
+    with lastgood.Checkpointer(tmp_path, state) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step).result()
+        ckpt.wait()
+    assert steps(tmp_path) == [1, 2, 3]
+    bound = re.findall(r"\+ 2\) x ([\d.]+) kB", caplog.text)[0]
+    taken = sum(one.lstat().st_blocks * 512 for one in (tmp_path / "gen").rglob("*"))
+    assert taken <= 3 * float(bound) * 1000 <= 1.25 * taken
+
+
+def test_the_first_step_compares_the_bounds_of_places_below(tmp_path: Path, monkeypatch, caplog) -> None:
+    """Saves went to a disk with room, and were copied to one without: nobody had compared that, and no line named it
+    before its copies failed."""
+    below = tmp_path / "below"
+    monkeypatch.setattr(disk_space, "room_bytes", lambda place: 70_000 if place == str(below) else 1 << 30)
+    tiers = [lastgood.Tier(tmp_path / "front"), lastgood.Tier(below, retention=lastgood.Keep(last=2))]
+    with lastgood.Checkpointer(f"slots://{tmp_path}/home", {"w": torch.zeros(2_500)}, tiers=tiers) as ckpt:
+        ckpt.step(1)
+        lines = [one.getMessage() for one in caplog.records]
+    assert [one.split()[0] for one in lines[:4]] == [str(one) for one in (tmp_path / "front", below, below)] + [
+        f"slots://{tmp_path}/home"
+    ]
+    assert ", and 3 more while copies wait for a slow place below" in lines[0]
+    assert "takes at most (2 kept + 2 copied) x" in lines[1] and "has room for 1 state" in lines[2]
 
 
 def test_a_save_that_can_never_fit_deletes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -377,9 +377,9 @@ class Restorer:
         run.begin(generation.id if generation else None)
         self._planner.exempt(state, found.not_demanded if generation else None)
         # The state of optimizers exists once it was restored, or after the first step.
-        self._saver.examined = several and generation is not None
-        if self._saver.examined:
-            self._planner.examine(state, self._request.patterns, pipeline.workers)
+        self._saver.examined = False
+        if several and generation is not None:
+            self._saver.examine_state()
         if generation is not None and not generation.verified:
             self.run.mark(generation, [guard.finding(not_finite_error(name)) for name in found.unfit])
         if isinstance(run, RunWriter):

@@ -8,7 +8,7 @@ on the training thread.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from itertools import chain
@@ -36,6 +36,7 @@ from ..state.capture import Capture, Captured, Origin, finite
 from ..state.exempt import masks, untrained
 from ..state.objects import is_fsdp1, modules_of
 from ..state.patterns import Patterns
+from ..state.saved_size import saved_bytes
 from ..state.storable import require_storable
 from .options import Options
 
@@ -174,24 +175,30 @@ class SavePlanner:
             return
         self._exempt, self._plan = masks(state, stored), None  # guard: exemption-follows-restore
 
-    def examine(self, state: Mapping[str, Any], patterns: Patterns, beside: Executor) -> int | None:
+    def examine(
+        self,
+        state: Mapping[str, Any],
+        patterns: Patterns,
+        beside: Executor,
+        report: Callable[[Sequence[int]], None],
+    ) -> None:
         """Check before the first save that all of the state can be stored and that each pattern matches a name.
 
         Several ranks also begin to exchange which tensors each of them holds (`beside` runs that), so that the next
-        save waits for no other rank. Copies nothing. Returns the bytes of the tensor files of a save; None with several
-        ranks, which do not know yet what each of them writes. Raises Unstorable with everything that cannot be stored;
-        Refused for a pattern.
+        save waits for no other rank. Copies nothing. `report`: called with the bytes that each rank writes in a save;
+        of several ranks at the coordinator, on `beside`, once all have posted what they hold. Raises Unstorable with
+        everything that cannot be stored; Refused for a pattern.
         """
         if self._replicas is None:
             captured = require_storable(self._capture, state)
             self.fence.hook(captured.optimizers)
             patterns.require(state)  # guard: patterns-checked-at-first-step
-            return sum(image.length for image in staging.lay_out(captured.tensors))
+            report([saved_bytes(captured)])
+            return
         with self._replicas.topic() as topic:
             captured = require_storable(self._capture, state)
             self.fence.hook(captured.optimizers)
-            self._replicas.start_exchange(topic, captured, patterns.unmatched(state), beside)
-        return None
+            self._replicas.start_exchange(topic, captured, patterns.unmatched(state), beside, report)
 
     def captured(self, state: Mapping[str, Any]) -> Captured:
         """The live tensors and values of the state, as a save would store them."""

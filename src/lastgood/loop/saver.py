@@ -26,15 +26,13 @@ from ..coordination.announcements import Announcements
 from ..coordination.rounds import RankGroup
 from ..coordination.single_rank import AnyRanks, AnyTopic
 from ..errors import Damaged, InFlightFull, StepTaken
-from ..format import commit, parity_layout
+from ..format import commit
 from ..policy.arguments import require
 from ..policy.cadence import Every
 from ..policy.failures import Known
 from ..policy.retention import wanted
 from ..policy.tune import Auto
 from ..records import Generation, GenerationId, Manifest
-from ..run import disk_space
-from ..run.node_disks import NodeDisks
 from ..run.pipeline import Pipeline
 from ..run.planned_save import PlannedSave
 from ..run.save_handle import Save
@@ -42,6 +40,7 @@ from ..snapshot.unchanged import changed, changed_values, is_same, require_uncha
 from ..state.capture import Captured
 from ..state.live_check import Numbers
 from .adaptive_interval import Pace
+from .bounds import Bounds
 from .copy_pace import CopyPace
 from .load import LoadRequest
 from .metrics import checked
@@ -70,6 +69,7 @@ class Saver:
     ) -> None:
         self._request, self._options, self._pipeline, self._planner = request, options, pipeline, planner
         self._ranks, self._reports = ranks, reports
+        self._bounds = Bounds(options, pipeline)
         self.busy = False
         """whether the training thread is reading the state for a save: no other call of the user may come now"""
         self.half_loaded = False
@@ -128,7 +128,7 @@ class Saver:
         require(not self.busy, "a save was asked for while the state is copied", "In a signal handler set a flag only.")
 
     def examine(self, metrics: Mapping[str, Any] | None) -> None:
-        """Before the first save: raise what every save would, and report the bound of the disk space.
+        """Before the first save: raise what every save would, and report the bound of each place.
 
         Raises NotRestored, Unstorable with everything that cannot be stored, and Refused for a pattern that matches no
         name, and for `metrics` that are no numbers. Only the first call examines anything; after NotRestored, the next
@@ -140,10 +140,15 @@ class Saver:
         if self.examined:
             return
         self._pipeline.run.known.require_restored()  # guard: forgotten-restore-refused
+        self.examine_state()
+
+    def examine_state(self) -> None:
+        """Raise what every save would, but for NotRestored and `metrics`, and report the bound of each place.
+
+        Several ranks call it together, in a restore or in the first step after a fresh start.
+        """
         self.examined = True
-        state_bytes = self._planner.examine(self._request.state, self._request.patterns, self._pipeline.workers)
-        if state_bytes is not None:
-            self.report_bound(state_bytes)
+        self._planner.examine(self._request.state, self._request.patterns, self._pipeline.workers, self._bounds.report)
 
     # ---- a save --------------------------------------------------------------------------------------------
 
@@ -238,12 +243,8 @@ class Saver:
             self._pipeline.admit_step(n)
         planned = self._planner.plan(self._request.state, topic)
         at = self._pipeline.admit_step(n)
-        if self.last is None:
-            if self._ranks.size > 1 and self._ranks.is_coordinator:
-                # The ranks write about equal parts.
-                self.report_bound(planned.bytes * self._ranks_here() * self._options.copies)
-            if self._planner.note:
-                reporting.info(self._planner.note)
+        if self.last is None and self._planner.note:
+            reporting.info(self._planner.note)
         return at, planned
 
     def _wait_for_a_place(self, n: int, must: bool, timeout_seconds: float | None) -> float | None:
@@ -336,20 +337,6 @@ class Saver:
         return None
 
     # ---- reports -------------------------------------------------------------------------------------------
-
-    def report_bound(self, state_bytes: int) -> None:
-        """Report the largest disk space that the run will take. `state_bytes`: of one generation of all ranks."""
-        run, options = self._pipeline.run, self._options
-        parity, keep = options.front.parity, options.front.keep
-        spare = parity_layout.share(parity) if parity else 0.0
-        total = state_bytes + round(state_bytes * spare)
-        held = sum(one.bytes for one in run.known.survey.generations.values()) * self._ranks_here() // self._ranks.size
-        disk_space.report_bound(run.tier, keep, options.tuning.in_flight, total, held)
-
-    def _ranks_here(self) -> int:
-        """How many ranks write to the place that is written first, as far as it is on this node."""
-        tier = self._pipeline.run.tier
-        return tier.nodes.leaders.count(0) if isinstance(tier, NodeDisks) else self._ranks.size
 
     def note_fence(self) -> None:
         """Add the time that the loop has waited at the fence to the stall of its last save."""

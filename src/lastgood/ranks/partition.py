@@ -12,7 +12,8 @@ Invariants
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
+import math
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from ..format.layout import Tensor
 from ..policy.reshard import Held, shares
 from ..state.capture import Captured
 from ..state.dtensor import Sharded
+from ..state.saved_size import beside_bytes, tensor_bytes
 from ..state.tensors import dtype_name
 
 
@@ -72,14 +74,42 @@ def structure_digest(captured: Captured) -> str:
 
 
 def structure_list(captured: Captured) -> list[list[Any]]:
-    """The structure as a message: for each name its description and its mesh, which is empty if it is not sharded."""
+    """The structure as a message: for each name its description, its mesh, which is empty if it is not sharded, and
+    the bytes that one of its holders writes; 0 for what each holder counts as its own (`own_bytes`)."""
     found = []
     for name, one in captured.tensors.items():
         sharded = captured.sharded.get(name)
         shape, mesh = (sharded.shape, sharded.mesh) if sharded else (tuple(one.shape), ())
         over = f" over {len(mesh)} ranks" if mesh else ""
-        found.append([name, f"{dtype_name(one.dtype)} {list(shape)}{over}", list(mesh)])
-    return found + [[alias, f"the same as {name}", []] for alias, name in captured.aliases.items()]
+        size = 0 if sharded or _is_random(name) else tensor_bytes(name, one)
+        found.append([name, f"{dtype_name(one.dtype)} {list(shape)}{over}", list(mesh), size])
+    return found + [[alias, f"the same as {name}", [], 0] for alias, name in captured.aliases.items()]
+
+
+def own_bytes(captured: Captured) -> int:
+    """The bytes that this rank writes in a save, whatever the other ranks hold: values, random number generators, and
+    of its shards the part that falls to it where several ranks hold the same."""
+    found = float(beside_bytes(captured.values))
+    for name, one in captured.tensors.items():
+        if sharded := captured.sharded.get(name):
+            found += tensor_bytes(name, one) / len(sharded.holders)
+        elif _is_random(name):
+            found += tensor_bytes(name, one)
+    return math.ceil(found)
+
+
+def written_bytes(structures: Sequence[str], lists: Mapping[str, list[list[Any]]], own: Sequence[int]) -> list[int]:
+    """The bytes that each rank writes in a save, by an estimate that is not too low for all of them together.
+
+    `structures`: the digest of the structure of each rank. `lists`: digest -> its `structure_list`. `own`: the
+    `own_bytes` of each rank. The holders of a tensor that is not sharded write about equal parts of it.
+    """
+    ranks, holders = Counter(structures), Counter[str]()
+    for structure, tensors in lists.items():
+        for name, *_ in tensors:
+            holders[name] += ranks[structure]
+    shared = {one: sum(size / holders[name] for name, *_, size in tensors) for one, tensors in lists.items()}
+    return [math.ceil(shared[one] + mine) for one, mine in zip(structures, own, strict=True)]
 
 
 def partition(
@@ -109,7 +139,7 @@ def partition(
             continue
         if len(group) == 1:
             mine.append(_item(captured, name, box, whole, box, name in finite))
-        elif name == "rng" or name.startswith("rng.") or name in own:  # guard: random-generators-per-rank
+        elif _is_random(name) or name in own:  # guard: random-generators-per-rank
             mine.append(_item(captured, name, box, whole, box, name in finite, own=rank != group[0]))
         else:
             boxes_of[group].append((name, box, whole))
@@ -126,6 +156,11 @@ def partition(
                 (mine if member == rank else witnessed[group]).append(item)
                 shared[group].append(item.tensor.key)
     return Partition(mine, witnessed, shared)
+
+
+def _is_random(name: str) -> bool:
+    """Whether a tensor is the state of a random number generator, which each rank has for itself."""
+    return name == "rng" or name.startswith("rng.")
 
 
 def _replicas_of(sharded: Sharded | None, holders: Sequence[tuple[int, ...]]) -> tuple[int, ...]:

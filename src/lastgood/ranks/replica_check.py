@@ -2,8 +2,9 @@
 
     when                                           what every rank posts                        verdict
     ---------------------------------------------  -------------------------------------------  --------------------
-    in restore(), or in the first step of a fresh  a digest of the structure of its state; its  which ranks hold
-    start (`Replicas.start_exchange`)              list of names, if the structures differ      which tensor
+    in restore(), or in the first step of a fresh  a digest of the structure of its state, and  which ranks hold
+    start (`Replicas.start_exchange`)              how much it holds alone; its list of names,  which tensor
+                                                   if the structures differ
     in every save, once its pieces are written     digests of its structure, of which ranks     equal, different, or
     (`ReplicaCheck.approve`)                       hold what, and of what several ranks hold    a stale partition
 
@@ -29,7 +30,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -53,7 +54,7 @@ from ..run.save import Files
 from ..snapshot import staging
 from ..state.capture import Captured, Origin
 from ..state.patterns import refused
-from .partition import Item, Partition, partition, structure_digest, structure_list
+from .partition import Item, Partition, own_bytes, partition, structure_digest, structure_list, written_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,16 +103,23 @@ class Replicas:
             yield topic
 
     def start_exchange(
-        self, topic: Topic, captured: Captured, unmatched: Sequence[tuple[str, str]], executor: Executor
+        self,
+        topic: Topic,
+        captured: Captured,
+        unmatched: Sequence[tuple[str, str]],
+        executor: Executor,
+        report: Callable[[Sequence[int]], None],
     ) -> None:
         """Exchange structures with all other ranks, on `executor`; the next save waits for the end. Keeps no tensor.
 
         `unmatched`: name patterns, with the argument each was given in, that match nothing on this rank. The next save
-        raises Refused if one of them matches on no rank.
+        raises Refused if one of them matches on no rank. `report`: called at the coordinator, on `executor`, with the
+        bytes that each rank writes in a save.
         """
-        structure, names = self._structure(captured), structure_list(captured)
+        names = structure_list(captured)
+        mine = {"structure": self._structure(captured), "unmatched": unmatched, "own": own_bytes(captured)}
         self._own, self._planned_steps = {}, []
-        self._exchanged, self._exchanging = None, executor.submit(self._exchange, topic, structure, names, unmatched)
+        self._exchanged, self._exchanging = None, executor.submit(self._exchange, topic, mine, names, report)
 
     def partition(self, captured: Captured, finite: Collection[str], topic: Topic) -> Partition:
         """What this rank writes. Where the last exchange failed, all ranks exchange their structures under `topic`.
@@ -121,11 +129,11 @@ class Replicas:
         """
         if self._exchanged is None:
             exchanging, self._exchanging = self._exchanging, None
-            structure = self._structure(captured)
             if exchanging:
                 self._exchanged = exchanging.result()
             else:
-                self._exchanged = self._exchange(topic, structure, structure_list(captured))
+                mine = {"structure": self._structure(captured)}
+                self._exchanged = self._exchange(topic, mine, structure_list(captured))
         exchanged, step = self._exchanged, topic.steps[-1]
         self._planned_steps = [*self._planned_steps, step][-PLANNED_STEPS:]
         own = frozenset(name for name, first in self._own.items() if first <= step)
@@ -146,24 +154,39 @@ class Replicas:
         return self._structure_of[1]
 
     def _exchange(
-        self, topic: Topic, structure: str, names: list[list[Any]], unmatched: Sequence[tuple[str, str]] = ()
+        self,
+        topic: Topic,
+        mine: dict[str, Any],
+        names: list[list[Any]],
+        report: Callable[[Sequence[int]], None] | None = None,
     ) -> _Exchanged:
-        """Agree on which ranks hold what. One rank of each structure posts its names, if the structures differ."""
-        structures: list[str] = []
+        """Agree on which ranks hold what. One rank of each structure posts its names, if the structures differ.
+
+        `mine`: what this rank posts; `names`: its `structure_list`. `report`: as for `start_exchange`.
+        """
+        structures, own = list[str](), list[int]()  # empty at all ranks but the coordinator
+        lists = {mine["structure"]: names}
 
         def decide(posts: list[dict[str, Any]]) -> str | list[int]:
             structures[:] = [one["structure"] for one in posts]
+            own[:] = [one.get("own", 0) for one in posts]
             if any("sums" in one for one in posts):
                 return AGAIN  # some ranks are in the check of a save; on this verdict they begin an exchange
             if nowhere := _in_all([one.get("unmatched", []) for one in posts]):
                 raise refused(nowhere, [name for name, *_ in names])
             return SAME if len(set(structures)) == 1 else _representatives(structures)
 
-        while (verdict := topic.agree({"structure": structure, "unmatched": unmatched}, decide)) == AGAIN:
+        def merge(posts: list[list[list[Any]] | None]) -> dict[str, Any]:
+            lists.update({structures[rank]: one for rank, one in enumerate(posts) if one is not None})
+            return _merged_holders(structures, posts)
+
+        while (verdict := topic.agree(mine, decide)) == AGAIN:
             continue
-        if verdict == SAME:
+        merged = None if verdict == SAME else topic.agree(names if self.rank in verdict else None, merge)
+        if report is not None and own:
+            report(written_bytes(structures, lists, own))
+        if merged is None:
             return _Exchanged()
-        merged = topic.agree(names if self.rank in verdict else None, partial(_merged_holders, structures))
         holders = [[tuple(group) for group in groups] for groups in merged["holders"]]
         digest = hashlib.sha256(msgspec.json.encode(merged)).hexdigest()
         return _Exchanged({name: holders[at] for name, at in merged["names"].items()}, structures, digest=digest)
@@ -188,7 +211,7 @@ class Replicas:
 
     def exchange_again(self, topic: Topic, captured: Captured, structure: str) -> None:
         """Exchange structures now, in a save that fails: the next save uses the result."""
-        self._exchanged = self._exchange(topic, structure, structure_list(captured))
+        self._exchanged = self._exchange(topic, {"structure": structure}, structure_list(captured))
         with self._lock:
             self._own = {}  # ranks that differ about it would fail each save
 
@@ -328,7 +351,7 @@ def _merged_holders(structures: Sequence[str], lists: Sequence[list[list[Any]] |
     found: dict[str, dict[tuple[int, ...], None]] = {}
     for rank, tensors in enumerate(lists):
         alike = [(other,) for other, one in enumerate(structures) if one == structures[rank]] if tensors else []
-        for name, what, mesh in tensors or ():
+        for name, what, mesh, _ in tensors or ():
             owner, before = first.setdefault(name, (rank, what))
             if before != what:  # guard: name-means-one-thing
                 raise StepDiffers(

@@ -83,26 +83,33 @@ def room_bytes(place: str) -> int:
     return files.free_bytes(place)
 
 
-def report_bound(tier: Tier, keep: Keep, in_flight: int, state_bytes: int, held_bytes: int) -> None:
-    """Report how much of its disk a run takes at most, and warn if the disk has less room than that.
+def report_bound(
+    tier: Tier, keep: Keep, in_flight: int | None, state_bytes: int, held_bytes: int, waiting: int = 0
+) -> None:
+    """Report how much of its disk a place takes at most, and warn if the disk has less room than that.
 
-    `state_bytes`: the size of one generation with its parity. `held_bytes`: the size of the generations that the run
-    holds already.
+    `in_flight`: saves that are written there at a time; None: for a place below, which receives one copy at a time.
+    `state_bytes`: the size of one generation with its parity. `held_bytes`: the size of the generations that it holds
+    already. `waiting` (default 0): so many generations more are kept there while copies to a place below are slow;
+    they are reported, and not compared.
     """
+    flights = in_flight or 1
     if tier.newest_only:
         beside = getattr(getattr(tier, "own", tier), "beside", SLOTS_BESIDE)  # more in those of several ranks
-        most = size((in_flight + beside) * state_bytes)
-        what = f"({in_flight} in flight + {beside}) slots of {size(state_bytes)} = {most}, and a little for records"
+        most = size((flights + beside) * state_bytes)
+        what = f"({flights} in flight + {beside}) slots of {size(state_bytes)} = {most}, and a little for records"
         reporting.info(f"{tier.place} takes {what}")
         return
     kept = keep.last + len(keep.milestones) + (keep.best[2] if keep.best else 0)
-    more = f", and each {keep.every}th step" if keep.every else ""
-    states = kept + in_flight + 2
-    reporting.info(
-        f"{tier.place} takes at most ({kept} kept + {in_flight} in flight + 2) x {size(state_bytes)} = "
-        f"{size(states * state_bytes)}{more}; milestones and damaged generations come on top, and for a while the "
-        "generations that a rewind abandoned"
-    )
+    states, more = kept + flights + 2, f", and each {keep.every}th step" if keep.every else ""
+    what, further = f"{flights} in flight + 2", "; milestones and damaged generations come on top, and for a while the "
+    further += "generations that a rewind abandoned"
+    if in_flight is None:  # the one that is copied, and what is left of one whose copy was given up
+        states, what, further = kept + 2, "2 copied", ""
+    if waiting:
+        more += f", and {waiting} more while copies wait for a slow place below"
+    most = size(states * state_bytes)
+    reporting.info(f"{tier.place} takes at most ({kept} kept + {what}) x {size(state_bytes)} = {most}{more}{further}")
     with contextlib.suppress(OSError):  # a write reports a failing disk
         compare(tier.place, state_bytes, states, held_bytes, room_bytes(tier.place))
 
@@ -127,8 +134,8 @@ def compare(place: str, state_bytes: int, bound_states: int, held_bytes: int, fr
         return
     if fit < LEAST_STATES:
         reporting.threat(
-            f"{has}: a save needs room beside the newest verified generation, so no save after the first can succeed. "
-            f"Free {size(LEAST_STATES * state_bytes - held_bytes - free)}, or give another disk."
+            f"{has}: a save needs room beside the newest verified generation, so no save after the first can succeed "
+            f"there. Free {size(LEAST_STATES * state_bytes - held_bytes - free)}, or give another disk."
         )
         return
     reporting.warning(

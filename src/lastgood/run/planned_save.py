@@ -93,6 +93,11 @@ class RunOptions:
         code = parity_layout.parsed(self.node_parity) if self.node_parity is not None else None
         return code if code is not None and sum(code) <= nodes else None  # guard: parity-needs-its-nodes
 
+    def times_own_part(self, nodes: int) -> float:
+        """How many times its own part each of so many nodes that listen to each other holds: with copies or parity."""
+        code = self.code_among(nodes)
+        return 1 + code[1] / code[0] if code else min(self.copies_among_nodes, nodes)
+
     def spill(self, path: str | os.PathLike[str]) -> str | None:
         """Where files go that do not fit into the place `path`, if it is in memory: into the first directory below."""
         if paths.parsed(path).kind != "memory":

@@ -159,7 +159,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "random number generators count as replicated",
             "random-generators-per-rank",
-            Swap('name == "rng" or name.startswith("rng.") or ', ""),
+            Swap("_is_random(name) or ", ""),
         ),
         ("the group of a DDP model that outlives it is destroyed by the model", "gloo-outlives-models", Remove()),
         ("ranks may seal different generations in one commit", "ranks-seal-one-generation", Never()),
