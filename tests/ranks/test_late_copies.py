@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from harness import one_place, steps
-from lastgood.agent.late_copies import completed, given_up
+from agents import until
+from harness import flip, one_place, steps
+from lastgood.agent.late_copies import committed_below, completed, given_up
 from lastgood.format import layout
 from lastgood.io.memory_files import MemoryFiles
-from lastgood.run import agent_link, paths
+from lastgood.run import access, agent_link, paths
+from lastgood.run.late_commit import HELD
 from lastgood.run.verify import never
 from lastgood.storage.directory import Disk
 from lastgood_lab.worlds import world
@@ -24,13 +30,15 @@ class Node:
         self.folder = folder(home, name, memory)
         root = str(self.folder)
         self._tier = Disk(MemoryFiles(root), root, shared=True, place=f"{paths.MEMORY}{root}")
-        self._spec = agent_link.read_spec(root)
+        spec = agent_link.read_spec(root)
+        assert spec is not None
+        self.spec = spec
 
-    def attempt(self) -> str:
-        return completed(self._tier, str(self.folder), self._spec, None, never)
+    def attempt(self, stop: Callable[[], bool] = never) -> str:
+        return completed(self._tier, self.spec, stop)
 
     def given_up(self) -> list[str]:
-        return given_up(self._tier, self._spec)
+        return given_up(self._tier, committed_below(self._tier, self.spec))
 
     def path(self, name: str, step: int = 5) -> Path:
         (found,) = self.folder.glob(f"gen/*{step}-*")
@@ -88,3 +96,59 @@ def test_half_a_save_of_one_node_is_copied_nowhere(home: Path, memory: Path) -> 
     a.path("r00001.manifest.json").unlink()
     assert a.attempt() == ""
     assert len([*home.glob("gen/*")]) == 1
+
+
+def test_a_damaged_part_of_another_node_is_copied_again_before_commit(home: Path, memory: Path) -> None:
+    """The last node committed what another one had copied before, without reading it: the damaged copy was the only one
+    once the memory was given up."""
+    a, b = lost(home, memory, ["a", "b"])
+    a.attempt()
+    (there,) = home.glob("gen/*5-*")
+    flip(there / "r00000.safetensors", -5)
+    assert "lacks a whole copy of r00000.safetensors" in b.attempt()
+    assert steps(home) == [4] and a.attempt() == ""
+    assert one_place(home).verify(5).good
+
+
+def test_a_late_copy_gives_way_to_a_job_that_opens_the_place(home: Path, memory: Path, monkeypatch) -> None:
+    """A job that was started again on other nodes was refused, because the agent of a node copied its part."""
+    a, b = lost(home, memory, ["a", "b"])
+    with ThreadPoolExecutor(1) as jobs:
+        asked, opened, wanted = list[Future[None]](), threading.Event(), access.Wanted(str(home))
+
+        def job() -> None:
+            with access.for_writing(home, "atomic_dirsync"):
+                opened.set()
+
+        def stop() -> bool:  # called while the agent has the place open
+            if not asked:
+                asked.append(jobs.submit(job))
+                until(wanted)
+            return False
+
+        assert a.attempt(stop) == HELD
+        asked[0].result(60)
+    assert opened.is_set()
+    b.attempt()
+    assert a.attempt() == b.attempt() == "" and steps(home) == [4, 5]
+
+
+def test_an_agent_asked_to_end_waits_for_its_turn_at_the_place(home: Path, memory: Path) -> None:
+    """The agents of all nodes were asked to end at once. One copied its part, and the others took the lock of the place
+    for a reason to give up theirs."""
+    a, b = lost(home, memory, ["a", "b"])
+    a.attempt()
+    with access.for_writing(home, "atomic_dirsync", agent_order=0):
+        assert b.attempt() == HELD
+    assert b.attempt() == "" and steps(home) == [4, 5]
+
+
+def test_a_place_that_cannot_be_used_keeps_no_save_out_of_the_others(home: Path, memory: Path, tmp_path: Path) -> None:
+    a, b = lost(home, memory, ["a", "b"])
+    (tmp_path / "file").touch()
+    for node in (a, b):
+        unusable = msgspec.structs.replace(node.spec.places[0], url=str(tmp_path / "file"))
+        node.spec = msgspec.structs.replace(node.spec, places=[unusable, *node.spec.places])
+    for node in (a, b):
+        node.attempt()
+    assert steps(home) == [4, 5]

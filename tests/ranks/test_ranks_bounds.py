@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lastgood_lab.worlds import world
-from ranked_bounds import known, on_nodes
+from ranked_bounds import known, on_nodes, outside_of_a_mesh
 
 pytestmark = pytest.mark.slow
 
@@ -27,3 +27,8 @@ def test_the_bound_of_memory_has_the_copies_that_nodes_make(tmp_path: Path, memo
     (alone, whole), _ = world(2, on_nodes, ["a", "a"], memory, tmp_path / "one")
     (both, home), _ = world(2, on_nodes, ["a", "b"], memory, tmp_path / "two")
     assert alone == whole and both == pytest.approx(home, rel=0.2)
+
+
+def test_a_rank_outside_of_the_mesh_of_a_tensor_has_no_part_of_it(tmp_path: Path) -> None:
+    """Its part was divided among no ranks: a ZeroDivisionError in the first step, on a job that had run before."""
+    assert world(2, outside_of_a_mesh, tmp_path) == [1, 1]

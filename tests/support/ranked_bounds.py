@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import lastgood
 from agents import until
@@ -69,3 +72,13 @@ def on_nodes(rank: int, size: int, nodes: list[str], memory: Path, home: Path) -
         if rank == 0:
             until(lambda: len(reported) == 2)
     return [size_of for _, size_of in reported]
+
+
+def outside_of_a_mesh(rank: int, size: int, home: Path) -> int:
+    """Save a state with a tensor that is sharded over rank 0 alone. Returns the step of the save."""
+    sharded = distribute_tensor(torch.arange(8.0), DeviceMesh("cpu", [0]), [Shard(0)])
+    with lastgood.Checkpointer(home, {"w": {"x": sharded}}, cadence=lastgood.Every(steps=1), patience=PATIENCE) as ckpt:
+        ckpt.restore()
+        save = ckpt.step(1)
+        assert save is not None
+        return save.result().step

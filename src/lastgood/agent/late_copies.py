@@ -18,51 +18,67 @@ Invariants
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import cast
 
 import msgspec
 
+from .. import reporting
 from ..engine.arena import Arena
-from ..errors import Cancelled, LastgoodError, NotARun
+from ..engine.read_file import RankFiles
+from ..errors import Cancelled, LastgoodError, NotARun, RunLocked
 from ..format import commit, intents, layout, sealed
 from ..limits import CHUNK_BYTES, EXAMINATION_CHUNKS, WORKERS
 from ..policy import restore
 from ..ports import Mendable, Tier
 from ..records import Generation, GenerationId
-from ..run import access, copying
+from ..run import access, copying, paths
 from ..run.agent_messages import AgentSpec
-from ..run.late_commit import Others, commit_unless_held
+from ..run.file_copies import reads_back
+from ..run.late_commit import HELD
 from .drain import is_whole, uncommitted
 
 Intents = Mapping[GenerationId, intents.Intent]
 
 
-def completed(
-    memory: Mendable, folder: str, spec: AgentSpec | None, others: Others | None, stop: Callable[[], bool]
-) -> str:
-    """Commit what all ranks had sealed: in memory (late_commit.py), or else in the places below.
+def completed(memory: Mendable, spec: AgentSpec, stop: Callable[[], bool]) -> str:
+    """Commit what all ranks had sealed in the places below. No process has the run open in memory.
 
     Returns why it is to be tried again, or "". Raises Cancelled once `stop()` is true.
     """
-    if (held := commit_unless_held(memory, folder, others)) or others is not None or spec is None:
-        return held
-    return next(filter(None, (_completed_in(one.url, memory, spec.order, stop) for one in spec.places)), "")
+    found = [_completed_in(one.url, memory, spec.order, stop) for one in spec.places]
+    return HELD if HELD in found else next(filter(None, found), "")  # guard: late-copy-waits-for-its-turn
 
 
-def given_up(memory: Tier, spec: AgentSpec | None) -> list[str]:
-    """The names of the folders of saves that ranks have sealed, and that have no COMMIT in memory or below."""
-    left = uncommitted(memory)
-    for place in spec.places if left and spec is not None else []:
+def committed_below(memory: Tier, spec: AgentSpec) -> list[str]:
+    """The names of the folders of saves that have no COMMIT in memory, and one in a place below that can be read."""
+    found, left = list[str](), uncommitted(memory)
+    for place in spec.places if left else []:
         with contextlib.suppress(LastgoodError):
             below = access.for_reading(place.url)
-            left = [name for name in left if layout.COMMIT not in below.list(f"gen/{name}")]
+            found.extend(name for name in left if layout.COMMIT in below.list(f"gen/{name}"))
+    return found
+
+
+def given_up(memory: Tier, below: Collection[str]) -> list[str]:
+    """The names of the folders of saves that ranks have sealed, and that nobody has committed; they are reported.
+
+    `below`: as `committed_below`. The memory is to be removed.
+    """
+    left = [name for name in uncommitted(memory) if name not in below]
+    if left:
+        reporting.warning(f"{memory.place}: removed with saves that have no COMMIT: {left}")
     return left
 
 
 def _completed_in(url: str, memory: Mendable, order: int, stop: Callable[[], bool]) -> str:
+    wanted: Callable[[], bool] = access.Wanted(url) if paths.parsed(url).kind == "directory" else lambda: False
+
+    def gives_way() -> bool:
+        return stop() or wanted()  # guard: late-copy-gives-way
+
     try:
         here = commit.survey(memory)
         mine = _sealed(memory, here)
@@ -73,19 +89,23 @@ def _completed_in(url: str, memory: Mendable, order: int, stop: Callable[[], boo
         found = _wanted(memory, here, reading, there, mine)
         if not found:
             known = max((*here.generations, *there.generations))
-            waiting = [at for at in mine if at > known]
+            waiting = [at for at in mine if at > known and there.run == here.run]
             return f"{url}: step {max(waiting).step} lacks {layout.INTENT} of another node" if waiting else ""
         waits = list[str]()
         with access.for_writing(url, "atomic_dirsync", take_over=False, agent_order=max(order, here.order)) as target:
             copying.copy_incarnations(memory, target)
             for at, intent in found.items():
-                if lacks := _copied(memory, cast(Mendable, target), at, intent, stop):
+                if lacks := _copied(memory, cast(Mendable, target), at, intent, gives_way):
                     waits.append(f"{url}: step {at.step} lacks {lacks}, which other nodes have")
                 else:
                     return ""  # those that are left are older
         return waits[0]
     except Cancelled:
-        raise
+        if stop():
+            raise
+        return HELD
+    except RunLocked:  # most often by the agent of another node, which copies its part
+        return HELD
     except NotARun:  # it was removed: drain.py says so
         return ""
     except (LastgoodError, OSError) as error:
@@ -132,13 +152,21 @@ def _copied(
     with ThreadPoolExecutor(WORKERS, "lastgood-drain") as workers:
         how = copying.Copying(Arena(EXAMINATION_CHUNKS * CHUNK_BYTES, CHUNK_BYTES), workers, stop=stop)
         copying.copy_files(target, [memory], part, None, how)
-    for seal in mine:
-        target.put_new(f"{folder}/{seal.manifest}", sealed.record_bytes([memory], part, seal))
-    seals = intents.seals_of(target, at)
-    record = intent.sealed(seals)
-    if record is None:
-        missing = sorted({*range(intent.record.world.ranks)} - {one.rank for one in seals})
-        return f"the files of rank {missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else "")
+        for seal in mine:
+            target.put_new(f"{folder}/{seal.manifest}", sealed.record_bytes([memory], part, seal))
+        seals = intents.seals_of(target, at)
+        record = intent.sealed(seals)
+        if record is None:
+            missing = sorted({*range(intent.record.world.ranks)} - {one.rank for one in seals})
+            return f"the files of rank {missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else "")
+        whole = Generation(commit=record, root="")
+        for seal in seals:  # who wrote it may have been killed before it was durable
+            target.put_new(f"{folder}/{seal.manifest}", sealed.record_bytes([target], whole, seal))
+        for manifest in (sealed.sealed_record(target, whole, one) for one in seals):
+            files = RankFiles(target, folder, manifest)
+            # guard: late-copy-read-before-commit
+            if bad := [one.name for one in manifest.blobs if not reads_back(files, one, how)]:
+                return f"a whole copy of {bad[0]}"
     commit.publish(target, record, intent.algorithm)
     with contextlib.suppress(LastgoodError):  # beside a COMMIT it has no effect
         intents.withdraw(target, at)

@@ -39,7 +39,7 @@ from ..records import prepare
 from ..run import access, memory_place, memory_relief, paths
 from ..run.agent_link import LINGER_SECONDS, LOCK, MESSAGE_LIMIT_BYTES, PROTOCOL, SPEC, listening, read_spec, user_of
 from ..run.agent_messages import Answer, KnownPeers, Request
-from ..run.late_commit import HELD, commit_in
+from ..run.late_commit import HELD, commit_in, commit_unless_held
 from ..run.lower_place import PAUSES_SECONDS, pause_seconds
 from ..run.packed import PackedTier
 from ..storage.directory import Disk
@@ -97,8 +97,8 @@ class Server:
         self._left_at = time.monotonic() + first_seconds
         """when the last training process left, or may have come at the latest"""
         self._signalled = self._ended = False
-        self._given_up = list[str]()
-        """as in `Answer`"""
+        self._given_up, self._below = list[str](), list[str]()
+        """as in `Answer`; as `late_copies.committed_below`"""
         self._nodes = Nodes(self._tier, self._wake)
         self._works = Works(self._tier, self._wake, lambda: self._nodes.peers)
 
@@ -308,15 +308,17 @@ class Server:
         """On the worker: one attempt. Raises Cancelled if a training process attaches meanwhile."""
         spec, tier, self._copied = read_spec(self._folder), self._tier(), []
         others = self._nodes.others(spec.nodes, self._stop.is_set) if spec is not None else None
-        held = late_copies.completed(tier, self._folder, spec, others, self._stop.is_set) if self._in_memory else ""
+        held = commit_unless_held(tier, self._folder, others) if self._in_memory else ""
+        here = committed(tier)
+        found = Drained([f"{SPEC} cannot be read, which names the places below"] if here else [], [], [])
+        if spec is not None:
+            found = drained(tier, spec, here, self._stop.is_set)
+            if self._in_memory and others is None:  # what is committed comes first
+                held = held or late_copies.completed(tier, spec, self._stop.is_set)
+                self._below = late_copies.committed_below(tier, spec)
         # Nodes that are busy or cut off are waited for as long as the next training process, and once by "end".
         given_up = time.monotonic() >= self._left_at + self._linger_seconds or (self._failures and self._asked_to_end())
         self._held = "" if given_up and held != HELD else held  # guard: late-commit-given-up
-        here = committed(tier)
-        if spec is None:
-            found = Drained([f"{SPEC} cannot be read, which names the places below"] if here else [], [], [])
-        else:
-            found = drained(tier, spec, here, self._stop.is_set)
         self._copied = [] if found.missing else here
         return found
 
@@ -384,10 +386,8 @@ class Server:
             if committed(self._tier()) != self._copied:  # guard: new-saves-not-removed
                 self._next_at = 0.0
                 return
+            self._given_up = late_copies.given_up(self._tier(), self._below)  # guard: uncommitted-save-is-named
             spec = read_spec(self._folder)
-            self._given_up = late_copies.given_up(self._tier(), spec)  # guard: uncommitted-save-is-named
-            if self._given_up:
-                reporting.warning(f"{self._folder}: removed with saves that have no COMMIT: {self._given_up}")
             with contextlib.suppress(FileNotFoundError), still(self._folder):  # guard: no-move-into-removed-memory
                 memory_place.set_aside(spec.spill if spec is not None else None)  # guard: spill-leaves-before-memory
                 PosixFiles().rename(self._folder, removed)  # at once: a new opening makes a folder of its own

@@ -92,7 +92,7 @@ def own_bytes(captured: Captured) -> int:
     found = float(beside_bytes(captured.values))
     for name, one in captured.tensors.items():
         if sharded := captured.sharded.get(name):
-            found += tensor_bytes(name, one) / len(sharded.holders)
+            found += tensor_bytes(name, one) / max(len(sharded.holders), 1)  # none outside of its mesh
         elif _is_random(name):
             found += tensor_bytes(name, one)
     return math.ceil(found)

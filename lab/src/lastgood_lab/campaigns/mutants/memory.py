@@ -188,7 +188,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "agent",
         ("agent", "agent_work", "ranks_memory"),
         ("parity below is written by the training process", "parity-below-by-agent", Never()),
-        ("the end of an agent hides a save that nobody committed", "uncommitted-save-is-named", Remove()),
+        (
+            "the end of an agent hides a save that nobody committed",
+            "uncommitted-save-is-named",
+            Remove(),
+        ),
         (
             "the training process reads its disk although the node has an agent",
             "node-disks-read-by-agent",

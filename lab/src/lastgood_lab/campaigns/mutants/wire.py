@@ -61,6 +61,13 @@ MUTANTS: tuple[Mutant, ...] = (
         ("late_copies", "ranks_memory"),
         ("a part of a save is copied that no other node completes", "half-save-of-one-node-stays", Instead("pass")),
         (
+            "what holds an attempt up for a moment is given up at the end",
+            "late-copy-waits-for-its-turn",
+            Instead('return next(filter(None, found), "").removeprefix(HELD)'),
+        ),
+        ("a late copy goes on while a job waits for the place", "late-copy-gives-way", Instead("return stop()")),
+        ("files that other nodes have copied are not read before COMMIT", "late-copy-read-before-commit", Never()),
+        (
             "a save is committed below that is older than one there",
             "late-copy-newer-than-all-known",
             Instead("known = here"),
