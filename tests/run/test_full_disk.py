@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,19 +18,17 @@ from histories import at, generation
 from lastgood.engine.arena import Arena
 from lastgood.engine.inline_executor import Inline
 from lastgood.errors import NoSpace
-from lastgood.format import commit, layout
+from lastgood.format import commit
 from lastgood.io.files import PosixFiles
 from lastgood.policy.retention import Keep, under_pressure
-from lastgood.run import access, disk_space
+from lastgood.run import disk_space
 from lastgood.run.known import Environment
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
 from lastgood.testing import FaultyFiles
-from mounts import small_tmpfs
 
 STATE_BYTES = 20_000
 MB = 1_000_000
-PAGE_BYTES = mmap.PAGESIZE
 
 
 def opened(root: Path, keep: Keep, states: float) -> RunWriter:
@@ -182,28 +178,6 @@ def test_training_on_a_disk_for_two_states_continues_and_reports_it(small_disk, 
             ckpt.wait()
     assert lastgood.load(small_disk / "run", state, strict=False).step == 6
     assert "has room for 2 states" in caplog.text and "retention=Keep(last=...)" in caplog.text
-
-
-@pytest.mark.parametrize("pages", [0, 1], ids=["for no mark", "for the mark alone"])
-def test_a_disk_without_a_free_page_saves_every_step(tmp_path, pages):
-    """A save filled the disk to the last page. Its mark could not be written, or POINTER.json not be replaced, and the
-    generation that the pointer named was kept: no later save succeeded, although that one was needed no more."""
-    state = {"w": torch.zeros(272_500)}
-    with small_tmpfs(tmp_path / "mounted", "4m") as disk:
-        run = disk / "run"
-        with lastgood.Checkpointer(run, state, on_error="raise", exclude=["rng"]) as ckpt:
-            ckpt.restore()
-            ckpt.save(1).result(60)
-            ckpt.wait()
-            files = [one for one in run.glob("gen/*/*") if one.name != layout.VERIFIED]
-            left = sum(one.stat().st_blocks * 512 for one in files) + pages * PAGE_BYTES
-            (disk / "other").write_bytes(bytes(shutil.disk_usage(disk).free - left))
-            for step in range(2, 5):
-                ckpt.save(step).result(60)
-                ckpt.wait()
-        survey = commit.survey(access.for_reading(run))
-        assert max(survey.generations).step == 4
-        assert survey.pointer is None or survey.pointer.step in {one.step for one in survey.generations}
 
 
 # ---- reports before the disk is full -------------------------------------------------------------------------------

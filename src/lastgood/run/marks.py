@@ -8,13 +8,12 @@ only once its mark is durable.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 
 import msgspec
 
 from .. import reporting
-from ..errors import LastgoodError, NoSpace, NoSuchStep, NotWritable, Unavailable
+from ..errors import LastgoodError, NoSuchStep, NotWritable, Unavailable
 from ..format import commit, layout
 from ..policy import restore
 from ..policy.retention import unverified_ahead
@@ -48,7 +47,7 @@ class Marks:
                 if generation.id in known.lost:  # guard: lost-part-gets-no-mark
                     return  # its node may come back
             try:
-                self._mark(generation, findings)  # guard: mark-before-pointer
+                commit.mark(known.tier, generation, findings)  # guard: mark-before-pointer
             except (Unavailable, NotWritable) as error:
                 if not findings:
                     raise
@@ -58,25 +57,6 @@ class Marks:
                 known.unread = unverified_ahead(known.lineage())
             if not findings:
                 self.point()  # guard: verified-is-pointed-at
-
-    def _mark(self, generation: Generation, findings: list[Finding]) -> None:
-        """As `commit.mark`. On a full disk the pointer gives way: without the mark nothing older may be deleted."""
-        try:
-            commit.mark(self._known.tier, generation, findings)
-        except NoSpace:
-            self._remove_pointer()  # guard: pointer-gives-way-to-mark
-            commit.mark(self._known.tier, generation, findings)
-
-    def _remove_pointer(self, following: Pointer | None = None) -> None:
-        """Delete POINTER.json and the link: their space is free then, and the generation that they name may go.
-
-        `following`: the pointer that is written next, which may be there from then on.
-        """
-        self._pointed = None
-        with contextlib.suppress(LastgoodError):  # what they name is kept, and the write that follows finds no space
-            for name in (layout.POINTER, layout.LINK):
-                self._known.tier.delete(name)
-            self._known.survey.pointer = following
 
     def point(self) -> None:
         """Write the newest verified generation of the durable lineage to POINTER.json and the link latest_ok.
@@ -96,7 +76,9 @@ class Marks:
             if pointer == self._pointed:
                 return
             try:
-                self._write(pointer, layout.folder(newest.id))
+                known.tier.point(
+                    layout.POINTER, layout.encode(pointer), layout.folder(newest.id)
+                )  # gap: before_pointer
             except LastgoodError as error:
                 if not self._pointing_failed:
                     reporting.warning(
@@ -107,15 +89,6 @@ class Marks:
                 return
             known.survey.pointer = self._pointed = pointer
             self._pointing_failed = False
-
-    def _write(self, pointer: Pointer, folder: str) -> None:
-        """Write the pointer and the link, which leads to `folder`. On a full disk those that are there go first."""
-        known, data = self._known, layout.encode(pointer)
-        try:
-            known.tier.point(layout.POINTER, data, folder)  # gap: before_pointer
-        except NoSpace:
-            self._remove_pointer(pointer)  # guard: full-disk-removes-pointer
-            known.tier.point(layout.POINTER, data, folder)
 
     def label(self, at: GenerationId, milestone: bool, metrics: Mapping[str, float]) -> Generation:
         """Add a milestone or metrics to a committed generation. Returns it with them; the label is durable on return.
