@@ -160,7 +160,7 @@ def test_a_stranger_that_sends_slowly_has_no_more_time():
 
 
 def test_a_peer_without_requests_is_closed_after_a_while():
-    with serving(Plain(), Recorder(), Bounds(idle_seconds=0.1)) as server, channel(server.address, Plain()) as wire:
+    with serving(Plain(), Recorder(), Bounds(idle_seconds=1.0)) as server, channel(server.address, Plain()) as wire:
         wire.call(b"ping", timeout_seconds=SECONDS)
         assert wire._idle[0].session._control.raw.recv(1) == b""
         assert wire.call(b"ping", timeout_seconds=SECONDS).record == b"gnip"
