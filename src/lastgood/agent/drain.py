@@ -95,11 +95,7 @@ def drained(memory: Mendable, spec: AgentSpec, here: list[str], stop: Callable[[
     for place in spec.places:
         if stop():
             raise Cancelled("the copies were stopped")
-        wanted = access.Wanted(place.url) if paths.parsed(place.url).kind == "directory" else lambda: False
-
-        def gives_way(wanted: Callable[[], bool] = wanted) -> bool:
-            return stop() or wanted()
-
+        gives_way = giving_way(place.url, stop)
         try:
             lacks = _drained_to(place, memory, spec.order, notes, gives_way)
             found.missing.extend(lacks)
@@ -117,6 +113,12 @@ def drained(memory: Mendable, spec: AgentSpec, here: list[str], stop: Callable[[
         except (LastgoodError, OSError) as error:
             found.missing.append(f"{place.url}: {type(error).__name__}: {error}")
     return found
+
+
+def giving_way(url: str, stop: Callable[[], bool]) -> Callable[[], bool]:
+    """Whether `stop()` is true, or another process waits from now on for the directory at this URL."""
+    wanted: Callable[[], bool] = access.Wanted(url) if paths.parsed(url).kind == "directory" else lambda: False
+    return lambda: stop() or wanted()  # guard: late-copy-gives-way
 
 
 def _drained_to(place: CopyTo, memory: Tier, order: int, notes: Notes, stop: Callable[[], bool]) -> list[str]:

@@ -34,11 +34,11 @@ from ..limits import CHUNK_BYTES, EXAMINATION_CHUNKS, WORKERS
 from ..policy import restore
 from ..ports import Mendable, Tier
 from ..records import Generation, GenerationId
-from ..run import access, copying, paths
+from ..run import access, copying
 from ..run.agent_messages import AgentSpec
 from ..run.file_copies import reads_back
 from ..run.late_commit import HELD
-from .drain import is_whole, uncommitted
+from .drain import giving_way, is_whole, uncommitted
 
 Intents = Mapping[GenerationId, intents.Intent]
 
@@ -74,11 +74,7 @@ def given_up(memory: Tier, below: Collection[str]) -> list[str]:
 
 
 def _completed_in(url: str, memory: Mendable, order: int, stop: Callable[[], bool]) -> str:
-    wanted: Callable[[], bool] = access.Wanted(url) if paths.parsed(url).kind == "directory" else lambda: False
-
-    def gives_way() -> bool:
-        return stop() or wanted()  # guard: late-copy-gives-way
-
+    gives_way = giving_way(url, stop)
     try:
         here = commit.survey(memory)
         mine = _sealed(memory, here)

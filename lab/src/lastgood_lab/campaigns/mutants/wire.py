@@ -65,7 +65,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "late-copy-waits-for-its-turn",
             Instead('return next(filter(None, found), "").removeprefix(HELD)'),
         ),
-        ("a late copy goes on while a job waits for the place", "late-copy-gives-way", Instead("return stop()")),
+        ("a late copy goes on while a job waits for the place", "late-copy-gives-way", Instead("return stop")),
         ("files that other nodes have copied are not read before COMMIT", "late-copy-read-before-commit", Never()),
         (
             "a save is committed below that is older than one there",
