@@ -49,14 +49,16 @@ class Home:
         return next(one for one in one_place(self.url).generations() if one.step == step)
 
     def flip(self, step: int, name: str = DATA) -> None:
-        """Flip a bit in the middle of a file."""
+        """Flip a bit in the middle of a file, at once: a scrub that reads meanwhile may not see a shorter file."""
         name = f"{layout.folder(self.at(step).id)}/{name}"
         data = bytearray(self._read(name))
-        data[len(data) // 2] ^= 1
+        middle = len(data) // 2
+        data[middle] ^= 1
         if self._in_bucket:
             access._objects(self.url).put(name, bytes(data))
         else:
-            Path(self.url, name).write_bytes(data)
+            with Path(self.url, name).open("r+b") as file:
+                os.pwrite(file.fileno(), data[middle : middle + 1], middle)
 
     def files(self, step: int) -> dict[str, bytes]:
         folder = layout.folder(self.at(step).id)

@@ -42,6 +42,8 @@ LIVED_SECONDS = 0.8 * agent_link.LIVED_SECONDS, 2 * agent_link.LIVED_SECONDS
 """How long an agent lives. One that ends too soon is not replaced at once: of shorter lives a soak would take hours."""
 ALLOWED = 1.1
 """what a median may grow by, beyond `SLACK`"""
+LEAST_SAMPLES = 40
+"""of what is compared: of fewer, a median may be that of one agent that has just started"""
 SLACK = {"memory_kb": 8_000, "descriptors": 2, "mappings": 10, "threads": 1, "files": 4, "generations": 4}
 
 
@@ -170,7 +172,7 @@ class Soak:
             Row(whose, what, *(int(median(getattr(one, what) for one in part)) for part in quarters(samples)))
             for whose, samples in self.samples.items()
             for what in Sample._fields
-            if len(samples) >= 4 and getattr(samples[0], what) >= 0
+            if len(samples) >= LEAST_SAMPLES and getattr(samples[0], what) >= 0
         ]
 
 
