@@ -12,6 +12,7 @@ learns of its end by itself. The zygote never touches a device, and has one thre
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -243,6 +244,7 @@ def main() -> None:
             importlib.import_module(name)
         except Exception as error:  # noqa: BLE001 - the program may do without it, and says so itself otherwise
             failed[name] = f"{type(error).__name__}: {error}"
+    gc.freeze()  # else each rank's collections pass over all of torch, and copy pages that it shares with the zygote
     framed.send(connection, msgspec.json.encode(Ready(failed=failed)))
     start = _serve(connection)
     if start is not None:
