@@ -128,10 +128,14 @@ def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]
 
 
 @pytest.mark.root
-def test_a_full_disk_fails_only_the_save(small_disk: Path) -> None:
-    results = {free: full_disks.full_disk(small_disk, free) for free in (0, 1024, 5000, 40_000, 80_000)}
+@pytest.mark.parametrize(("saved", "full"), [(1, "NoSpace"), (2, "warned")])
+def test_a_full_disk_fails_only_the_save(small_disk: Path, saved: int, full: str) -> None:
+    """Beside one generation nothing may be deleted, so that the save fails. Of two the older one is deleted, and the
+    save succeeds; it failed there while the pointer could not be moved away from that one."""
+    frees = (0, 1024, 5000, 40_000, 120_000)
+    results = {free: full_disks.full_disk(small_disk, free, saved=saved) for free in frees}
     assert {free: problems for free, (_, problems) in results.items() if problems} == {}
-    assert results[0][0] == "NoSpace" and results[80_000][0] == ""
+    assert results[0][0] == full and results[120_000][0] == ""
 
 
 @pytest.mark.parametrize("limit_bytes", [1, 100, 700, 4096, 36_000])

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import mmap
 import re
+import shutil
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,17 +21,19 @@ from histories import at, generation
 from lastgood.engine.arena import Arena
 from lastgood.engine.inline_executor import Inline
 from lastgood.errors import NoSpace
-from lastgood.format import commit
+from lastgood.format import commit, layout
 from lastgood.io.files import PosixFiles
 from lastgood.policy.retention import Keep, under_pressure
-from lastgood.run import disk_space
+from lastgood.run import access, disk_space
 from lastgood.run.known import Environment
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
-from lastgood.testing import FaultyFiles
+from lastgood.testing import Fault, FaultyFiles
+from mounts import small_tmpfs
 
 STATE_BYTES = 20_000
 MB = 1_000_000
+PAGE_BYTES = mmap.PAGESIZE
 
 
 def opened(root: Path, keep: Keep, states: float) -> RunWriter:
@@ -132,6 +137,34 @@ def test_a_full_disk_deletes_only_as_much_as_the_save_needs(tmp_path):
     assert steps_in(run) == [2, 3, 4, 5]
 
 
+def test_a_full_disk_without_room_for_the_commit_makes_room(tmp_path):
+    """Tensors and manifest took the last blocks, and COMMIT found none: every save was refused, although an older
+    generation could be deleted."""
+    files = FaultyFiles()
+    run = RunWriter(Disk(files, str(tmp_path)), Inline(), keep=Keep(last=3))
+    run.begin(None)
+    for step in (1, 2):
+        saved(run, step)
+    files.inject(Fault("write", f"*/{layout.COMMIT}.*", errno.ENOSPC, nth=1))
+    saved(run, 3)
+    assert steps_in(run) == [2, 3]
+
+
+@pytest.mark.parametrize("record", [layout.COMMIT, layout.VERIFIED])
+def test_a_limit_on_the_length_of_files_deletes_nothing(tmp_path, record):
+    """What is deleted for a file that is longer than the limit permits makes it no shorter."""
+    files = FaultyFiles()
+    run = RunWriter(Disk(files, str(tmp_path)), Inline(), keep=Keep(last=3))
+    run.begin(None)
+    for step in (1, 2):
+        saved(run, step)
+    files.inject(Fault("write", f"*/{record}.*", errno.EFBIG))
+    with pytest.raises(NoSpace):
+        saved(run, 3)
+    assert {1, 2} <= {*steps_in(run)}
+    assert (tmp_path / layout.POINTER).exists() and (tmp_path / layout.LINK).is_symlink()
+
+
 class OtherRankIsFull:
     """The `Topic` of a save in which another rank finds no space for its part."""
 
@@ -178,6 +211,30 @@ def test_training_on_a_disk_for_two_states_continues_and_reports_it(small_disk, 
             ckpt.wait()
     assert lastgood.load(small_disk / "run", state, strict=False).step == 6
     assert "has room for 2 states" in caplog.text and "retention=Keep(last=...)" in caplog.text
+
+
+@pytest.mark.parametrize("pages", [0, 1], ids=["for no mark", "for the mark alone"])
+def test_a_disk_without_a_free_page_saves_every_step(tmp_path, caplog, pages):
+    """A save filled the disk to the last page. Its mark could not be written, or POINTER.json not be replaced, and the
+    generation that the pointer named was kept: no later save succeeded, although that one was needed no more."""
+    state = {"w": torch.zeros(272_500)}
+    with small_tmpfs(tmp_path / "mounted", "4m") as disk:
+        run = disk / "run"
+        with lastgood.Checkpointer(run, state, on_error="raise", exclude=["rng"]) as ckpt:
+            ckpt.restore()
+            ckpt.save(1).result(60)
+            ckpt.wait()
+            files = [one for one in run.glob("gen/*/*") if one.name != layout.VERIFIED]
+            left = sum(one.stat().st_blocks * 512 for one in files) + pages * PAGE_BYTES
+            (disk / "other").write_bytes(bytes(shutil.disk_usage(disk).free - left))
+            for step in range(2, 6):
+                ckpt.save(step).result(60)
+                ckpt.wait()
+        survey = commit.survey(access.for_reading(run))
+        assert max(survey.generations).step == 5
+        assert survey.pointer is None or survey.pointer.step in {one.step for one in survey.generations}
+    (reported,) = [one for one in caplog.messages if f"{layout.POINTER} and {layout.LINK} were deleted" in one]
+    assert reported.startswith(f"the disk of {run} is full (no space left for {run}/")
 
 
 # ---- reports before the disk is full -------------------------------------------------------------------------------

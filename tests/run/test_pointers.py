@@ -3,6 +3,7 @@ cleaned up."""
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -21,6 +22,7 @@ from lastgood.records import Incarnation
 from lastgood.run import access
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
+from lastgood.testing import Fault, FaultyFiles
 
 V1 = Path(__file__).parents[1] / "golden" / "v1"
 
@@ -95,6 +97,20 @@ def test_a_second_dereferenced_copy_is_kept_beside_the_first(tmp_path):
         (tmp_path / layout.LINK).mkdir()
     saved(opened(tier_of(tmp_path)), 3)
     assert {one.name for one in tmp_path.glob("latest_ok*")} == {"latest_ok", "latest_ok.copy-1", "latest_ok.copy-2"}
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
+def test_a_pointer_whose_link_failed_keeps_what_it_names(tmp_path, error):
+    """The first pointer was written, and then its link failed. That generation was deleted while POINTER.json named
+    it, and the next opening reported it as lost."""
+    files = FaultyFiles(Fault("symlink", errno=error))
+    tier = Disk(files, str(tmp_path))
+    run = opened(tier)
+    saved(run, 1)
+    files.inject(Fault("rename"))
+    saved(run, 2, 3)
+    pointer = commit.survey(tier).pointer
+    assert pointer is not None and pointer.step == 1 and steps_in(tier) == [1, 3]
 
 
 # ---- names that differ only in case ------------------------------------------------------------------------------

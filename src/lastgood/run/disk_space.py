@@ -36,7 +36,7 @@ class RetryingTier:
             try:
                 return self._tier.create(name, length)
             except NoSpace as error:
-                if not (_is_full(error) and self._make_room(length)):  # guard: full-disk-relieved
+                if not (is_full(error) and self._make_room(length)):  # guard: full-disk-relieved
                     raise
 
     def put_new(self, name: str, data: bytes) -> None:
@@ -44,7 +44,7 @@ class RetryingTier:
             try:
                 self._tier.put_new(name, data)
             except NoSpace as error:
-                if not (_is_full(error) and self._make_room(len(data))):
+                if not (is_full(error) and self._make_room(len(data))):
                     raise
             else:
                 return
@@ -62,8 +62,8 @@ class RetryingTier:
         self._tier.delete(name)
 
 
-def _is_full(error: NoSpace) -> bool:
-    """Whether deleting generations may help. It does not after EFBIG, the limit on the length of one file."""
+def is_full(error: NoSpace) -> bool:
+    """Whether deleting may help. It does not after EFBIG, the limit on the length of one file."""
     cause = error.__cause__
     return not (isinstance(cause, OSError) and cause.errno == errno.EFBIG)
 

@@ -13,11 +13,12 @@ from collections.abc import Mapping
 import msgspec
 
 from .. import reporting
-from ..errors import LastgoodError, NoSuchStep, NotWritable, Unavailable
+from ..errors import LastgoodError, NoSpace, NoSuchStep, NotWritable, Unavailable
 from ..format import commit, layout
 from ..policy import restore
 from ..policy.retention import unverified_ahead
 from ..records import Finding, Generation, GenerationId, Pointer, intact, judged
+from . import disk_space
 from .known import KnownRun
 
 
@@ -28,7 +29,7 @@ class Marks:
         self._known = known
         self._pointed: Pointer | None = None
         """the pointer that this opening has written last; None before its first call, which always writes"""
-        self._pointing_failed = False
+        self._pointing_failed = self._gave_way = False
 
     def conclude(self, generation: Generation, findings: list[Finding]) -> None:
         """Mark a generation with the findings of a complete reading; without findings, the pointer is moved if need be.
@@ -47,7 +48,7 @@ class Marks:
                 if generation.id in known.lost:  # guard: lost-part-gets-no-mark
                     return  # its node may come back
             try:
-                commit.mark(known.tier, generation, findings)  # guard: mark-before-pointer
+                self._mark(generation, findings)  # guard: mark-before-pointer
             except (Unavailable, NotWritable) as error:
                 if not findings:
                     raise
@@ -57,6 +58,40 @@ class Marks:
                 known.unread = unverified_ahead(known.lineage())
             if not findings:
                 self.point()  # guard: verified-is-pointed-at
+
+    def _mark(self, generation: Generation, findings: list[Finding]) -> None:
+        """As `commit.mark`. On a full disk the pointer gives way: without the mark nothing older may be deleted."""
+        try:
+            commit.mark(self._known.tier, generation, findings)
+        except NoSpace as error:
+            if not self._gives_way(error):  # guard: pointer-gives-way-to-mark
+                raise
+            commit.mark(self._known.tier, generation, findings)
+
+    def _gives_way(self, error: NoSpace) -> bool:
+        """Delete POINTER.json and the link on a full disk: their space is free then, and nothing names what is deleted
+        afterwards. Returns whether a write that has found no space may succeed now. Reported once for each opening."""
+        known = self._known
+        if not disk_space.is_full(error):  # guard: length-limit-keeps-pointer
+            return False
+        self._pointed = None
+        try:
+            there = layout.POINTER in known.tier.list("")
+            for name in (layout.POINTER, layout.LINK):
+                known.tier.delete(name)
+        except LastgoodError:
+            return False  # what they name is kept, and `error` is reported
+        known.survey.pointer = None
+        if there and not self._gave_way:
+            self._gave_way = True
+            reporting.warning(
+                f"the disk of {known.tier.place} is full ({error.what}): {layout.POINTER} and {layout.LINK} were "
+                "deleted, so that a generation can be marked as verified and an older one deleted. They are hints: "
+                "every committed generation is untouched, and a restore takes the same one without them. They are "
+                "written again once there is space. Free space on this disk, or keep fewer generations "
+                "(retention=Keep(last=...))."
+            )
+        return there
 
     def point(self) -> None:
         """Write the newest verified generation of the durable lineage to POINTER.json and the link latest_ok.
@@ -76,9 +111,7 @@ class Marks:
             if pointer == self._pointed:
                 return
             try:
-                known.tier.point(
-                    layout.POINTER, layout.encode(pointer), layout.folder(newest.id)
-                )  # gap: before_pointer
+                self._write(pointer, layout.folder(newest.id))
             except LastgoodError as error:
                 if not self._pointing_failed:
                     reporting.warning(
@@ -89,6 +122,19 @@ class Marks:
                 return
             known.survey.pointer = self._pointed = pointer
             self._pointing_failed = False
+
+    def _write(self, pointer: Pointer, folder: str) -> None:
+        """Write the pointer, and the link to `folder`. On a full disk those that are there are deleted first."""
+        known, data = self._known, layout.encode(pointer)
+        # It may be there from now on, even if this fails.
+        known.survey.pointer = known.survey.pointer or pointer  # guard: unfinished-pointer-names
+        try:
+            known.tier.point(layout.POINTER, data, folder)  # gap: before_pointer
+        except NoSpace as error:
+            if not self._gives_way(error):  # guard: full-disk-replaces-pointer
+                raise
+            known.survey.pointer = pointer  # guard: unfinished-new-pointer-names
+            known.tier.point(layout.POINTER, data, folder)
 
     def label(self, at: GenerationId, milestone: bool, metrics: Mapping[str, float]) -> Generation:
         """Add a milestone or metrics to a committed generation. Returns it with them; the label is durable on return.

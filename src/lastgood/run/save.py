@@ -29,6 +29,7 @@ from ..format.layout import Image
 from ..limits import CHUNK_BYTES
 from ..ports import Tier
 from ..records import Blob, Generation, GenerationId, Manifest, Piece, Record, Seal
+from .disk_space import is_full
 from .known import KnownRun
 
 Files = Iterable[tuple[Image, Iterator[write_file.Chunk]]]
@@ -261,7 +262,7 @@ def _committed(run: WritableRun, request: SaveRequest, part: RankPart, topic: An
             raise StepDiffers(f"ranks have sealed {', '.join(sorted({folder for folder, _ in answers}))}")
         parts = [msgspec.convert(one, RankPart) for _, one in answers]
         try:
-            published.append(run.publish(request.at, parts, request.pinned, request.milestone, request.metrics))
+            published.append(_published(run, request, parts))
         except CommitUnknown as error:
             doubted.append(error)
             raise
@@ -282,6 +283,16 @@ def _committed(run: WritableRun, request: SaveRequest, part: RankPart, topic: An
     if not published:
         run.note_published(generation)
     return generation
+
+
+def _published(run: WritableRun, request: SaveRequest, parts: Sequence[RankPart]) -> Generation:
+    """Commit. On a full disk older generations are deleted, as for the files before."""
+    while True:
+        try:
+            return run.publish(request.at, parts, request.pinned, request.milestone, request.metrics)
+        except NoSpace as error:  # there is no COMMIT; its outcome is known
+            if not (is_full(error) and run.make_room(0)):  # guard: full-disk-relieved-for-commit
+                raise
 
 
 def clear_failed(tier: Tier, at: GenerationId) -> None:

@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 from lastgood_lab.campaigns.trials import VICTIM, environment
@@ -37,10 +38,13 @@ def small_disk(kind: str, at: Path) -> Iterator[Path]:
         image.unlink(missing_ok=True)
 
 
-def full_disk(mount: Path, free_bytes: int, tier: str = "directory") -> tuple[str, list[str]]:
-    """Save to a disk with `free_bytes` left; returns the errors reported, and the violations. Empties the mount."""
+def full_disk(mount: Path, free_bytes: int, tier: str = "directory", saved: int = 2) -> tuple[str, list[str]]:
+    """Save to a disk with `free_bytes` left; returns what was reported, and the violations. Empties the mount.
+
+    `saved`: how many generations there are before the disk is full; of one alone, nothing may be deleted.
+    """
     run, ledger = mount / "run", Ledger(tier=tier)
-    problems = [f"it reported {one}" for one in _life(ledger, run, "--saves=2", "--seed=1")[0]]
+    problems = [f"it reported {one}" for one in _life(ledger, run, f"--saves={saved}", "--seed=1")[0]]
     filler = mount / "filler"
     with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
         while file.write(bytes(1024)):
@@ -50,11 +54,12 @@ def full_disk(mount: Path, free_bytes: int, tier: str = "directory") -> tuple[st
     errors, more = _life(ledger, run, "--saves=3", "--seed=2")
     problems += more + [f"left behind: {one}" for one in litter(str(run))]
     problems += [f"{one} on a full disk" for one in errors if one not in ("NoSpace", "CommitUnknown")]
+    outcome = _outcome(errors, ledger)
     ledger.judge(str(run))
     filler.unlink()
     ledger.go_on(str(run), 1000)
     shutil.rmtree(run)
-    return "+".join(sorted(set(errors))), problems + ledger.problems
+    return outcome, problems + ledger.problems
 
 
 def short_writes(at: Path, limit_bytes: int, tier: str = "directory") -> tuple[str, list[str]]:
@@ -64,10 +69,16 @@ def short_writes(at: Path, limit_bytes: int, tier: str = "directory") -> tuple[s
     errors, more = _life(ledger, run, "--saves=2", "--seed=2", f"--file-limit={limit_bytes}", own_process=True)
     problems += more + [f"left behind: {one}" for one in litter(str(run))]
     problems += [f"{one} at a limit of file size" for one in errors if one not in ("NoSpace", "CommitUnknown")]
+    outcome = _outcome(errors, ledger)
     ledger.judge(str(run))
     ledger.go_on(str(run), 1000)
     shutil.rmtree(run)
-    return "+".join(sorted(set(errors))), problems + ledger.problems
+    return outcome, problems + ledger.problems
+
+
+def _outcome(errors: list[str], ledger: Ledger) -> str:
+    """The names of the errors of a life, joined with "+"; `warned` if it has reported warnings only."""
+    return "+".join(sorted(set(errors))) or ("warned" if ledger.warned else "")
 
 
 def _life(ledger: Ledger, run: Path, *options: str, own_process: bool = False) -> tuple[list[str], list[str]]:
@@ -89,12 +100,12 @@ def _life(ledger: Ledger, run: Path, *options: str, own_process: bool = False) -
 
 
 def full_disks(at: Path, step_bytes: int, tier: str = "directory") -> Iterator[tuple[str, str, list[str]]]:
-    """Try free space and limits of file size in steps of `step_bytes`; yields (name, errors reported, violations)."""
+    """Try free space and limits of file size in steps of `step_bytes`; yields (name, what was reported, violations)."""
     (at / "limits").mkdir()
     for limit in range(1, 48_000, step_bytes):
         yield (f"file limit {limit:,}", *short_writes(at / "limits", limit, tier))
     if os.geteuid() == 0:
         for kind in ("ext4", "tmpfs"):
             with small_disk(kind, at) as mount:
-                for free in range(0, 72_000, step_bytes):
-                    yield (f"{kind} {free:,} B free", *full_disk(mount, free, tier))
+                for saved, free in product((1, 2), range(0, 72_000, step_bytes)):
+                    yield (f"{kind} {free:,} B free beside {saved}", *full_disk(mount, free, tier, saved))

@@ -76,6 +76,7 @@ MUTANTS: tuple[Mutant, ...] = (
             Swap("most=DELETIONS_AHEAD", ""),
         ),
         ("a full disk causes no deletion of older generations", "full-disk-relieved", Always()),
+        ("a full disk refuses COMMIT although an older generation may go", "full-disk-relieved-for-commit", Always()),
     ),
     *table(
         "update fence",
