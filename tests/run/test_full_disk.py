@@ -247,11 +247,14 @@ def test_a_disk_without_a_free_page_saves_every_step(tmp_path, caplog, pages):
         (60 * MB, 10 * MB, None, ""),
         (0, 69 * MB, "WARNING", "room for 6 states of 10 MB"),
         (20 * MB, 5 * MB, "WARNING", "Free 45 MB"),
-        (0, 19 * MB, "ERROR", "no save after the first can succeed"),
+        (0, 19 * MB, "ERROR", "none can succeed there once it has one. Free 1 MB"),
+        (10 * MB, 0, "ERROR", "none can succeed there once it has one. Free 10 MB"),
+        (0, 9 * MB, "ERROR", "0 B held), so no save can succeed there. Free 11 MB"),
     ],
 )
 def test_the_disk_bound_is_compared_with_the_free_space(caplog, bound, free, level, text):
-    """ "takes at most 35.1 MB" was printed with 12 MB of free space, and the two were never compared."""
+    """ "takes at most 35.1 MB" was printed with 12 MB of free space, and the two were never compared. Of a disk for no
+    state it was said that no save after the first can succeed, also where the run had its first one."""
     disk_space.compare("/run", 10 * MB, 7, bound, free)
     assert [one.levelname for one in caplog.records] == ([level] if level else [])
     assert text in caplog.text

@@ -23,7 +23,7 @@ from lastgood.errors import Damaged, Refused, RunReplaced, Unavailable
 from lastgood.format import commit, layout
 from lastgood.policy.scrub import EMPTY_SECONDS, FAILED_SECONDS, Scrub, pause_seconds
 from lastgood.records import Extent, Finding, Generation
-from lastgood.run import access, agent_work, copying, memory_place, mend, place_scrub, reader
+from lastgood.run import access, agent_link, agent_work, copying, memory_place, mend, place_scrub, reader
 from lastgood.run.agent_messages import Work
 from lastgood.run.agent_work import AgentWork
 from lastgood.run.lower_place import LowerPlace
@@ -301,6 +301,25 @@ def test_the_agent_of_a_replaced_process_repairs_nothing(bucket, memory):
     finally:
         with contextlib.suppress(RunReplaced):
             ckpt.close()
+
+
+def test_a_repair_of_a_process_that_rewinds_names_no_other_one(bucket, memory, monkeypatch):
+    """Its own agent repaired under the order before, and the warning said that another process has opened the run."""
+    job, asked = Job(Home(bucket)), agent_link.answering
+
+    def after_a_rewind(*arguments):
+        place = below(ckpt).writer.tier
+        place.next_order(place.order + 1)
+        return asked(*arguments)
+
+    with reports(logging.WARNING) as texts, job.opened(parity="4+2") as ckpt:
+        job.save(ckpt, 1, 2)
+        job.home.flip(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(agent_link, "answering", after_a_rewind)
+            below(ckpt).writer.mender.mend(job.home.at(1).id, ckpt._pipeline.upkeep.arena())
+        assert job.home.whole(1)
+    assert not [one for one in texts if "another process" in one]
 
 
 def test_what_parity_cannot_repair_is_read_by_the_agent_alone(local, monkeypatch):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 from lastgood.errors import TierDown
 from lastgood.supervisor import program
@@ -73,6 +74,17 @@ def test_an_error_named_like_one_of_lastgood_has_its_module(tmp_path: Path, erro
     assert program._write_error(str(tmp_path / "error.json"), type(error), error, None)
     written = msgspec.json.decode((tmp_path / "error.json").read_bytes())
     assert written["message"]["message"].startswith(f"{name}: no answer")
+
+
+@pytest.mark.parametrize(("written", "name"), [("", f"{__name__}.TimedOut"), ("by the script", "TimedOut")])
+def test_the_error_file_of_record_gets_the_module(tmp_path: Path, monkeypatch, written: str, name: str) -> None:
+    """torch's `@record` had written the bare name of a script's own class TimedOut, and that file was kept."""
+    error_file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
+    error = TimedOut("no answer")
+    ErrorHandler().record_exception(TimedOut(written) if written else error)
+    assert program._write_error(str(error_file), TimedOut, error, None)
+    assert json.loads(error_file.read_text())["message"]["message"] == f"{name}: {written or error}"
 
 
 def test_a_rank_that_fails_on_a_full_disk_and_does_not_end_is_named(tmp_path: Path) -> None:

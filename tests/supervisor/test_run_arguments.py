@@ -330,8 +330,19 @@ def test_a_mistyped_option_is_answered_with_a_near_one(script: str) -> None:
         parsed(["--nprocs", "2", script], {})
     assert "Did you mean --nproc-per-node?" in found.value.todo, "not --policy"
     with pytest.raises(Refused) as found:
+        parsed(["--hang", "2", script], {})
+    assert "Did you mean" not in found.value.todo, "it is the beginning of three options"
+    with pytest.raises(Refused) as found:
         parsed(["--nnodes", "2", "--sparse", "1", script], {})
     assert "Did you mean --spares?" in found.value.todo
+
+
+@pytest.mark.parametrize("arguments", [["--nproc", "2"], ["--nproc=2"]])
+def test_a_short_form_of_one_option_is_answered_with_it(script: str, arguments: list[str]) -> None:
+    """`--nproc 2` was called ambiguous between two spellings of one option, as by torchrun, without a way out."""
+    with pytest.raises(Refused) as found:
+        parsed([*arguments, script], {})
+    assert "Did you mean --nproc-per-node?" in found.value.todo
 
 
 def test_spare_nodes_have_numbers_after_those_of_the_job(script: str) -> None:

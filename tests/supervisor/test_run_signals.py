@@ -36,7 +36,8 @@ def test_a_job_under_nohup_outlives_its_terminal() -> None:
     [("exit 0", "the ranks ended by themselves"), ("", "the ranks did not all end in time (--shutdown-timeout)")],
 )
 def test_a_job_that_ends_without_a_last_save_is_reported(tmp_path: Path, trap: str, text: str) -> None:
-    """Its ranks ended with 0 after SIGTERM, and `lastgood run` with 143, without a line that says why."""
+    """Its ranks ended with 0 after SIGTERM, and `lastgood run` with 143, without a line that says why; later with one
+    that did not name the option with which they would have saved."""
     rank = f"trap '{trap}' TERM; touch {tmp_path}/ready; while :; do sleep 0.05; done"
     command = [str(Path(sys.executable).with_name("lastgood")), "run", "--no-python", "--shutdown-timeout", "1"]
     with subprocess.Popen([*command, "sh", "-c", rank], stderr=subprocess.PIPE, text=True) as job:
@@ -45,3 +46,4 @@ def test_a_job_that_ends_without_a_last_save_is_reported(tmp_path: Path, trap: s
         errors = job.communicate(timeout=60)[1]
     assert job.returncode == 128 + signal.SIGTERM
     assert f"asked to end by SIGTERM: {text}" in errors and "exit code 143" in errors
+    assert "preemption=lastgood.Preemption()" in errors

@@ -14,7 +14,7 @@ from typing import Literal
 
 from .. import reporting
 from ..engine.arena import Arena
-from ..errors import BeyondRepair, Damaged, NotWritable, class_named
+from ..errors import BeyondRepair, Damaged, NotWritable, RunReplaced, class_named
 from ..format import layout
 from ..io.reed_solomon import Code
 from ..ports import Tier
@@ -100,7 +100,7 @@ class AgentWork:
             return None
         at, root, order = generation.id, generation.root, getattr(tier, "order", 0)
         work = Work(at=at, root=root, task="repair", place=tier.place, of=None, order=order)
-        answer = agent_link.waited_for(self._asked(self._own, work), stop)
+        answer = agent_link.waited_for(self._asked(self._own, work, tier), stop)
         if answer is not None and answer.error:
             raise BeyondRepair(answer.error.removeprefix(BEYOND_REPAIR))
         return answer.written if answer is not None else None
@@ -115,7 +115,7 @@ class AgentWork:
         at, root, text = generation.id, generation.root, f"{code.data}+{code.parity}"
         order = getattr(tier, "order", 0)
         work = Work(at=at, root=root, task="protect", place=tier.place, of=[rank], code=text, order=order)
-        return agent_link.waited_for(self._asked(self._own, work), stop) is not None
+        return agent_link.waited_for(self._asked(self._own, work, tier), stop) is not None
 
     def end_hung(self) -> None:
         """Kill the agent if it was silent, and still is for ATTACH_SECONDS. No save in flight waits meanwhile."""
@@ -152,9 +152,9 @@ class AgentWork:
         work = Work(at=generation.id, root=generation.root, task=task, place=place, of=ranks, sources=[*sources])
         return agent_link.waited_for(self._asked(own, work), stop)
 
-    def _asked(self, own: Tier, work: Work) -> Generator[None, None, Answer | None]:
+    def _asked(self, own: Tier, work: Work, claimed: Tier | None = None) -> Generator[None, None, Answer | None]:
         """Let the agent do a work, as `agent_link.answering`. Returns None if this process has to do it, and an answer
-        with an error only if nobody can: BeyondRepair.
+        with an error only if nobody can: BeyondRepair. `claimed`: the place whose claim has the order of the work.
 
         An agent that is silent is not asked to read for ATTACH_SECONDS: a save may wait for that. See `end_hung`.
         """
@@ -179,6 +179,8 @@ class AgentWork:
         # guard: damage-is-no-agents-failure
         if work.sources and issubclass(class_named(error.partition(":")[0], NotWritable), Damaged):
             return None  # what it lacks may lie on other nodes
+        if work.order < getattr(claimed, "order", 0) and error.startswith(f"{RunReplaced.__name__}: "):
+            return None  # not another process has opened the run, but this one has begun an incarnation meanwhile
         self._failures += 1
         if reporting.is_reported(self._failures):
             reporting.warning(

@@ -133,10 +133,11 @@ def compare(place: str, state_bytes: int, bound_states: int, held_bytes: int, fr
         )
         return
     if fit < LEAST_STATES:
-        reporting.threat(
-            f"{has}: a save needs room beside the newest verified generation, so no save after the first can succeed "
-            f"there. Free {size(LEAST_STATES * state_bytes - held_bytes - free)}, or give another disk."
-        )
+        why = ", so no save can succeed there"
+        if fit:
+            why = ": a save needs room beside the newest verified generation, so none can succeed there once it has one"
+        lacking = size(LEAST_STATES * state_bytes - held_bytes - free)
+        reporting.threat(f"{has}{why}. Free {lacking}, or give another disk.")
         return
     reporting.warning(
         f"{has}, and the run may take {bound_states}: when the disk is full, older verified generations are deleted, "

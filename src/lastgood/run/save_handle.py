@@ -57,6 +57,17 @@ class Save:
         save.note_outcome(generation, None)
         return save
 
+    def __repr__(self) -> str:
+        """One line: `print(ckpt.step(n))` shows it."""
+        state = "being written" if self.staged() else "being copied from the live state"
+        if self.is_committed():
+            copying = [place for place in list(self._places) if self.copying(place)]
+            state = f"in {' and '.join(self._known())}"
+            state += f", being copied to {' and '.join(copying)}" if copying else ""
+        elif (error := self.error()) is not None:
+            state = f"{'dropped' if self.dropped() else 'failed'}: {type(error).__name__}"
+        return f"<Save: step {self.step}, {state}>"
+
     def staged(self) -> bool:
         """Whether the live state may change again."""
         return self._staged.is_set()
@@ -86,9 +97,13 @@ class Save:
         """The places that have the generation, the nearest first: paths and URLs, as in messages."""
         if not self.is_committed():
             return []
-        places = [place for place, copied in self._places.items() if copied is None or _succeeded(copied)]
         if self._posted is not None:
             self._seen = list(dict.fromkeys([*self._seen, *self._posted.of(self.committed().id)]))
+        return self._known()
+
+    def _known(self) -> list[str]:
+        """The places that are known to have the generation, without asking the store of the job."""
+        places = [place for place, copied in self._places.items() if copied is None or _succeeded(copied)]
         return list(dict.fromkeys([*places, *self._seen]))
 
     def copying(self, place: str) -> bool:

@@ -43,6 +43,10 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:  # type: ignore[override]
         unknown = re.search(r"unrecognized arguments: (--[^ =]+)", message)
         hint = f"{meant(unknown[1], self._option_string_actions)} " if unknown else ""
+        several = re.search(r"ambiguous option: .* could match (.*)", message)
+        options = {one.replace("_", "-") for one in several[1].split(", ")} if several else set()
+        if len(options) == 1:  # one option, with dashes and with underscores
+            hint = f"Did you mean {options.pop()}? "
         todo = f"{hint}lastgood run --help lists the arguments.".lstrip()
         raise Refused(message, safe="Nothing was started.", todo=todo)
 

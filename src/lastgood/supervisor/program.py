@@ -153,12 +153,13 @@ def _write_error(path: str, kind: type[BaseException], error: BaseException, tra
 
     Returns whether the supervisor can read the error; otherwise it is only printed: the rank ends as it would have.
     """
-    if not path or os.path.exists(path):
-        return bool(path)
+    name, text = kind.__name__, _text(error)
+    named_alike = getattr(errors, name, kind) is not kind
+    if not path or (os.path.exists(path) and not (named_alike and _message(path) == f"{name}: {text}")):
+        return bool(path)  # what is replaced is of torch's @record, which leaves the module of the class out
     lines = "".join(traceback.format_exception(kind, error, _from_program(trace)))
     extra = {"py_callstack": lines, "timestamp": str(int(time.time())), "monotonic": time.monotonic()}
-    name, text = kind.__name__, _text(error)
-    if getattr(errors, name, kind) is not kind:  # guard: user-error-named-with-module
+    if named_alike:  # guard: user-error-named-with-module
         name = f"{kind.__module__}.{name}"  # the policy of restarts knows the errors of lastgood by their names
     what = f"{name}: {text}" if text else name
     page = os.environ.get(heartbeat.VARIABLE)
@@ -171,6 +172,13 @@ def _write_error(path: str, kind: type[BaseException], error: BaseException, tra
             with contextlib.suppress(OSError):
                 os.remove(place)  # a part of it shows no cause
     return False
+
+
+def _message(path: str) -> str:
+    """The type and message in an error file; empty if it has another format, or cannot be read."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError), open(path) as file:
+        return str(json.load(file)["message"]["message"])
+    return ""
 
 
 def _text(error: BaseException) -> str:

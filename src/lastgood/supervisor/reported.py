@@ -208,8 +208,9 @@ def without_save(last: Outcome, number: int) -> str:
     elif last.code == -signal.SIGKILL:
         ended = "did not all end in time (--shutdown-timeout)"
     return (
-        f"asked to end by {_signal_name(number)}: the ranks {ended}, without exit code {PREEMPTED} of a last save; "
-        f"exit code {128 + number}. If the job was not done, it goes on from its newest save when it is started again"
+        f"asked to end by {_signal_name(number)}: the ranks {ended}, without exit code {PREEMPTED} of a last save, "
+        f"which a Checkpointer with preemption=lastgood.Preemption() makes; exit code {128 + number}. If the job was "
+        "not done, it goes on from its newest save when it is started again"
     )
 
 
