@@ -8,6 +8,7 @@ import mmap
 import re
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -295,12 +296,40 @@ def test_the_first_step_compares_the_bounds_of_places_below(tmp_path: Path, monk
     tiers = [lastgood.Tier(tmp_path / "front"), lastgood.Tier(below, retention=lastgood.Keep(last=2))]
     with lastgood.Checkpointer(f"slots://{tmp_path}/home", {"w": torch.zeros(2_500)}, tiers=tiers) as ckpt:
         ckpt.step(1)
-        lines = [one.getMessage() for one in caplog.records]
-    assert [one.split()[0] for one in lines[:4]] == [str(one) for one in (tmp_path / "front", below, below)] + [
-        f"slots://{tmp_path}/home"
-    ]
+    lines = [one for one in caplog.messages if " takes " in one or "has room" in one]
+    assert lines[0].startswith(f"{tmp_path}/front takes ")
     assert ", and 3 more while copies wait for a slow place below" in lines[0]
-    assert "takes at most (2 kept + 2 copied) x" in lines[1] and "has room for 1 state" in lines[2]
+    bound, room = (one for one in lines if one.startswith(f"{below} "))
+    assert "takes at most (2 kept + 2 copied) x" in bound and "has room for 1 state" in room
+    assert sum(one.startswith(f"slots://{tmp_path}/home takes ") for one in lines) == 1
+
+
+def test_a_hung_place_below_holds_no_save_for_its_bound(tmp_path: Path, monkeypatch) -> None:
+    """`statvfs` of a network file system below hung, and with it the report of the bounds, in which the first save
+    waited."""
+    below, saved_above, answered = tmp_path / "below", threading.Event(), list[bool]()
+
+    def room_bytes(place: str) -> int:
+        if place == str(below):
+            answered.append(saved_above.wait(20))
+        return 1 << 30
+
+    monkeypatch.setattr(disk_space, "room_bytes", room_bytes)
+    with lastgood.Checkpointer(below, {"w": torch.zeros(9)}, tiers=[lastgood.Tier(tmp_path / "front")]) as ckpt:
+        ckpt.save(1).committed(60)
+        saved_above.set()
+    assert answered == [True] and steps(below) == [1]
+
+
+def test_a_short_run_reports_the_bound_of_a_place_below(tmp_path: Path) -> None:
+    """A place below may be closed before its thread has begun the report."""
+    reported = list[str]()
+    with lastgood.Checkpointer(tmp_path / "below", {}, tiers=[lastgood.Tier(tmp_path / "front")]) as ckpt:
+        place = ckpt._pipeline.places.below[0]
+        with place._changed:
+            place._closing = True
+            place.report_first(lambda: reported.append("the bound"))
+    assert reported == ["the bound"]
 
 
 def test_a_save_that_can_never_fit_deletes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

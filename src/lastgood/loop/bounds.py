@@ -1,12 +1,14 @@
 """Bounds: how much each place of a run takes at most, reported before the first save. Writes nothing.
 
 A place that each node has for itself, as memory, is reported for the node with the largest part, and compared with the
-room on the node of the coordinator. Object stores below the first place have no bound.
+room on the node of the coordinator. Object stores below the first place have no bound. The bound of each other one is
+reported by the thread of that place: a network file system that hangs answers no question about its space.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from ..format import parity_layout
 from ..run import disk_space, paths
@@ -41,9 +43,7 @@ class Bounds:
         disk_space.report_bound(front.tier, front.keep, self._options.tuning.in_flight, own, held, waiting)
         for place in below:
             if paths.parsed(place.tier.place).kind != "objects":
-                writer, code = place.writer, place.writer.verifier.code
-                size = round(whole * (1 + code.parity / code.data)) if code else whole
-                disk_space.report_bound(writer.tier, writer.keep, None, size, _held(writer))
+                place.report_first(partial(_report_below, place.writer, whole))  # guard: bound-below-holds-no-save
 
     def _front_bytes(self, front: RunWriter, parts: Sequence[int]) -> int:
         """The bytes of a generation in the place that is written first, on one node if each has it for itself."""
@@ -56,6 +56,13 @@ class Bounds:
         node_parity = options.tiers[0].node_parity if options.tiers else None
         run = RunOptions(copies=options.copies, node_parity=node_parity)
         return round(largest * run.times_own_part(len(table.nodes) if table else 1)) + RECORDS_BYTES
+
+
+def _report_below(writer: RunWriter, whole: int) -> None:
+    """Report the bound of a place below. `whole`: the bytes of a generation without its parity."""
+    code = writer.verifier.code
+    size = round(whole * (1 + code.parity / code.data)) if code else whole
+    disk_space.report_bound(writer.tier, writer.keep, None, size, _held(writer))
 
 
 def _held(writer: RunWriter) -> int:

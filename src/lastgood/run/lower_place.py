@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import cast
 
@@ -88,6 +89,8 @@ class LowerPlace:
         self._trying = self._hurried = self._closing = self._last_try = self._stopped = False
         """whether an attempt is under way; whether no pause is made before the next one; whether this place is being
         closed; whether the present attempt began after that; whether no attempt is to go on"""
+        self._report: Callable[[], None] | None = None
+        """what the thread calls before its next copy"""
         self._scrub = PlaceScrub(writer, scrubbing, source.agent, outcomes, self._rest) if scrubbing else None
         self._thread = threading.Thread(target=self._run, name="lastgood-drain")
 
@@ -95,6 +98,12 @@ class LowerPlace:
         """Start the thread, which `close` ends. Returns this place."""
         self._thread.start()
         return self
+
+    def report_first(self, report: Callable[[], None]) -> None:
+        """Let the thread call `report` before its next copy, or before it ends. No caller waits if this place hangs."""
+        with self._changed:
+            self._report = report
+            self._changed.notify_all()
 
     @property
     def tier(self) -> Tier:
@@ -212,20 +221,28 @@ class LowerPlace:
         while self._wait_for_work():
             if self._trying:
                 self.copy_next()
+            elif (report := self._report) is not None:
+                self._report = None
+                report()
             elif self._scrub is not None:
                 self._scrub.scrub_one(self._is_ending, lambda: bool(self._waiting))
         if self._scrub is not None:
             self._scrub.close()
 
     def _wait_for_work(self) -> bool:
-        """Wait until a generation is to be copied (`_trying`) or scrubbed. Returns False if the thread is to end."""
+        """Wait until a generation is to be copied (`_trying`) or scrubbed, or there is a report to make. Returns False
+        if the thread is to end."""
         with self._changed:
             self._trying = False
-            while not self._stopped and not (self._closing and (not self._waiting or self._last_try)):
+            while not self._stopped:
+                if self._report is not None:  # guard: bound-below-reported-at-close
+                    return True
+                if self._closing and (not self._waiting or self._last_try):
+                    return False
                 if not self._waiting:
                     if self._scrub is not None and not self._is_ending() and self._scrub.is_due():
                         return True
-                    self._changed.wait_for(lambda: self._waiting or self._closing, EXIT_POLL_SECONDS)
+                    self._changed.wait_for(lambda: self._waiting or self._closing or self._report, EXIT_POLL_SECONDS)
                     self._closing |= interpreter_is_ending()  # guard: unclosed-place-ends-with-the-process
                     continue
                 if self._failures and not self._closing and not self._paused():

@@ -76,6 +76,12 @@ MUTANTS: tuple[Mutant, ...] = (
             Swap("most=DELETIONS_AHEAD", ""),
         ),
         ("a full disk causes no deletion of older generations", "full-disk-relieved", Always()),
+        (
+            "a place below that hangs holds the first save for its bound",
+            "bound-below-holds-no-save",
+            Instead("_report_below(place.writer, whole)"),
+        ),
+        ("a place below that is closed early reports no bound", "bound-below-reported-at-close", AfterNext()),
         ("a full disk refuses COMMIT although an older generation may go", "full-disk-relieved-for-commit", Always()),
     ),
     *table(
