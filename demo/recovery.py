@@ -202,8 +202,10 @@ def in_peace(folder: Path, plan: Plan, left_out: Sequence[Sequence[int]]) -> Sto
 
 def costs(healed: Story, plain: bool) -> Table:
     """A row for each fault: what was reported, and what it has cost."""
-    rows = Table(box=None if plain else box.SIMPLE_HEAD, pad_edge=False)
-    for title in ("fault", "first cause, as recorded", "steps", "noticed", "back after"):
+    caption = "first noticed: the first failure of any rank. Ranks that are connected to a lost node fail at once; "
+    caption += "that the node shows no sign of life is known later."
+    rows = Table(box=None if plain else box.SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left")
+    for title in ("fault", "first cause, as recorded", "steps", "first noticed", "back after"):
         rows.add_column(title, overflow="fold")
     for number, (blow, attempt) in enumerate(zip(healed.blows, healed.attempts, strict=False)):
         cause, after = attempt.cause, healed.attempts[number + 1 :][:1]

@@ -305,6 +305,7 @@ def test_every_line_of_the_reading_page_works(tmp_path: Path, monkeypatch: pytes
     exec(compile(lines, str(page), "exec"), names)
     assert names["weights"].keys() == {"model"} and names["verdict"].good
     assert equal(lastgood.load("runs/finished", step=4000)["model"], dict(state["model"].state_dict()))
+    assert "model.0.weight" in names["common"] - {*names["differ"]}
 
 
 def test_the_result_of_restore_serves_as_an_integer_step(tmp_path: Path) -> None:
