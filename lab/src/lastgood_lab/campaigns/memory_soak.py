@@ -39,7 +39,8 @@ STEPS_TO_HOME = 50
 SAVES_OF_A_MESSAGE = 10
 ANSWER_SECONDS = 120.0
 LIVED_SECONDS = 0.8 * agent_link.LIVED_SECONDS, 2 * agent_link.LIVED_SECONDS
-"""How long an agent lives. One that ends too soon is not replaced at once: of shorter lives a soak would take hours."""
+"""How long an agent lives from the moment in which it answers. One that ends too soon is not replaced at once: of
+shorter lives a soak would take hours."""
 ALLOWED = 1.1
 """what a median may grow by, beyond `SLACK`"""
 LEAST_SAMPLES = 40
@@ -113,7 +114,8 @@ class Soak:
         process = CONTEXT.Process(target=train, args=(str(self._home), str(self._memory), self._steps_to_home, theirs))
         process.start()
         theirs.close()
-        show, due = progress(saves), 0.0
+        show = progress(saves)
+        due: float | None = 0.0  # the first one is killed at once
         assert process.pid is not None
         while (self.saves < saves or self.killed < kills) and not self.problems:
             if not ours.poll(ANSWER_SECONDS):
@@ -127,10 +129,12 @@ class Soak:
             self._sample(process.pid)
             if self.saves % 500 == 0:
                 show(min(self.saves, saves), len(self.problems))
-            if time.monotonic() > due and self.killed < kills and state_of(self._folder) is not None:
-                kill_agent(self._folder)
-                self.killed += 1
-                due = time.monotonic() + self._chance.uniform(*LIVED_SECONDS)
+            if self.killed < kills and state_of(self._folder) is not None:
+                if due is None:
+                    due = time.monotonic() + self._chance.uniform(*LIVED_SECONDS)
+                elif time.monotonic() > due:
+                    kill_agent(self._folder)
+                    self.killed, due = self.killed + 1, None
         ours.send("end")
         process.join(ANSWER_SECONDS)
         if process.exitcode != 0:
