@@ -22,7 +22,7 @@ from harness import flip
 from lastgood.cli import compare, sweep
 from lastgood.convert import exporting, importing
 from lastgood.engine.inline_executor import Inline
-from lastgood.errors import MissingBlob
+from lastgood.errors import Cancelled, MissingBlob
 from lastgood.format import layout
 from lastgood.records import Generation
 from lastgood.run import access
@@ -221,6 +221,7 @@ def test_verify_all_counts_a_generation_with_missing_files_as_damage(troubled: P
 
 
 def test_verify_does_not_report_a_generation_deleted_meanwhile_as_damage(run: Path) -> None:
+    """Nor as good, as it did."""
     tier = access.for_reading(run)
     one = RunReader(tier).generation()
 
@@ -234,8 +235,8 @@ def test_verify_does_not_report_a_generation_deleted_meanwhile_as_damage(run: Pa
                 raise MissingBlob("gone")
             tier.read_into(extent, mv, fresh=fresh)
 
-    with ThreadPoolExecutor(2) as workers:
-        assert sweep.damage(Deleting(), one, workers) == []  # type: ignore[arg-type]
+    with ThreadPoolExecutor(2) as workers, pytest.raises(Cancelled, match="was deleted while it was read"):
+        sweep.damage(Deleting(), one, workers)  # type: ignore[arg-type]
 
 
 # ---- diff --------------------------------------------------------------------------------------------------------

@@ -9,11 +9,12 @@ import typer
 from rich.text import Text
 
 from ..engine.arena import Arena
-from ..errors import Damaged, LastgoodError, NotARun, Refused, Unreadable
+from ..errors import Cancelled, Damaged, LastgoodError, NotARun, Refused, Unreadable
 from ..format import commit
 from ..limits import CHUNK_BYTES, WORKERS
 from ..ports import Mendable, Tier
 from ..run import access, copying, paths
+from ..run.kept import kept
 from ..units import size
 from .answer import Answer
 from .arguments import Json, TakeOver, step_of
@@ -93,9 +94,14 @@ def copied(source: str, target: str, steps: list[str], take_over: bool) -> dict[
                 count_bytes(one.bytes)
                 continue
             try:
-                copying.complete(cast(Mendable, to), [tier], one, how)
+                with kept(tier, one.id) as read:
+                    copying.complete(cast(Mendable, to), [read], one, how)
             except Unreadable:
                 raise
+            except Cancelled:
+                if steps:
+                    raise
+                continue  # training has deleted it since it was listed
             except Damaged as error:
                 failed.append({**named(one.id), "why": error.what})
                 continue

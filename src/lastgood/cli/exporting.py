@@ -11,6 +11,7 @@ from ..convert import exporting
 from ..errors import Damaged
 from ..policy import restore
 from ..run import access, paths, read_places
+from ..run.kept import kept
 from ..run.watched import Watched
 from ..units import size
 from .answer import Answer
@@ -57,8 +58,10 @@ def export(
     places = read_places.found(access.for_reading(run))
     survey = places.survey
     generation = pick(survey, step, places.remark(None))
-    tier = places.tier_of(generation.id)
-    with progress("exporting", generation.bytes) as count_bytes:
+    with (
+        progress("exporting", generation.bytes) as count_bytes,
+        kept(places.tier_of(generation.id), generation.id) as tier,
+    ):
         try:
             data = exporting.export(Watched(tier, count_bytes), generation, to, only, force, shard)
         except Damaged as error:

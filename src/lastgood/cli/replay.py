@@ -13,7 +13,7 @@ import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ..errors import Diverged, Refused
+from ..errors import Damaged, Diverged, Refused
 from ..format import commit
 from ..io import os_errors
 from ..records import Generation
@@ -71,14 +71,26 @@ def replay(
         made = tempfile.TemporaryDirectory(prefix="replay-", dir=parent)
     with made as folder:
         sides = [Path(folder) / name for name in ("first", "second")]
+        for source, side in ((run, sides[0]), (str(sides[0]), sides[1])):  # training may delete the generation
+            _copy(source, str(side), generation)
         for side in sides:
-            copied(run, str(side), [f"{generation.step}-{generation.id.incarnation}"], take_over=False)
             start = {"of": run, "run": str(side), "until": generation.step + steps}
             _played(command, start, Path(folder) / f"{side.name}.log")
         found = _steps(sides, generation)
     same = all(not one.first and one.metrics[0] == one.metrics[1] for one in found)
     data = {"step": generation.step, "same": same, "steps": [one._asdict() for one in found]}
     return Answer(data, _view(found, same), 0 if same else Diverged.exit_code)
+
+
+def _copy(source: str, target: str, generation: Generation) -> None:
+    """Copy a generation. Raises Damaged if it is damaged, and what copying raises."""
+    failed = copied(source, target, [f"{generation.step}-{generation.id.incarnation}"], take_over=False)["failed"]
+    if failed:  # guard: replay-needs-its-generation
+        raise Damaged(
+            f"step {generation.step} cannot be copied: {failed[0]['why']}",
+            safe="RUN was only read.",
+            todo="Name another generation, --from STEP.",
+        )
 
 
 def _played(command: list[str], start: dict[str, Any], log: Path) -> None:

@@ -24,6 +24,7 @@ from ..policy.retention import KEEP, Keep, surplus
 from ..ports import Tier
 from ..records import LAYERS, Finding, Generation, GenerationId, judged
 from ..run import access
+from ..run.kept import require_not_deleted
 from ..run.late_commit import sealed_by_all
 from ..run.reader import read_all
 from ..run.watched import Watched
@@ -215,9 +216,12 @@ def _verify_newest(
 def damage(
     tier: Tier, generation: Generation, workers: ThreadPoolExecutor, layers: Collection[str] = LAYERS
 ) -> list[Finding]:
-    """Read a generation past the page cache. Returns what these layers of the guard find in it."""
+    """Read a generation past the page cache. Returns what these layers of the guard find in it.
+
+    Raises Cancelled if a trainer has deleted it meanwhile.
+    """
     arena = Arena(WORKERS * CHUNK_BYTES, CHUNK_BYTES)
     findings = read_all(tier, generation, arena, workers, layers=layers)
-    files = tier.list(layout.folder(generation.id))
-    # A trainer's retention may have deleted it while it was read here: that is no damage.
-    return [] if not files or layout.GOING in files else findings
+    if findings:
+        require_not_deleted(tier, generation.id)
+    return findings

@@ -12,11 +12,12 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ..engine import guard
-from ..errors import Damaged, NotFinite
+from ..errors import Cancelled, Damaged, NotFinite
 from ..limits import WORKERS
 from ..policy import restore
 from ..records import LAYERS, Finding, GenerationId, intact
 from ..run import access, read_places
+from ..run.kept import kept
 from ..run.read_places import ReadPlaces
 from ..run.watched import Watched
 from ..units import size
@@ -55,7 +56,7 @@ def verify(
     if not layers:
         raise typer.BadParameter("--without every layer leaves nothing to check.")
     places = read_places.found(access.for_reading(run))
-    rows = _read(places, _selected(places, step, every), layers)
+    rows = _read(places, _selected(places, step, every), layers, every)
     data = {
         "place": places.place,
         "good": all(one["good"] for one in rows),
@@ -94,14 +95,24 @@ def _selected(places: ReadPlaces, step: str | None, every: bool) -> _Selection:
     return _Selection(wanted, bad)
 
 
-def _read(places: ReadPlaces, selection: _Selection, layers: list[str]) -> list[dict[str, Any]]:
+def _read(places: ReadPlaces, selection: _Selection, layers: list[str], every: bool) -> list[dict[str, Any]]:
     survey, (wanted, bad) = places.survey, selection
     rows, lacking = [], unprotected(places.tier, places.here)
+
+    def read(at: GenerationId) -> list[Finding]:
+        with kept(places.tier_of(at), at) as tier:
+            return damage(Watched(tier, count_bytes), survey.generations[at], workers, layers)
+
     total = sum(survey.generations[at].bytes for at in wanted if at not in bad)
     with progress("reading", total) as count_bytes, ThreadPoolExecutor(WORKERS) as workers:
         for at in wanted:
-            begun, watched = time.monotonic(), Watched(places.tier_of(at), count_bytes)
-            findings = bad[at] if at in bad else damage(watched, survey.generations[at], workers, layers)
+            begun = time.monotonic()
+            try:
+                findings = bad[at] if at in bad else read(at)
+            except Cancelled:
+                if not every:
+                    raise
+                continue  # training has deleted it since it was listed
             read_bytes = 0 if at in bad else survey.generations[at].bytes
             rows.append(_row(at, findings, read_bytes, time.monotonic() - begun, lacking.get(at, "")))
     return rows

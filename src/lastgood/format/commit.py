@@ -369,17 +369,21 @@ def _names(tier: Tier, folder: str) -> Listing:
 def _read_generations(tier: Tier, found: Survey, committed: Mapping[GenerationId, Listing]) -> None:
     """Read these generations into `found`: several at a time where each read is a request."""
 
-    def read(at: GenerationId) -> Generation | Damaged:
+    def read(at: GenerationId) -> Generation | Damaged | None:
         try:
             return read_generation(tier, at, found.run, committed[at])
         except Damaged as error:
-            return error
+            left = _names(tier, layout.folder(at))
+            deleted = layout.COMMIT not in left and (layout.GOING in left or not left)
+            return None if deleted else error  # guard: deleted-commit-is-not-broken
 
     with contextlib.ExitStack() as threads:
         several = len(committed) > 1 and visible_is_durable(tier)
         each = threads.enter_context(ThreadPoolExecutor(READS_AT_ONCE, "lastgood-survey")).map if several else map
         for at, one in zip(committed, each(read, committed), strict=True):
-            if isinstance(one, Damaged):
+            if one is None:
+                found.going.add(at)
+            elif isinstance(one, Damaged):
                 found.broken[at] = one  # guard: broken-commit-recorded
             else:
                 found.generations[at] = one

@@ -66,6 +66,10 @@ class PosixFile:
         """Release the lock, also that of copies of the descriptor, which a fork or a mapping has made."""
         fcntl.flock(self._fd, fcntl.LOCK_UN)
 
+    def again(self) -> PosixFile:
+        """The same open file, with its lock, by a descriptor of its own."""
+        return PosixFile(os.dup(self._fd), self._path)
+
     def read_into(self, mv: memoryview, offset: int) -> int:
         return os.preadv(self._fd, [mv], offset)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -149,8 +150,11 @@ def load_once(
         else DictRequest(content, step, include, exclude)
     )
     places = read_places.found(access.for_reading(path))
-    with ThreadPoolExecutor(max(WORKERS, places.tier.reads_at_once), "lastgood-read") as workers:
-        found = load(request, read_places.RunOfPlaces(places, workers), SingleRank())
+    with (
+        ThreadPoolExecutor(max(WORKERS, places.tier.reads_at_once), "lastgood-read") as workers,
+        contextlib.closing(read_places.RunOfPlaces(places, workers)) as run,
+    ):
+        found = load(request, run, SingleRank())
     report(found, "loaded")
     if found.generation is None and (remark := places.remark(None)):
         reporting.warning(f"nothing was loaded: {remark}")  # guard: part-in-memory-reported

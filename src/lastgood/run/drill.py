@@ -14,13 +14,13 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ..engine import parity
-from ..errors import Damaged, NoSpace, NothingGood, Refused
-from ..format import commit, layout
+from ..errors import Cancelled, NoSpace, NothingGood, Refused
+from ..format import commit
 from ..io import memory_limits, os_errors
 from ..io.files import free_bytes
 from ..io.reed_solomon import Code
@@ -33,6 +33,7 @@ from . import access, agent_link, drill_nodes, drill_scratch, memory_place, path
 from .drill_acts import Act, Original, Reading, Stage
 from .drill_peers import PeerRead, is_whole, read_peers
 from .drill_scratch import ScratchPlace
+from .kept import kept, require_not_deleted
 from .paths import Place
 
 ATTEMPTS = 3
@@ -81,20 +82,17 @@ def drill(run: str, scratch_folder: str | None, announce: Callable[[str], object
         if beside is not None:
             cleared += drill_scratch.clear(os.path.dirname(folder), drill_scratch.name_of(beside))
         with drill_scratch.opened(parent, name, beside) as scratch:
-            for attempts_left in reversed(range(ATTEMPTS)):
-                original = newest_good(tier, own, reading)
-                require_room(original, parent)
-                lacks = no_front or front_lacks(original, parent, scratch.front)
-                announce(f"copying step {original.generation.step} to {parent}: {size(original.room_bytes)} at most")
-                stage, begun = Stage(original, scratch, reading, lacks), time.monotonic()
-                try:
+            for attempt in range(1, ATTEMPTS + 1):
+                with _asked_again(attempt), contextlib.ExitStack() as keep:
+                    original = newest_good(tier, own, reading, keep)
+                    require_room(original, parent)
+                    lacks = no_front or front_lacks(original, parent, scratch.front)
+                    announce(
+                        f"copying step {original.generation.step} to {parent}: {size(original.room_bytes)} at most"
+                    )
+                    stage, begun = Stage(original, scratch, reading, lacks), time.monotonic()
                     stage.make_whole()
                     break
-                except Damaged:
-                    stage.remove()
-                    there = original.tier.list(layout.folder(original.generation.id))
-                    if not attempts_left or layout.COMMIT in there:  # else training has deleted it meanwhile
-                        raise
             copied_seconds = time.monotonic() - begun
             acts, peers = [*stage.play()], list[PeerRead]()
             if own is not None:
@@ -102,6 +100,21 @@ def drill(run: str, scratch_folder: str | None, announce: Callable[[str], object
                 place = scratch.disk if lacks else scratch.front
                 acts += drill_nodes.play(folder, own, peers, place, reading)
     return Drill(original.generation, original.tier.place, copied_seconds, acts, peers, cleared)
+
+
+@contextlib.contextmanager
+def _asked_again(attempt: int) -> Iterator[None]:
+    """Suppress Cancelled, for a generation that training has deleted meanwhile; raise it for the last attempt."""
+    try:
+        yield
+    except Cancelled as deleted:
+        if attempt == ATTEMPTS:  # guard: drill-attempts-end
+            raise Cancelled(
+                f"training has deleted {ATTEMPTS} generations of this run, each while it was copied: {deleted.what}",
+                safe="Nothing is damaged, and the run was only read.",
+                todo="Save less often, keep more generations in the first place (Tier(retention=Keep(last=3))), or "
+                "run the drill once the home has received a save.",
+            ) from deleted
 
 
 def _require_outside(parent: str, urls: Sequence[str]) -> None:
@@ -172,10 +185,11 @@ def front_of(run: str, tier: Tier) -> tuple[Place | None, str]:
     return None, NO_FRONT
 
 
-def newest_good(tier: Tier, memory: Tier | None, reading: Reading) -> Original:
+def newest_good(tier: Tier, memory: Tier | None, reading: Reading, keep: contextlib.ExitStack) -> Original:
     """The newest generation that a reading finds good: of the place `tier`; if that has none, of the memory.
 
-    Raises NoSuchStep if nothing was ever committed, NothingGood if none is good, and what reading raises.
+    `keep`: until it is closed the generation is kept as `kept` does. Raises NoSuchStep if nothing was ever committed,
+    NothingGood if none is good, Cancelled if one was deleted while it was read, and what reading raises.
     """
     why, survey = list[str](), commit.survey(tier)
     for one, found in [(tier, survey), *([(memory, _whole(memory))] if memory is not None else [])]:
@@ -185,9 +199,12 @@ def newest_good(tier: Tier, memory: Tier | None, reading: Reading) -> Original:
             if at not in found.generations:
                 continue  # its commit cannot be read
             generation = found.generations[at]
-            findings, digest = reading.read(one, generation)
+            keep.close()
+            place = keep.enter_context(kept(one, at))
+            findings, digest = reading.read(place, generation)
             if not findings:
-                return Original(one, generation, digest, _code(one, generation))
+                return Original(place, generation, digest, _code(place, generation))
+            require_not_deleted(one, at)
             why.append(f"  step {at.step} in {one.place}: {restore.summary(findings)}")
     if why:
         parts = survey.generations.keys() - _whole(tier).generations.keys()

@@ -40,6 +40,7 @@ from .agent_link import AgentLink
 from .agent_messages import AgentSpec, CopyTo
 from .candidates import Candidates, ReadOnlyRun
 from .drill_scratch import ScratchPlace, ScratchPlaces
+from .kept import kept
 from .reader import RunReader, read_all
 from .verify import protect_part
 from .writer import RunWriter
@@ -153,10 +154,14 @@ class Stage:
         """when the present act did its damage, by the monotonic clock"""
 
     def make_whole(self) -> None:
-        """Remove what is in the scratch places, and copy the original into each of them."""
+        """Remove what is in the scratch places, and copy the original into each. They are empty after Damaged."""
         self.remove()
-        for place in self._places:
-            self._copy(self._original.tier, place)
+        try:
+            for place in self._places:
+                self._copy(self._original.tier, place)
+        except Damaged:
+            self.remove()
+            raise
         manifests = commit.read_manifests(access.for_reading(self._disk.url), self._original.generation)
         self._digests = drill_victim.digests(manifests)
         self._no_file = "" if any(one.blobs for one in manifests) else "this generation has no tensor file"
@@ -188,7 +193,8 @@ class Stage:
         """Make whole copies again. Returns why that is not possible, or ""."""
 
         def renew() -> str:
-            self.make_whole()
+            with kept(self._original.tier, self._original.generation.id):  # training may have deleted it since
+                self.make_whole()
             return ""
 
         good, why = _outcome(renew)

@@ -20,6 +20,7 @@ from ..ports import Tier
 from ..records import Generation, GenerationId, judged
 from . import access, copying, memory_place, paths
 from .candidates import ReadOnlyRun
+from .kept import kept, require_not_deleted
 
 
 class ReadPlaces:
@@ -103,12 +104,23 @@ class RunOfPlaces(ReadOnlyRun):
 
     def __init__(self, places: ReadPlaces, workers: Executor) -> None:
         super().__init__(places.tier, places.survey, workers)
-        self._places = places
+        self._places, self._keep = places, contextlib.ExitStack()
+        self._reading: tuple[GenerationId, Tier] | None = None
+        """the generation that is kept (kept.py), and the place from which it is read"""
+
+    def close(self) -> None:
+        """Let go of the generation that was read last. Called once no more is read."""
+        self._keep.close()
 
     def place_of(self, generation: Generation, topic: AnyTopic | None = None) -> Tier:
-        return self._places.tier_of(generation.id)
+        at, tier = generation.id, self._places.tier_of(generation.id)
+        if self._reading is None or (self._reading[0], self._reading[1].place) != (at, tier.place):
+            self._keep.close()
+            self._reading = at, self._keep.enter_context(kept(tier, at))  # guard: loaded-generation-kept
+        return self._reading[1]
 
     def mend(self, generation: Generation) -> bool:
+        require_not_deleted(self._places.tier_of(generation.id), generation.id)
         return self._places.give_up(generation)
 
 

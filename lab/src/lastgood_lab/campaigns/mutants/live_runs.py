@@ -1,0 +1,27 @@
+"""Mutants of the safeguards of readers of a run from which training deletes generations meanwhile."""
+
+from __future__ import annotations
+
+from .change import Instead, Never, Remove, Swap
+from .record import Mutant, table
+
+MUTANTS: tuple[Mutant, ...] = (
+    *table(
+        "live runs",
+        ("live_runs",),
+        ("a generation that training has deleted counts as damaged", "deletion-is-no-damage", Never()),
+        ("a read generation is gone once training deletes it", "deleted-generation-read-to-its-end", Remove()),
+        (
+            "a COMMIT that is deleted while a run is listed is damage",
+            "deleted-commit-is-not-broken",
+            Instead("return error"),
+        ),
+        ("a drill ends in silence when training deletes all it copies", "drill-attempts-end", Never()),
+        (
+            "a load loses the generation that training deletes",
+            "loaded-generation-kept",
+            Swap("self._keep.enter_context(kept(tier, at))", "tier"),
+        ),
+        ("a replay begins without its generation", "replay-needs-its-generation", Never()),
+    ),
+)
