@@ -199,17 +199,22 @@ def sentence(one: Attempt, number: int) -> str:
     return f"attempt {number}: {what}, {since}, after {one.seconds:.1f} s. {one.answer}."
 
 
-def without_save(last: Outcome, number: int) -> str:
+def without_save(last: Outcome, number: int, others_go_on: bool) -> str:
     """One line about a job that was asked to end by signal `number`, and whose ranks did not end as after a last save,
-    for people. `last`: its last attempt."""
+    for people. `last`: its last attempt. `others_go_on`: whether only this node ends."""
     ended = "ended by themselves"
     if last.cause:
         ended = "failed"
+    elif last.code == PREEMPTED:  # so that the others go on: how they have ended does not count
+        ended = "ended"
     elif last.code == -signal.SIGKILL:
         ended = "did not all end in time (--shutdown-timeout)"
+    then = "If the job was not done, it goes on from its newest save when it is started again"
+    if others_go_on:
+        then = "The other nodes go on from the newest save of the job"
     return (
         f"asked to end by {_signal_name(number)}: the ranks {ended}, without exit code {PREEMPTED} of a last save; "
-        f"exit code {128 + number}. If the job was not done, it goes on from its newest save when it is started again"
+        f"exit code {128 + number}. {then}"
     )
 
 
