@@ -226,13 +226,17 @@ def stack(found: Cause | None) -> str:
 
 
 def short(what: str) -> str:
-    """The first line of a text, cut off after a word where it is long, without control characters.
+    """The first line of a text as a part of a sentence: without its full stop and control characters, and cut off after
+    a word where it is long. Of a list that begins with a line of its own, that line and the first entry.
 
     `lastgood attempts --json` has all of it.
     """
     line, _, rest = what.partition("\n")
     if rest and line.rstrip().endswith(":"):  # a message that begins with an empty line
-        line = f"{line.rstrip()} {rest.lstrip().partition(chr(10))[0]}"
+        first, _, more = rest.lstrip().partition("\n")
+        line = f"{line.rstrip()} {first.rstrip(' .')}" + (" ..." if more.strip() else "")
+    else:
+        line = line.rstrip(" .")
     line = "".join(one if one.isprintable() else " " for one in line)
     if len(line) <= LINE_CHARACTERS:
         return line
