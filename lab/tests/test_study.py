@@ -131,6 +131,29 @@ def test_tables_show_gains_with_intervals_beside_published_ones(tmp_path: Path) 
     assert (tmp_path / "figure-4-stall.png").exists()
 
 
+def test_the_parts_of_wall_time_stand_beside_published_ones(tmp_path: Path) -> None:
+    """Of the study's own figures the table of the parts had none."""
+    text = tables._decomposition(tables.triples(rows(tmp_path))).markdown()
+    assert "| write | 2.000 ± 0.000 | 17.8939 | 2.000 ± 0.000 | 17.9036 | 0.500 ± 0.000 | 1.3811 |" in text
+    assert "| launch | 0.000 ± 0.000 | - |" in text and "| 157.132 |" in text.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "other"), [(0.4, 2.7, False), (1.2, 2.7, True), (0.4, 5.5, True), (0.0, 2.0, False)]
+)
+def test_a_report_of_times_names_other_work_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: float, after: float, other: bool
+) -> None:
+    """Times that were taken beside other work stood beside the study's, and nothing said so."""
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    loads = iter([before, after])
+    monkeypatch.setattr("os.getloadavg", lambda: (next(loads), 0.0, 0.0))
+    tables.write(rows(tmp_path), Options(out=tmp_path, seeds=2, size=TINY), "lastgood lab recovery")
+    text = (tmp_path / "analysis.md").read_text()
+    assert f"{before} when this command began, {after} at its end; the study's own ranks are 2, on 2 cores." in text
+    assert ("other work" in text) == other
+
+
 def test_a_failed_unit_fails_its_gate_and_leaves_its_suite_out(tmp_path: Path) -> None:
     made = rows(tmp_path)
     made[2] = replace(made[2], status="failed", found=replace(made[2].found, reached="exit code 9"))

@@ -81,6 +81,23 @@ def test_a_loss_that_is_not_finite_takes_the_loop_back(tmp_path: Path, bad: floa
     assert named == loop.sampler.order(0)[6:10].tolist(), "the samples of each bad step"
 
 
+def test_a_generation_kept_for_people_names_its_batches_by_itself(tmp_path: Path, call) -> None:
+    """Only the advice named them, which people delete once they have mended the cause."""
+    loop = Loop(tmp_path, {6: math.nan})
+    with loop.ckpt, reports() as texts:
+        with pytest.raises(TrainingDiverged):
+            loop.train(20)
+        loop.train(20)
+    shutil.rmtree(tmp_path / "advice")
+    (kept,) = (one.id for one in lastgood.open(tmp_path).generations() if one.commit.milestone)
+    code, out, err = call("show", tmp_path, f"10-{kept.incarnation}")
+    assert code == 0, err
+    for window, ids in zip(range(6, 10), loop.sampler.order(0)[6:10].tolist(), strict=True):
+        batch = f"epoch 0, window {window}, samples {', '.join(map(str, ids))}"
+        assert f"not good: batches of its steps: {batch}" in out
+    assert "batches of its steps" not in "".join(texts), "reports are of one line"
+
+
 def test_all_batches_of_a_step_over_two_epochs_are_left_out(tmp_path: Path) -> None:
     """Of a bad step whose gradients were accumulated over the end of an epoch, only the batches of one epoch were left
     out, so that training diverged again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,19 @@ def test_an_error_whose_text_cannot_be_made_is_noted(tmp_path: Path) -> None:
     what = "NoText: <exception str() failed>"
     assert done.stderr.splitlines()[-1].endswith(what) and "excepthook" not in done.stderr
     assert json.loads(error_file.read_text())["message"]["message"] == what
+
+
+def test_the_traceback_of_a_syntax_error_has_no_frame_of_lastgood(tmp_path: Path) -> None:
+    """It began with a frame of program.py, which had compiled the script."""
+    script, error_file = tmp_path / "rank.py", tmp_path / "error.json"
+    script.write_text("def (\n")
+    what = json.dumps({"kind": "script", "name": str(script), "arguments": []})
+    command = [sys.executable, "-m", "lastgood.supervisor.program", str(os.getpid()), what]
+    environment = {**os.environ, program.ERROR_FILE: str(error_file)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    stack = json.loads(error_file.read_text())["message"]["extraInfo"]["py_callstack"]
+    for text in (done.stderr, stack):
+        assert text.lstrip().startswith(f'File "{script}", line 1\n') and text.endswith("SyntaxError: invalid syntax\n")
 
 
 class TimedOut(Exception):

@@ -138,6 +138,23 @@ def test_a_job_that_was_asked_to_end_on_one_node_is_given_up_on_none(nodes: Node
     assert "the job was asked to end, on another node" in nodes.log("b")
 
 
+@pytest.mark.parametrize("nodes", ["1:2"], indirect=True)
+def test_a_node_that_leaves_without_a_save_does_not_end_as_saved(nodes: Nodes) -> None:
+    """It ended with 75, although its ranks had saved nothing; a job of one node ended with 143, and said so."""
+    nodes.touch("unsaved", "0")
+    first = nodes.start("a", "--health-seconds", "0")
+    nodes.seen(0, 1)
+    leaving = ["--unhealthy", "leave", "--health-file", "health", "--health-seconds", "0.1"]
+    second = nodes.start("b", *leaving)
+    nodes.seen(1, 2)
+    nodes.touch("health", "a fan stands still\n")
+    assert second.wait(60) == 128 + signal.SIGTERM
+    assert "without exit code 75 of a last save; exit code 143. The other nodes go on" in nodes.log("b")
+    assert nodes.seen(2, 1)[0]["node"] == "a"
+    nodes.touch("done")
+    assert first.wait(60) == 0
+
+
 @pytest.mark.parametrize("nodes", ["2"], indirect=True)
 def test_without_the_node_of_the_store_the_others_end_with_one_report(nodes: Nodes) -> None:
     first, second = nodes.start("a"), nodes.start("b")

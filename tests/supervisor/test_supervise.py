@@ -471,8 +471,10 @@ def test_what_a_rank_has_started_ends_with_its_attempt(tmp_path: Path) -> None:
 
 
 def test_ranks_have_torchruns_environment_and_a_new_port_each_attempt(tmp_path: Path) -> None:
-    """All ranks of a node drew the same numbers from torch's generator, and again in each attempt."""
-    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"]
+    """All ranks of a node drew the same numbers from torch's generator, and again in each attempt. They did not have
+    the variable with the signals of torchrun's option."""
+    signals = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID", signals]
     text = f"""
         import json, os, random, sys
         attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
@@ -482,11 +484,12 @@ def test_ranks_have_torchruns_environment_and_a_new_port_each_attempt(tmp_path: 
         json.dump(seen, open({str(tmp_path)!r} + f"/seen{{attempt}}{{rank}}", "w"))
         sys.exit(attempt == "0")
     """
-    found = supervised("--nproc-per-node", 2, "--rdzv-id", "job7", script(tmp_path, text))
+    options = ["--nproc-per-node", 2, "--rdzv-id", "job7", "--signals-to-handle", "SIGTERM,SIGUSR1"]
+    found = supervised(*options, script(tmp_path, text))
     assert found.returncode == 0, found.stderr
     seen = {(a, rank): json.loads((tmp_path / f"seen{a}{rank}").read_text()) for a in "01" for rank in "01"}
     assert seen["0", "1"]["RANK"] == seen["0", "1"]["LOCAL_RANK"] == "1" and seen["0", "1"]["WORLD_SIZE"] == "2"
-    assert seen["0", "0"]["TORCHELASTIC_RUN_ID"] == "job7"
+    assert seen["0", "0"]["TORCHELASTIC_RUN_ID"] == "job7" and seen["1", "1"][signals] == "SIGTERM,SIGUSR1"
     assert seen["0", "0"]["MASTER_PORT"] == seen["0", "1"]["MASTER_PORT"] != seen["1", "0"]["MASTER_PORT"]
     assert len({number for one in seen.values() for number in one["drawn"]}) == 12, "a fork draws numbers of its own"
 

@@ -227,8 +227,15 @@ def test_a_long_cause_ends_between_its_words() -> None:
     cut = reported.short(text)
     assert len(cut) <= reported.LINE_CHARACTERS + 4 and text.startswith(cut.removesuffix(" ...") + " word")
     assert reported.short(200 * "x") == 160 * "x" + "..."
-    assert reported.short("RuntimeError: \n\n  Sizes differ.\nMore") == "RuntimeError: Sizes differ."
-    assert reported.short("RuntimeError: Sizes differ.\nMore") == "RuntimeError: Sizes differ."
+    assert reported.short("RuntimeError: \n\n  Sizes differ.") == "RuntimeError: Sizes differ"
+    assert reported.short("RuntimeError: Sizes differ.\nMore") == "RuntimeError: Sizes differ"
+
+
+def test_a_cause_with_a_list_shows_that_it_goes_on() -> None:
+    """Of a run of which each generation is damaged, the report had the newest one, as if it was the only one, and went
+    on in the middle of its sentence: differs from its digest., before a state was restored."""
+    listed = "NothingGood: no generation of this run is good:\n  step 2: a differs from its digest.\n  step 1: b too."
+    assert reported.short(listed).endswith("is good: step 2: a differs from its digest ...")
 
 
 def test_an_error_brings_no_control_characters_into_the_report() -> None:

@@ -25,7 +25,7 @@ NAMES = ["RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "
 RANK = f"""
 import json, os, signal, sys, time
 attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
-code = 1 if os.path.exists("unsaved") else {PREEMPTED}
+code = int(open("unsaved").read() or 1) if os.path.exists("unsaved") else {PREEMPTED}
 signal.signal(signal.SIGTERM, lambda *_: (open(f"over-{{attempt}}", "w"), sys.exit(code)))
 seen = {{name: os.environ[name] for name in {NAMES!r}}} | {{"node": os.environ["LASTGOOD_NODE"]}}
 with open(f"attempt-{{attempt}}-{{rank}}.new", "w") as file:

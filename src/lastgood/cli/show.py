@@ -50,6 +50,7 @@ def contents(survey: Survey, content: Content, place: str) -> dict[str, Any]:
         "bytes": generation.bytes,
         "milestone": record.milestone,
         "metrics": record.metrics,
+        "unfit": [one.what for one in generation.unfit],
         "tensors": [
             {"name": name, "dtype": one.dtype, "shape": one.shape, "bytes": one.bytes, "digest": content.digest(name)}
             for name, one in sorted(content.tensors().items(), key=lambda entry: natural(entry[0]))
@@ -69,6 +70,8 @@ def contents_view(data: Mapping[str, Any], depth: int | None = None) -> Renderab
     )  # fmt: skip
     for name, metric in sorted(data["metrics"].items()):
         head.append(f"\n{clean(name)} {metric:.6g}")
+    for line in (line for what in data["unfit"] for line in what.splitlines()):
+        head.append(f"\nnot good: {clean(line)}")
     tree = Tree(Text(_counts(rows.values()), style="bold"), guide_style="dim")
     _grow(tree, {tuple(name.split(".")): rows[name] for name in sorted(rows, key=natural)}, depth or 1000)
     parts: list[RenderableType] = [head, Text(), tree]

@@ -304,14 +304,14 @@ class Restorer:
         suspects = advice.suspects(found)
         anew = never_good(self.run.survey, {one.suspect for one in suspects if one.suspect and one.from_start})
         for one in suspects:
-            self._set_aside(one, anew)
+            self._set_aside(one, advice.finding(one, found), anew)
         if anew:
             reporting.warning("training has diverged before anything good was saved: it starts from the beginning")
         return msgspec.to_builtins(Followed(advice=found, from_start=anew))
 
-    def _set_aside(self, one: Advice, anew: bool) -> None:
-        """Let this restore take another generation than the suspect one of this advice. `anew`: whether it may take
-        none at all.
+    def _set_aside(self, one: Advice, finding: Finding, anew: bool) -> None:
+        """Let this restore take another generation than the suspect one of this advice, which `finding` is to mark.
+        `anew`: whether it may take none at all.
 
         What a Sentinel has found is marked. What a supervisor suspects is marked once training has come past the step
         at which it failed, without that generation: until then the script may be to blame. If training has gone on from
@@ -323,14 +323,18 @@ class Restorer:
         if at not in candidates:
             known = self.run.survey.generations.get(at)
             if one.by == "supervisor" and passed and known is not None and known.restorable:
-                self._pipeline.places.mark_suspect(at, advice.finding(one))  # guard: proven-suspect-marked
+                self._pipeline.places.mark_suspect(at, finding)  # guard: proven-suspect-marked
+            judged = known is not None and any(other.layer == finding.layer for other in known.unfit)
+            if one.by == "sentinel" and known is not None and known.unfit and not judged:
+                # That its tensors are not finite is known, and not yet with which batches they were trained.
+                self._pipeline.places.mark_suspect(at, finding)
         elif one.by == "supervisor" and at != candidates[0]:  # guard: resumed-suspect-is-none
             return  # the job has gone on from it all the same
         elif len(candidates) == 1 and not anew:  # guard: only-good-generation-stays
             reporting.warning(f"{at} is suspect, and the only good one: it is restored again. {one.why}")
         else:
             # guard: suspect-generation-marked
-            self._pipeline.places.mark_suspect(at, advice.finding(one), durably=one.by == "sentinel")
+            self._pipeline.places.mark_suspect(at, finding, durably=one.by == "sentinel")
 
     def started_over(self, followed: Followed) -> Restored | None:
         """The result of a restore where training has diverged before anything good was saved; None elsewhere.

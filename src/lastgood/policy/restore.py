@@ -157,7 +157,7 @@ def no_such_step(what: str, survey: Survey, todo: str = "") -> NoSuchStep:
 
 
 def summary(findings: list[Finding]) -> str:
-    """The first three findings in one line, and how many more there are."""
-    return "; ".join(one.what for one in findings[:3]) + (
+    """The first three findings in one line, without further lines that they have, and how many more there are."""
+    return "; ".join(one.what.partition("\n")[0] for one in findings[:3]) + (
         f"; and {len(findings) - 3} more" if len(findings) > 3 else ""
     )

@@ -14,6 +14,8 @@ from ..records import Finding, GenerationId, Record
 from . import side_records
 
 FOLDER = "advice"
+NAMED_SAMPLES = 1000
+"""so many samples of a step are named in a mark, which stays as long as its generation"""
 
 
 class Skip(Record, frozen=True, kw_only=True):
@@ -65,6 +67,20 @@ def suspects(found: Sequence[Advice]) -> list[Advice]:
     return [one for one in newest_first if not one.withdrawn]  # guard: withdrawn-advice-not-followed
 
 
-def finding(advice: Advice) -> Finding:
-    """The finding with which the suspect generation is marked."""
-    return Finding(kind="Suspect", what=advice.why, layer="training")
+def finding(one: Advice, found: Sequence[Advice]) -> Finding:
+    """The finding with which the suspect generation of `one` is marked. `found`: all advice of the run, which people
+    delete in time. So the newest suspect of a failure, which is kept for them, names the batches too, line by line."""
+    same = [other for other in found if other.at == one.at]
+    lines = [one.why]
+    if one.suspect == max(other.suspect for other in same if other.suspect is not None):
+        lines += [_batches(other.skip) for other in same if other.skip is not None and other.skip.samples]
+    return Finding(kind="Suspect", what="\n".join(lines), layer="training")
+
+
+def _batches(skip: Skip) -> str:
+    last = skip.first + skip.count - 1
+    windows = f"window {last}" if skip.count == 1 else f"windows {skip.first} to {last}"
+    named = ", ".join(map(str, skip.samples[:NAMED_SAMPLES]))
+    more = len(skip.samples) - NAMED_SAMPLES
+    rest = f" and {more:,} more, which ResumableSampler.order({skip.epoch}) has" if more > 0 else ""
+    return f"batches of its steps: epoch {skip.epoch}, {windows}, samples {named}{rest}"

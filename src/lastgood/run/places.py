@@ -106,7 +106,7 @@ class Places:
                 if generation is not None and not durably:
                     one.known.record(judged(generation, [finding]))
             if generation is not None and durably:
-                one.conclude(generation, [finding])
+                one.conclude(generation, [*generation.unfit, finding])
 
     def mend(self, generation: Generation, arena: Arena, stop: Stop = never) -> bool:
         """Mend a generation where it was read. Returns whether it is whole now, there or in another place.

@@ -35,8 +35,9 @@ class Report(Record, frozen=True, kw_only=True):
 class Verdict(Record, frozen=True, kw_only=True):
     """What all nodes do after an attempt. `outcomes`: of all attempts so far. `act`, `why`, `pause_seconds`:
     as in policy/recovery.py. `next`: as in policy/membership.py. `run`: the run of the job; empty if
-    it is not known. `asked`: whether a node was asked to end the job. `left`: numbers of the nodes without which the
-    job goes on, because they were asked to end, or are left out."""
+    it is not known. `asked`: whether a node was asked to end the job. `saved`: whether a rank has ended as after a last
+    save. `left`: numbers of the nodes without which the job goes on, because they were asked to end, or are left
+    out."""
 
     outcomes: list[Outcome]
     act: Act
@@ -45,6 +46,7 @@ class Verdict(Record, frozen=True, kw_only=True):
     next: Literal["stay", "join", "end"]
     run: str
     asked: bool = False
+    saved: bool = False
     left: tuple[int, ...] = ()
 
 

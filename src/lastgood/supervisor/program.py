@@ -138,7 +138,7 @@ def _noting(path: str) -> Hook:
     """
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        trace = _from_program(trace)
+        trace = _from_program(error, trace)
         ends = error is getattr(sys, "last_value", None)  # otherwise the program itself prints an error by this hook
         noted = ends and _write_error(path, kind, error, trace)
         sys.__excepthook__(kind, error.with_traceback(trace), trace)
@@ -157,7 +157,7 @@ def _write_error(path: str, kind: type[BaseException], error: BaseException, tra
     named_alike = getattr(errors, name, kind) is not kind
     if not path or (os.path.exists(path) and not (named_alike and _message(path) == f"{name}: {text}")):
         return bool(path)  # what is replaced is of torch's @record, which leaves the module of the class out
-    lines = "".join(traceback.format_exception(kind, error, _from_program(trace)))
+    lines = "".join(traceback.format_exception(kind, error, _from_program(error, trace)))
     extra = {"py_callstack": lines, "timestamp": str(int(time.time())), "monotonic": time.monotonic()}
     if named_alike:  # guard: user-error-named-with-module
         name = f"{kind.__module__}.{name}"  # the policy of restarts knows the errors of lastgood by their names
@@ -189,9 +189,12 @@ def _text(error: BaseException) -> str:
         return "<exception str() failed>"
 
 
-def _from_program(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback without the frames that lead to the program."""
-    while trace is not None and trace.tb_next is not None and _leads_to_program(trace):
+def _from_program(error: BaseException, trace: TracebackType | None) -> TracebackType | None:
+    """A traceback without the frames that lead to the program. The last one stays unless the error names its place by
+    itself, as that of a script that cannot be compiled does."""
+    while trace is not None and _leads_to_program(trace):
+        if trace.tb_next is None and not isinstance(error, SyntaxError):
+            break
         trace = trace.tb_next
     return trace
 

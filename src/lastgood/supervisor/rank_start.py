@@ -96,6 +96,7 @@ class RankStart:
             "TORCHELASTIC_MAX_RESTARTS": str(self._job.budget.restarts or 0),
             "TORCHELASTIC_RUN_ID": self._job.run_id,
             "TORCHELASTIC_USE_AGENT_STORE": "False",
+            "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signal.Signals(one).name for one in self._job.signals),
             **devices.of_rank(local, self._job.bindings, self._job.virtual_local_rank, os.environ),
         }
 

@@ -199,18 +199,22 @@ def sentence(one: Attempt, number: int) -> str:
     return f"attempt {number}: {what}, {since}, after {one.seconds:.1f} s. {one.answer}."
 
 
-def without_save(last: Outcome, number: int) -> str:
+def without_save(last: Outcome, number: int, others_go_on: bool) -> str:
     """One line about a job that was asked to end by signal `number`, and whose ranks did not end as after a last save,
-    for people. `last`: its last attempt."""
+    for people. `last`: its last attempt. `others_go_on`: whether only this node ends."""
     ended = "ended by themselves"
     if last.cause:
         ended = "failed"
+    elif last.code == PREEMPTED:  # so that the others go on: how they have ended does not count
+        ended = "ended"
     elif last.code == -signal.SIGKILL:
         ended = "did not all end in time (--shutdown-timeout)"
+    then = "If the job was not done, it goes on from its newest save when it is started again"
+    if others_go_on:
+        then = "The other nodes go on from the newest save of the job"
     return (
         f"asked to end by {_signal_name(number)}: the ranks {ended}, without exit code {PREEMPTED} of a last save, "
-        f"which a Checkpointer with preemption=lastgood.Preemption() makes; exit code {128 + number}. If the job was "
-        "not done, it goes on from its newest save when it is started again"
+        f"which a Checkpointer with preemption=lastgood.Preemption() makes; exit code {128 + number}. {then}"
     )
 
 
@@ -222,13 +226,17 @@ def stack(found: Cause | None) -> str:
 
 
 def short(what: str) -> str:
-    """The first line of a text, cut off after a word where it is long, without control characters.
+    """The first line of a text as a part of a sentence: without its full stop and control characters, and cut off after
+    a word where it is long. Of a list that begins with a line of its own, that line and the first entry.
 
     `lastgood attempts --json` has all of it.
     """
     line, _, rest = what.partition("\n")
     if rest and line.rstrip().endswith(":"):  # a message that begins with an empty line
-        line = f"{line.rstrip()} {rest.lstrip().partition(chr(10))[0]}"
+        first, _, more = rest.lstrip().partition("\n")
+        line = f"{line.rstrip()} {first.rstrip(' .')}" + (" ..." if more.strip() else "")
+    else:
+        line = line.rstrip(" .")
     line = "".join(one if one.isprintable() else " " for one in line)
     if len(line) <= LINE_CHARACTERS:
         return line

@@ -152,11 +152,11 @@ class Supervisor:
             self._report("the job was asked to end, on another node")
             number = signal.SIGTERM
         last = self._outcomes[-1]
-        if last.code in (0, PREEMPTED):
+        if last.code == 0 or (last.code == PREEMPTED and verdict.saved):  # guard: leaving-node-has-saved
             return last.code
         if number is None:
             return GAVE_UP
-        self._report(reported.without_save(last, number))
+        self._report(reported.without_save(last, number, others_go_on=verdict.act != "end"))
         return 128 + number
 
     def _pause(self, seconds: float, nodes: Nodes, received: Signals) -> None:
@@ -287,6 +287,7 @@ class Supervisor:
             next=follows_round.act,
             run=run,
             asked=bool(leaving) and follows_round.act == "end" and outcomes[-1].code != 0,
+            saved=any(one.code == PREEMPTED for one in lived.ended),
             left=tuple(node for node, one in reports.items() if one.asked or (left_out and one.host == left_out)),
         )
 

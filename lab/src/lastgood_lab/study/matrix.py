@@ -6,6 +6,7 @@ command has run it ("completed"), found it there ("skipped_exists"), or failed (
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from .unit import DATASETS, REAL_DATASETS, SCALES, STORAGES, Size, Unit, suites,
 @dataclass(frozen=True)
 class Options:
     """`only`: suites, or nothing for all. `cifar`: the folder with CIFAR's own files, which then take the place of the
-    images that ship with scikit-learn."""
+    images that ship with scikit-learn. `load_before`: of the machine, by other work, when this command began."""
 
     out: Path
     seeds: int = 5
@@ -35,6 +36,7 @@ class Options:
     cifar: Path | None = None
     condition: str = "exit"
     storage: str = "disk"
+    load_before: float = field(default_factory=lambda: os.getloadavg()[0])
 
     @property
     def datasets(self) -> tuple[str, ...]:

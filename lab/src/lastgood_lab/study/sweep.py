@@ -75,8 +75,8 @@ def write(found: Sequence[Cell], options: Options, command: str) -> dict[str, li
     units = sum(len(cell.rows) for cell in found)
     about = (
         f"{report.today()}, commit {tables.commits([row for cell in found for row in cell.rows])}; `{command}`. "
-        f"{len(found)} cells, {units} units. Each cell has a folder with its own analysis.md, where its formulas and "
-        "its environment stand. ± is the half of a 95 % interval (Student's t) over seeds."
+        f"{len(found)} cells, {units} units. Each cell has a folder with its own analysis.md, where its formulas, "
+        "its environment and the load of the machine stand. ± is the half of a 95 % interval (Student's t) over seeds."
     )
     passed = [f"- {gate}: {'passed in all cells' if not wrong else '; '.join(wrong)}" for gate, wrong in gates.items()]
     parts = ["# The recovery study: a sweep", about, "## Gates\n\n" + "\n".join(passed)]

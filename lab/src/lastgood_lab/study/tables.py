@@ -9,8 +9,10 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 import statistics
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -245,16 +247,31 @@ def _analysis(
     passed = [
         f"- {names.get(gate, gate)}: {'passed' if not wrong else '; '.join(wrong)}" for gate, wrong in found.items()
     ]
-    parts = ["# The recovery study", about, "## Gates\n\n" + "\n".join(passed), FORMULAS, ARCHITECTURE]
+    parts = ["# The recovery study", about, _load(options), "## Gates\n\n" + "\n".join(passed), FORMULAS, ARCHITECTURE]
     parts += [table.markdown() for table in [_environment(rows), *_tables(whole)]] if whole else []
     return "\n\n".join(parts) + "\n"
 
 
+def _load(options: Options) -> str:
+    """The load of the machine, and whether other work has taken processors from the study."""
+    before, after, ranks, cores = options.load_before, os.getloadavg()[0], options.size.ranks, os.cpu_count() or 1
+    text = (
+        f"Load of the machine, as the mean of a minute: {before:.1f} when this command began, {after:.1f} at its end; "
+        f"the study's own ranks are {ranks}, on {cores} cores."
+    )
+    other = max(before, after - ranks)
+    if other >= 1 and other + ranks > cores:
+        text += " The machine had other work: these times are no comparison with those of another machine or study."
+    return text
+
+
 FORMULAS = """## Formulas
 
-    goodput   = committed logical steps / wall time; a step counts once
-    wall time = launch + compute + snapshot + write + sync + recovery + end
-    gain      = goodput of overlapped / goodput of blocking - 1, of the same seed
+    (5)  goodput   = committed logical steps / wall time; a step counts once
+    (6)  wall time = launch + compute + snapshot + write + sync + recovery + end
+    (7)  gain      = goodput of overlapped / goodput of blocking - 1, of the same seed
+
+The numbers are those of ECRL's study. launch and end are not in its formula (6) of wall time.
 
 snapshot: the loop is in the call that begins a save. write: it waits for a save to end, or for a place in flight.
 sync: it waits before an update until the state is copied. recovery: from the last line of an attempt that failed until
@@ -309,17 +326,24 @@ def over(whole: Sequence[Triple], value: Any) -> Mean:
     return mean([statistics.fmean(values) for values in seeds.values()])
 
 
+BESIDE = [f"{NAMES[one]}, {of}" for one in VARIANTS for of in ("here", "ECRL")]
+"""the columns of a row of `_beside`"""
+
+
+def _beside(
+    whole: Sequence[Triple], name: str, value: Any, theirs: Mapping[str, float], form: str = ".2f"
+) -> list[str]:
+    """A row of means over the suites, each beside the study's own."""
+    cells = [name]
+    for variant in VARIANTS:
+        published = theirs.get(variant)
+        here = over(whole, lambda three, at=variant: value(getattr(three, at), three, at)).text(form)
+        cells += [here, "-" if published is None else f"{published:g}"]
+    return cells
+
+
 def _aggregate(whole: Sequence[Triple]) -> Table:
-    head = ["", *(f"{NAMES[one]}, {of}" for one in VARIANTS for of in ("here", "ECRL"))]
-
-    def row(name: str, value: Any, theirs: Mapping[str, float], form: str = ".2f") -> list[str]:
-        cells = [name]
-        for variant in VARIANTS:
-            published = theirs.get(variant)
-            here = over(whole, lambda three, at=variant: value(getattr(three, at), three, at)).text(form)
-            cells += [here, "-" if published is None else f"{published:g}"]
-        return cells
-
+    row = partial(_beside, whole)
     rows = [
         row("goodput, steps/s", lambda one, *_: one.found.goodput, ecrl.GOODPUT, ".3f"),
         row("against the reference, %", lambda _, three, at: three.drop(at), ecrl.DROP, "+.2f"),
@@ -340,15 +364,17 @@ def _aggregate(whole: Sequence[Triple]) -> Table:
         ("write less by, %", lambda one: one.write_cut, ecrl.WRITE_CUT, ".1f"),
     ]
     rows += [[name, *"----", over(whole, value).text(form), f"{theirs:g}"] for name, value, theirs, form in cuts]
-    return Table("Table 5: means over the suites", head, rows)
+    return Table("Table 5: means over the suites", ["", *BESIDE], rows)
 
 
 def _decomposition(whole: Sequence[Triple]) -> Table:
-    def cell(variant: str, part: str) -> str:
-        return over(whole, lambda one: getattr(one, variant).found.parts[part]).text(".3f")
-
-    rows = [[part, *(cell(variant, part) for variant in VARIANTS)] for part in PARTS]
-    return Table("Wall time by parts, s", ["part", *NAMES.values()], rows)
+    published = {"snapshot": ecrl.SNAPSHOT, "write": ecrl.WRITE}
+    rows = [
+        _beside(whole, part, lambda one, *_, at=part: one.found.parts[at], published.get(part, {}), ".3f")
+        for part in PARTS
+    ]
+    rows.append(_beside(whole, "all", lambda one, *_: one.found.wall, ecrl.WALL, ".3f"))
+    return Table("Wall time by parts, s", ["part", *BESIDE], rows)
 
 
 def _ranking(whole: Sequence[Triple]) -> Table:
