@@ -219,7 +219,8 @@ class Copied(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class NotCopied(Event):
-    """A generation could not be copied to a further place of the run; what waits is tried again after a pause.
+    """A generation could not be copied to a further place of the run, or other nodes got no copies or parity of it;
+    what waits is tried again after a pause.
 
     `detail`: the place, the class of the error, and its text.
     """

@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 
 import lastgood
-from agents import agent, answers, ended, state, until
+from agents import LIMIT_SECONDS, agent, answers, ended, state, until
 from harness import flip, one_place, reported, steps
 from lastgood.cli import agent as agent_cli
 from lastgood.format import layout
 from lastgood.io.files import Lock
-from lastgood.run import access, agent_link, agent_messages, lower_place, memory_place
+from lastgood.run import access, agent_link, agent_messages, agent_start, lower_place, memory_place
 from lastgood_lab.worlds import CONTEXT
 from training import Training
 
@@ -438,10 +438,26 @@ def test_an_agent_runs_nothing_that_lies_in_the_current_folder(run: Run, tmp_pat
     (tmp_path / "msgspec.py").write_text("raise SystemExit(f'{__file__} was run')")
     monkeypatch.chdir(tmp_path)
     make(run.memory)
-    assert agent_link.started(f"memory://{run.memory}") == ""
+    assert agent_start.started(f"memory://{run.memory}") == ""
     process = state(run.memory).process
     assert os.readlink(f"/proc/{process}/cwd") == "/", "it keeps no disk from being unmounted"
     ended(str(run.memory))
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["unused", "open elsewhere"])
+def test_a_pipe_among_the_files_of_an_agent_is_not_waited_for(run: Run, held: bool) -> None:
+    """`lastgood agent status` and every opening waited for ever where a pipe lay in place of AGENT.json or the log."""
+    make(run.memory)
+    for name in (agent_link.SPEC, agent_start.LOG):
+        os.mkfifo(run.memory / name)
+    url = f"memory://{run.memory}"
+    calls = f"assert agent_link.read_spec({str(run.memory)!r}) is None; print(agent_start.started({url!r}))"
+    command = [sys.executable, "-c", f"from lastgood.run import agent_link, agent_start; {calls}"]
+    with contextlib.ExitStack() as ends:
+        for name in (agent_link.SPEC, agent_start.LOG) if held else ():
+            ends.callback(os.close, os.open(run.memory / name, os.O_RDWR))
+        found = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=True)
+    assert agent_start.LOG in found.stdout
 
 
 def test_an_agent_of_another_version_is_replaced(run: Run, monkeypatch) -> None:

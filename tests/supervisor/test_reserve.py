@@ -19,7 +19,7 @@ from lastgood.format import layout
 from lastgood.io import memory_files
 from lastgood.io.files import Lock
 from lastgood.records import PlaceList
-from lastgood.run import access, agent_link, memory_place, staged
+from lastgood.run import access, agent_start, memory_place, staged
 from lastgood.supervisor.staging import Reserve, unneeded_removed
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "ranks"
@@ -144,11 +144,11 @@ def test_what_is_staged_by_hand_too_stays(home: Path, memory: Path, call_json) -
 
 def test_a_folder_that_was_there_before_stays(home: Path, memory: Path) -> None:
     memory_place.make(str(held(home)))
-    (held(home) / agent_link.LOG).write_text("of an earlier agent")
+    (held(home) / agent_start.LOG).write_text("of an earlier agent")
     with waiting(home):
         pass
     assert staged.remove_unneeded() == [str(held(home))]
-    assert there(home) == set() and (held(home) / agent_link.LOG).exists()
+    assert there(home) == set() and (held(home) / agent_start.LOG).exists()
 
 
 def test_what_a_start_has_used_stays(home: Path, memory: Path) -> None:

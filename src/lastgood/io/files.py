@@ -277,6 +277,15 @@ class Lock:
             _close(fd)
 
 
+def regular_file(path: str, flags: int) -> int:
+    """An `opener` for `open` that raises OSError for what is no file, such as a pipe, for which `open` would wait."""
+    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)  # guard: agents-pipe-not-waited-for
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        _close(fd)
+        raise OSError(errno.EINVAL, "it is no regular file", path)
+    return fd
+
+
 def free_bytes(path: str) -> int:
     """Bytes that this user may still write on the file system of `path`, with quotas considered. Raises OSError."""
     found = os.statvfs(path)

@@ -177,7 +177,7 @@ class Ending:
         return False
 
     def report(self) -> None:
-        """Write the closing line, at rank 0: what is not durable, or that nothing was saved."""
+        """Write the closing line, at rank 0: what is not durable or has no copies, or that nothing was saved."""
         if not self._ranks.is_coordinator:
             return
         step = self._progress.step
@@ -185,7 +185,9 @@ class Ending:
             self._report_unused()
         elif step > self._progress.resumed_step or self._pipeline.outcomes.failures:
             newest = newest_durable(self._pipeline)
-            self._pipeline.outcomes.report_end(newest.step if newest else None, step)
+            copies = self._pipeline.places.copies
+            lacks = copies.lacking() if copies is not None else ""
+            self._pipeline.outcomes.report_end(newest.step if newest else None, step, lacks)
 
     def _report_unused(self) -> None:
         """Report that nothing was saved, unless an exception ends the run, or a state was restored and not changed."""

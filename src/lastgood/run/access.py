@@ -26,7 +26,7 @@ from ..records import prepare
 from ..storage import object_store
 from ..storage.directory import Disk, WriteMode
 from ..storage.slots import FOLDER, Slots
-from . import agent_link, claims, memory_place, memory_relief, paths
+from . import agent_link, agent_start, claims, memory_place, memory_relief, paths
 from .packed import PackedTier
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ _RUN_NAMES = {
     LOCK,
     LOCK + WANTED,
     agent_link.LOCK,
-    agent_link.LOG,
+    agent_start.LOG,
     agent_link.SOCKET,
     agent_link.SPEC,
     agent_link.COPIED,

@@ -26,7 +26,6 @@ import select
 import signal
 import socket
 import struct
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -37,21 +36,21 @@ import msgspec
 from .. import reporting
 from ..errors import Cancelled, Damaged, LastgoodError, NoSpace, NotWritable, PeerDown, class_named
 from ..format import layout
-from ..io import processes
+from ..io.files import regular_file
 from ..ports import Mendable
 from ..records import Record
 from . import paths
 from .agent_messages import AgentSpec, Answer, Copied, KnownPeers, Request, Send, Serve, Work, answer_of
+from .agent_start import LOG, started
 
 Kind = TypeVar("Kind", bound=Record)
 Result = TypeVar("Result")
 PROTOCOL = 12
 """The version of the messages. An agent of another version is ended, and a new one is started."""
-SOCKET, LOCK, LOG, SPEC, COPIED = "agent.sock", "agent.lock", "agent.log", "AGENT.json", "COPIED.json"
+SOCKET, LOCK, SPEC, COPIED = "agent.sock", "agent.lock", "AGENT.json", "COPIED.json"
 MESSAGE_LIMIT_BYTES = 1 << 20
 ATTACH_SECONDS = 10.0
 """How long an agent may take to stop a copy. After that it is killed."""
-START_SECONDS = 60.0
 LIVED_SECONDS = 5.0
 """An agent that has lived longer is replaced at once. The sooner one ends after another, the less often it is tried."""
 POLL_SECONDS = 0.2
@@ -390,32 +389,6 @@ def kill(connection: socket.socket) -> None:
             os.close(pidfd)
 
 
-def started(url: str) -> str:
-    """Start an agent in a session of its own, so that it outlives this process. Returns why that failed, or "".
-
-    `url`: as for `AgentLink`.
-
-    The command returns once the agent listens. It inherits no descriptor: a socket of this process that stayed open in
-    the agent would hide the end of this process from the other ranks.
-    """
-    place = paths.parsed(url)
-    try:
-        with open(os.path.join(place.root, LOG), "a") as log:
-            ended = subprocess.run(
-                processes.command_of("lastgood.agent", place.url),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                timeout=START_SECONDS,
-                start_new_session=True,
-                cwd="/",  # guard: agent-starts-outside-all-folders
-                env={**os.environ, "PYTHONPATH": processes.python_path()},
-            )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return str(error)
-    return "" if ended.returncode == 0 else f"it ended with status {ended.returncode}"
-
-
 def write_spec(disk: Mendable, spec: AgentSpec) -> None:
     """Write what the agent of a folder is to know. Raises what writing raises."""
     _write(disk, SPEC, spec)
@@ -444,7 +417,7 @@ def _write(disk: Mendable, name: str, record: Record) -> None:
 
 def _read(folder: str, name: str, kind: type[Kind]) -> Kind | None:
     try:
-        with open(os.path.join(folder, name), "rb") as file:
+        with open(os.path.join(folder, name), "rb", opener=regular_file) as file:
             return layout.decode(file.read(), kind, name)
     except (OSError, LastgoodError):
         return None

@@ -35,7 +35,7 @@ from ..ports import Mendable, Tier
 from ..records import Finding, Generation, GenerationId
 from ..storage.directory import Disk
 from ..units import size
-from . import access, agent_link, agent_messages, copying, drill_victim
+from . import access, agent_link, agent_messages, agent_start, copying, drill_victim
 from .agent_link import AgentLink
 from .agent_messages import AgentSpec, CopyTo
 from .candidates import Candidates, ReadOnlyRun
@@ -376,7 +376,7 @@ class Stage:
 
     def _end_of_agent(self) -> None:
         """Start another agent, and let it copy everything, remove what is in memory, and end."""
-        if problem := agent_link.started(self._front.url):
+        if problem := agent_start.started(self._front.url):
             raise TierDown(f"another agent could not be started: {problem}", safe=_SAFE)
         with self._connected() as agent:
             agent.settimeout(AGENT_SECONDS)

@@ -32,6 +32,7 @@ from ..records import Generation, GenerationId
 from ..units import plural
 from . import copying
 from .known import KnownRun
+from .outage import Outage
 from .outcomes import Outcomes
 from .part_copies import OtherRanks
 from .place_scrub import PlaceScrub, Scrubbing
@@ -80,6 +81,7 @@ class LowerPlace:
         """the step from which on the next committed generation is copied; None: no copy is due"""
         self._under_way: GenerationId | None = None
         """the generation of the last attempt, which reads it unless that attempt has failed"""
+        self._outage = Outage(source, writer.tier.place, outcomes)
         self._failures = self._failed_attempts = 0
         """how many attempts in a row have failed, and how many since the run was opened"""
         self._copying: GenerationId | None = None
@@ -288,18 +290,17 @@ class LowerPlace:
         except Cancelled:
             return
         except (Unavailable, NotWritable) as error:
-            self._source.emit("not_copied", at, detail=f"{self.tier.place}: {type(error).__name__}: {error.what}")
+            self._outage.failed(at, error)
             with self._changed:
                 self._under_way = None  # guard: failed-copy-overtaken
                 self._failures += 1
                 self._failed_attempts += 1
-                if self._failures == 1:  # guard: outage-reported-once
-                    self._outcomes.put(error)
                 self._changed.notify_all()
             return
         except Exception as error:  # noqa: BLE001 - it is damaged at the source, this writer was replaced, or a bug
             self._outcomes.put(error)
             failed = error  # guard: failed-copy-ends-its-wait
+        self._outage.ended()
         with self._changed:
             self._failures, self._last_try, self._copying = 0, False, None
             if failed is not None or not self._again:

@@ -41,6 +41,7 @@ from .agent_messages import Send
 from .known import KnownRun
 from .lower_place import pause_seconds
 from .node_disks import NodeDisks
+from .outage import Outage
 from .outcomes import Outcomes
 from .peers import PeerNode, PeerOrder, PeerTable
 from .rank_requests import Requests
@@ -165,9 +166,10 @@ class NodeCopies:
     """
 
     def __init__(self, source: KnownRun, maker: Callable[[Stop], Maker], outcomes: Outcomes) -> None:
-        self._source, self._outcomes = source, outcomes
+        self._source = source
         self._maker = maker(lambda: self._closing)
         self.place = self._maker.place
+        self._outage = Outage(source, self.place, outcomes)
         self._changed = threading.Condition()
         self._waiting: Offered | None = None
         self._under_way: Offered | None = None
@@ -180,6 +182,10 @@ class NodeCopies:
         found"""
         for at in self._copied:
             source.held.add(at, self._maker)
+        self._newest: GenerationId | None = None
+        """what was offered last"""
+        self._newest_made: GenerationId | None = None
+        """the newest whose copies this process has made, or found made"""
         self._closing = False
         self._failures = self._failed_attempts = 0
         """how many attempts have failed in a row, and in all"""
@@ -193,6 +199,7 @@ class NodeCopies:
         given up."""
         copied = Future[None]()
         with self._changed:
+            self._newest = generation.id
             for one in (self._waiting, self._under_way):
                 if one is not None and one.generation.id == generation.id:
                     return one.copied
@@ -229,6 +236,14 @@ class NodeCopies:
                 self._give_up(one, Cancelled("the run was closed"))
             self._waiting = self._under_way = None
             self._hold(set())
+
+    def lacking(self) -> str:
+        """What the newest save lacks, for the closing line; empty if it has its copies."""
+        newest, made = self._newest, self._newest_made
+        if newest is None or newest == made:
+            return ""
+        has = f"step {made.step} is the newest that has" if made is not None else "none since the opening has"
+        return f"step {newest.step} has no copies or parity on other nodes, {has}"
 
     def _keep(self, at: GenerationId) -> None:
         """Hold the newest generation that has its copies, in place of those before that do not outlive it."""
@@ -278,7 +293,7 @@ class NodeCopies:
                 self._copy(self._under_way)
 
     def _copy(self, one: Offered) -> None:
-        """Make the copies of one generation. A failure is put into `outcomes` once, and tried again."""
+        """Make the copies of one generation. A failure is reported as `Outage` does, and tried again."""
         generation, failed = one.generation, None
         begun = time.monotonic()
         try:
@@ -291,8 +306,7 @@ class NodeCopies:
         with self._changed:
             self._under_way = None
             if failed is not None:
-                if self._failures == 0:
-                    self._outcomes.put(failed)
+                self._outage.failed(generation.id, failed)
                 self._failures += 1
                 self._failed_attempts += 1
                 if self._waiting is None:
@@ -301,9 +315,11 @@ class NodeCopies:
                     self._give_up(one, self._overtaken())
             else:
                 self._failures = 0
+                self._outage.ended()
                 self._source.held.discard(generation.id, self)
                 one.copied.set_result(None)
                 if self.place:
+                    self._newest_made = generation.id
                     seconds, size = time.monotonic() - begun, generation.bytes
                     self._source.emit("copied", generation.id, seconds=seconds, size=size, detail=self.place)
             self._changed.notify_all()

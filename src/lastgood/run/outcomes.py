@@ -2,7 +2,8 @@
 
 Any thread puts an outcome into a queue; the training thread reports them in the order in which they happened. Of
 consecutive failed saves the 1st, 2nd, 4th, 8th, ... is reported, with the count, until a save is durable again. Of
-errors of upkeep the 1st, 2nd, 4th, 8th, ... of each class is reported; every damaged generation is reported.
+errors of upkeep the 1st, 2nd, 4th, 8th, ... of each class, or of each cause that is given, is reported; every damaged
+generation is reported.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class Outcome(NamedTuple):
 
     `always`: an error of upkeep that is reported in any case, however many of its class came before. `durable`: whether
     a generation now exists where it survives power loss. `is_copy`: a copy of the step was made, in a further place.
+    `cause`: as for `Outcomes.put`.
     """
 
     step: int | None
@@ -35,6 +37,7 @@ class Outcome(NamedTuple):
     always: bool = False
     durable: bool = True
     is_copy: bool = False
+    cause: str = ""
 
 
 class Outcomes:
@@ -80,9 +83,10 @@ class Outcomes:
         """The generation of `step` was copied to a further place, which survives power loss."""
         self._queue.put(Outcome(step, None, is_copy=True))
 
-    def put(self, error: BaseException, step: int | None = None) -> None:
-        """A save of `step` failed; without a step, upkeep did."""
-        self._queue.put(Outcome(step, error))
+    def put(self, error: BaseException, step: int | None = None, cause: str = "") -> None:
+        """A save of `step` failed; without a step, upkeep did. `cause`: what counts as the same error of upkeep; empty:
+        all errors of its class do."""
+        self._queue.put(Outcome(step, error, cause=cause))
 
     def put_always(self, error: BaseException) -> None:
         """Something that the user asked for failed, such as a milestone. It is reported in any case."""
@@ -100,7 +104,7 @@ class Outcomes:
         With `raises` the first error is not reported but returned, for the caller to raise.
         """
         first: BaseException | None = None
-        for step, error, always, durable, is_copy in self._drained():
+        for step, error, always, durable, is_copy, cause in self._drained():
             if error is None:
                 if durable and step is not None:
                     self._unsaved_since = None
@@ -119,7 +123,7 @@ class Outcomes:
             elif step is not None:
                 self._report_failure(step, error)
             else:
-                self._report_problem(error, always)
+                self._report_problem(error, always, cause or type(error).__name__)
         return first
 
     def restored(self, step: int | None) -> None:
@@ -144,13 +148,14 @@ class Outcomes:
                 todo="Remove the cause of the failures, or allow more time.",
             )
 
-    def report_end(self, newest: int | None, last: int) -> None:
-        """Log the closing line, if a save failed or was overtaken, or the `last` step of the loop is not durable.
+    def report_end(self, newest: int | None, last: int, lacks: str = "") -> None:
+        """Log the closing line, if a save failed or was overtaken, the `last` step of the loop is not durable, or the
+        newest save lacks something.
 
-        `newest`: the newest durable step. A failed save that was tried again at the exit counts as one save, with the
-        number of attempts beside it.
+        `newest`: the newest durable step. `lacks`: what the newest save lacks; empty: nothing. A failed save that was
+        tried again at the exit counts as one save, with the number of attempts beside it.
         """
-        if not self.failures and not self.overtaken_saves and newest == last:
+        if not self.failures and not self.overtaken_saves and newest == last and not lacks:
             return
         text = (
             f"newest durable step {newest} of {last}" if newest is not None else f"nothing is durable of {last} steps"
@@ -162,8 +167,10 @@ class Outcomes:
             text += f"; {_counted(self.failed_saves, 'save')} failed{again}: {self.last_failure}"
         elif newest is not None and newest != last:
             text += "; the state after it was not saved"
+        if lacks:
+            text += f"; {lacks}"
         lost = newest is None or self.consecutive_failures
-        level = reporting.threat if lost else reporting.warning if newest != last else reporting.info
+        level = reporting.threat if lost else reporting.warning if newest != last or lacks else reporting.info
         level(f"{self._place}: {text}")
 
     def report_unreported(self) -> None:
@@ -199,7 +206,7 @@ class Outcomes:
         self._failed_steps.add(step)
         self.consecutive_failures += 1
         self.consecutive_torn = self.consecutive_torn + 1 if isinstance(error, TornSnapshot) else 0
-        self.last_failure = _first_line(error)
+        self.last_failure = first_line(error)
 
     def _report_failure(self, step: int, error: BaseException) -> None:
         if reporting.is_reported(self.consecutive_failures):  # guard: failure-reports-thin-out
@@ -208,9 +215,9 @@ class Outcomes:
                 attempt = f" (failed save {count} in a row; the next report comes with failure {2 * count})"
             reporting.threat(f"{self._place}: step {step} was not saved{attempt}: {_described(error)}")
 
-    def _report_problem(self, error: BaseException, always: bool) -> None:
-        self._repeated[type(error).__name__] += 1
-        count = self._repeated[type(error).__name__]
+    def _report_problem(self, error: BaseException, always: bool, cause: str) -> None:
+        self._repeated[cause] += 1
+        count = self._repeated[cause]
         if always or isinstance(error, Damaged) or reporting.is_reported(count):
             again = f" (occurrence {count})" if count > 1 else ""
             expected = isinstance(error, LastgoodError) and not isinstance(error, (Damaged, Unfit))
@@ -221,7 +228,8 @@ def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """The class and the first line of an error."""
     what = error.what if isinstance(error, LastgoodError) else str(error)
     return f"{type(error).__name__}: {what.strip().partition(chr(10))[0]}"
 

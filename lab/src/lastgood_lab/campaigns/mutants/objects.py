@@ -73,6 +73,16 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *table(
+        "outages",
+        ("outage",),
+        (
+            "each failed attempt of an outage is reported",
+            "outage-reported-once",
+            Swap("cause not in self._reported", "True"),
+        ),
+        ("a second cause of an outage is not reported", "outage-reported-once", Swap("cause not in", "not")),
+    ),
+    *table(
         "places",
         TIERS,
         (
@@ -84,7 +94,6 @@ MUTANTS: tuple[Mutant, ...] = (
         ("what is being copied is deleted meanwhile", "copy-under-way-not-overtaken", Swap(" | {self._under_way}", "")),
         ("a generation whose copy failed is held in front", "failed-copy-overtaken", Swap("None", "at")),
         ("copies that wait are not bounded", "waiting-copies-bounded", Swap("others[: -keep.last]", "others[:0]")),
-        ("each failed attempt of an outage is reported", "outage-reported-once", Swap("self._failures == 1", "True")),
         ("an incarnation has another order in another place", "one-order-in-all-places", Remove()),
         ("a save waits for ever for a copy that failed", "failed-copy-ends-its-wait", Swap("error", "None")),
         ("two runs are mixed", "places-of-one-run", Never()),

@@ -8,6 +8,15 @@ from .selection import core
 
 MUTANTS: tuple[Mutant, ...] = (
     *table(
+        "files of an agent",
+        ("agent",),
+        (
+            "a pipe in place of a record is waited for",
+            "agents-pipe-not-waited-for",
+            Swap(" | os.O_NONBLOCK", ""),
+        ),
+    ),
+    *table(
         "fsync",
         core("tiers"),
         ("no file is synced", "fsync-descriptor", Remove()),
