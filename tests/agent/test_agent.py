@@ -368,9 +368,11 @@ def test_an_agent_that_is_killed_is_replaced_and_the_run_goes_on(run: Run) -> No
     assert steps(run.home)[-1] == 2
 
 
-def test_an_agent_that_lived_is_replaced_at_once_each_time_it_dies(run: Run, monkeypatch) -> None:
-    """A run of weeks whose agent was killed once a day was without an agent for a thousand saves after the twelfth."""
-    monkeypatch.setattr(agent_link, "LIVED_SECONDS", -1.0)
+@pytest.mark.parametrize(("constant", "value"), [("LIVED_SECONDS", -1.0), ("RETRY_SECONDS", 0.0)])
+def test_an_agent_is_replaced_each_time_it_dies(run: Run, monkeypatch, constant: str, value: float) -> None:
+    """A run of weeks whose agent was killed once a day was without an agent for a thousand saves after the twelfth. And
+    one whose agents had ended within seconds twenty times was without one for half a million saves."""
+    monkeypatch.setattr(agent_link, constant, value)
     with run.opened() as ckpt:
         ckpt.restore()
         for step in range(1, 5):

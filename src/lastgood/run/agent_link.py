@@ -53,6 +53,8 @@ ATTACH_SECONDS = 10.0
 """How long an agent may take to stop a copy. After that it is killed."""
 LIVED_SECONDS = 5.0
 """An agent that has lived longer is replaced at once. The sooner one ends after another, the less often it is tried."""
+RETRY_SECONDS = 300.0
+"""the longest time until one is tried again, from the next save on"""
 POLL_SECONDS = 0.2
 PING_SECONDS = 1.0
 """An agent that has not answered for so long is asked whether it lives."""
@@ -78,6 +80,7 @@ class AgentLink:
         """where the agent's record lies, and what is in it; None: this process has written none"""
         self._missed = 0
         """how often this process has found no agent, since one has lived for LIVED_SECONDS"""
+        self._retry_at = 0.0
         self._started = self._refused = 0
         self._foreign = False
         """whether the agent belongs to another user"""
@@ -137,12 +140,14 @@ class AgentLink:
         if self.attach() or self._foreign:
             return
         self._missed += 1
-        if not reporting.is_reported(self._missed):
+        # guard: short-lived-agent-retried
+        if not reporting.is_reported(self._missed) and time.monotonic() < self._retry_at:
             return
         if self._written is not None and read_spec(self._folder) is None and os.path.isdir(self._folder):
             with contextlib.suppress(LastgoodError):  # then the agent keeps what it finds, and reports that
                 write_spec(*self._written)  # the folder was removed, and was made anew
         problem, self._started = started(self._url), self._started + 1
+        self._retry_at = time.monotonic() + RETRY_SECONDS
         if (not problem and self.attach() and self._started == 1) or not reporting.is_reported(self._started):
             return
         what = f": {problem}" if problem else "" if self._connection else " and cannot be reached"

@@ -8,12 +8,17 @@ from .selection import core
 
 MUTANTS: tuple[Mutant, ...] = (
     *table(
-        "files of an agent",
+        "agents",
         ("agent",),
         (
             "a pipe in place of a record is waited for",
             "agents-pipe-not-waited-for",
             Swap(" | os.O_NONBLOCK", ""),
+        ),
+        (
+            "an agent that has often ended soon is tried ever more seldom",
+            "short-lived-agent-retried",
+            Swap(" and time.monotonic() < self._retry_at", ""),
         ),
     ),
     *table(
