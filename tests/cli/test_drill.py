@@ -18,6 +18,7 @@ from cli_runs import DATA, at, contents, writing
 from harness import flip
 from lastgood.errors import NotWritable
 from lastgood.format import layout
+from lastgood.ports import Tier
 from lastgood.records import PlaceList
 from lastgood.run import access, agent_link, drill, drill_acts, drill_scratch, drill_victim, memory_place, paths
 
@@ -154,8 +155,8 @@ def test_a_full_disk_is_not_the_failure_of_a_way_back(home, call_json, monkeypat
     """The process that saves met a full disk, and the drill said that the way back failed, with exit code 4."""
     make_whole, (_, most) = drill_acts.Stage.make_whole, resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def on_a_full_disk(stage: drill_acts.Stage) -> None:
-        make_whole(stage)
+    def on_a_full_disk(stage: drill_acts.Stage, *source: Tier) -> None:
+        make_whole(stage, *source)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, most))  # its copies are longer
 
     monkeypatch.setattr(drill_acts.Stage, "make_whole", on_a_full_disk)

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import lastgood
 from cli_runs import DATA, at, writing
 from harness import flip, save
-from lastgood.cli import copying, exporting, replay, verify
+from lastgood.cli import copying, exporting, replay, sweep, verify
 from lastgood.engine.inline_executor import Inline
-from lastgood.errors import Cancelled
-from lastgood.format import commit, layout
+from lastgood.errors import Cancelled, LastgoodError
+from lastgood.format import commit, folders, layout
 from lastgood.io.reused_files import LEAST_BYTES
 from lastgood.ports import Tier
 from lastgood.records import GenerationId
@@ -94,8 +95,9 @@ def test_deletions_end_a_drill_with_an_error_that_is_no_damage(place, request, c
     """It said "no generation of this run is good", or that a file is missing, with exit code 4."""
     run = request.getfixturevalue(place)
     monkeypatch.setattr(drill, "kept", deleted_before)
+    monkeypatch.setattr(drill, "ATTEMPTS", 2)  # the last generation is never deleted
     code, _, err = call("drill", run)
-    assert code == 5 and "training has deleted 3 generations" in err and "Nothing is damaged" in err
+    assert code == 5 and "training has deleted 2 generations" in err and "Nothing is damaged" in err
 
 
 def test_a_drill_takes_the_next_generation_after_a_deletion(home, call_json, monkeypatch):
@@ -144,13 +146,73 @@ def test_a_deletion_is_not_reported_as_damage_by_other_commands(home, tmp_path, 
     assert code == 5 and "step 3 was deleted" in err
     code, _, err = call("verify", home)
     assert code == 5 and "step 2 was deleted" in err
-    assert call("copy", home, tmp_path / "other", "1")[0] == 5
     writing(home, 4)
-    code, document = call_json("copy", home, tmp_path / "other")
-    assert code == 0 and not document["failed"] and not document["copied"]
-    writing(home, 5)
+    assert call("copy", home, tmp_path / "other", "1")[0] == 5
+    writing(home, 5, 6, 7)
+    first = iter([deleted_before, deleted_before])
+    for module in (verify, copying):
+        monkeypatch.setattr(module, "kept", lambda tier, one: next(first, kept.kept)(tier, one))
     code, document = call_json("verify", home, "--all")
-    assert code == 0 and not document["generations"]
+    assert code == 0 and [one["step"] for one in document["generations"]] == [5, 4]
+    writing(home, 8)
+    first = iter([deleted_before])
+    code, document = call_json("copy", home, tmp_path / "other")
+    assert code == 0 and not document["failed"] and [one["step"] for one in document["copied"]] == [5, 8]
+
+
+def test_a_run_that_vanishes_is_neither_good_nor_copied(home, tmp_path, call, monkeypatch):
+    """The disk was not there any more: nothing was read, and `verify --all` and a nightly copy ended with 0."""
+
+    @contextlib.contextmanager
+    def vanished(tier: Tier, one: GenerationId) -> Iterator[Tier]:
+        shutil.rmtree(home / "gen", ignore_errors=True)
+        with kept.kept(tier, one) as place:
+            yield place
+
+    away = shutil.copytree(home, tmp_path / "away")
+    for module in (verify, copying):
+        monkeypatch.setattr(module, "kept", vanished)
+    assert call("verify", home, "--all")[0] == 4
+    shutil.copytree(away / "gen", home / "gen")
+    assert call("copy", home, tmp_path / "other")[0] == 4
+
+
+@pytest.mark.parametrize("command", ["verify --all", "copy"])
+def test_a_command_that_read_nothing_for_deletions_has_failed(home, tmp_path, call, monkeypatch, command):
+    newer = iter(range(10, 20))
+
+    @contextlib.contextmanager
+    def deleted_for_a_newer_one(tier: Tier, one: GenerationId) -> Iterator[Tier]:
+        writing(home, next(newer))
+        with deleted_before(tier, one) as place:
+            yield place
+
+    monkeypatch.setattr({"copy": copying}.get(command, verify), "kept", deleted_for_a_newer_one)
+    name, *options = command.split()
+    code, _, err = call(name, home, *options, *([tmp_path / "other"] if name == "copy" else []))
+    assert code == 5 and "was deleted while it was read" in err
+
+
+def test_a_load_takes_from_another_place_what_one_has_deleted(home, tmp_path, monkeypatch):
+    """It ended with the deletion, although a place below still had the step."""
+    tiers = [access.for_reading(one) for one in (home, shutil.copytree(home, tmp_path / "below"))]
+    places = read_places.ReadPlaces(tiers, [commit.survey(one) for one in tiers])
+    monkeypatch.setattr(read_places, "found", lambda _: places)
+    delete(tiers[0], max(places.survey.generations))
+    assert lastgood.load(home).restored.step == 3
+
+
+def test_gc_steps_over_a_generation_that_training_deletes(home, call_json, monkeypatch):
+    writing(home, 4, verified=False)
+    read, newest = sweep.read_all, max(commit.survey(access.for_reading(home)).generations)
+
+    def deleting(tier: Tier, *arguments: Any, **options: Any) -> Any:
+        delete(access.for_reading(home), newest)
+        return read(tier, *arguments, **options)
+
+    monkeypatch.setattr(sweep, "read_all", deleting)
+    code, document = call_json("gc", home, "--keep-last", "1", "--dry-run")
+    assert code == 0, document
 
 
 def test_a_deletion_while_a_run_is_listed_is_no_damage(home, call_json, monkeypatch):
@@ -163,7 +225,31 @@ def test_a_deletion_while_a_run_is_listed_is_no_damage(home, call_json, monkeypa
 
     monkeypatch.setattr(commit, "read_generation", deleting)
     code, document = call_json("ls", home)
-    assert code == 0 and {one["state"] for one in document["generations"]} == {"verified", "deleting"}
+    assert code == 0 and [one["step"] for one in document["generations"]] == [2, 1]
+
+
+@pytest.mark.parametrize("function", ["read_generation", "folders.names"])
+def test_a_writer_deletes_nothing_of_a_run_that_vanishes_for_a_moment(home, tmp_path, monkeypatch, function):
+    """`gen` was not there while it was listed, or while its commits were read. They counted as deleted, and the opening
+    removed their files once the folder was back."""
+    module, name = (folders, "names") if "." in function else (commit, function)
+    real, left = getattr(module, name), iter(range(3))
+
+    def away(*arguments: Any) -> Any:
+        if next(left, None) is None:
+            return real(*arguments)
+        (home / "gen").rename(tmp_path / "away")
+        try:
+            return real(*arguments)
+        finally:
+            (tmp_path / "away").rename(home / "gen")
+
+    before = sorted(home.glob("gen/*/*"))
+    monkeypatch.setattr(module, name, away)
+    with pytest.raises(LastgoodError), lastgood.Checkpointer(home, {"w": torch.zeros(3)}) as ckpt:
+        ckpt.restore()
+    monkeypatch.undo()
+    assert [one for one in before if one.exists()] == before
 
 
 def test_a_replay_of_a_damaged_generation_is_not_begun(home, call):

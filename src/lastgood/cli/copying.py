@@ -99,7 +99,7 @@ def copied(source: str, target: str, steps: list[str], take_over: bool) -> dict[
             except Unreadable:
                 raise
             except Cancelled:
-                if steps:
+                if steps or one is chosen[-1]:  # guard: empty-copy-is-no-success
                     raise
                 continue  # training has deleted it since it was listed
             except Damaged as error:

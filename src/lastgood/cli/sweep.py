@@ -15,7 +15,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ..engine.arena import Arena
-from ..errors import Damaged, LastgoodError, NothingGood, Unavailable
+from ..errors import Cancelled, Damaged, LastgoodError, NothingGood, Unavailable
 from ..format import commit, layout
 from ..format.commit import Survey
 from ..limits import CHUNK_BYTES, WORKERS
@@ -202,8 +202,12 @@ def _verify_newest(
             continue
         if one.verified:
             break
-        with progress(f"checking step {at.step}", one.bytes) as count_bytes:
-            findings = damage(Watched(tier, count_bytes), one, workers)
+        try:
+            with progress(f"checking step {at.step}", one.bytes) as count_bytes:
+                findings = damage(Watched(tier, count_bytes), one, workers)
+        except Cancelled:  # training has deleted it since it was listed
+            del survey.generations[at]
+            continue
         survey.generations[at] = judged(one, findings)
         if writer:
             writer.conclude(one, findings)

@@ -97,7 +97,7 @@ def _selected(places: ReadPlaces, step: str | None, every: bool) -> _Selection:
 
 def _read(places: ReadPlaces, selection: _Selection, layers: list[str], every: bool) -> list[dict[str, Any]]:
     survey, (wanted, bad) = places.survey, selection
-    rows, lacking = [], unprotected(places.tier, places.here)
+    rows, lacking = list[dict[str, Any]](), unprotected(places.tier, places.here)
 
     def read(at: GenerationId) -> list[Finding]:
         with kept(places.tier_of(at), at) as tier:
@@ -110,7 +110,7 @@ def _read(places: ReadPlaces, selection: _Selection, layers: list[str], every: b
             try:
                 findings = bad[at] if at in bad else read(at)
             except Cancelled:
-                if not every:
+                if not every or (at == wanted[-1] and not rows):  # guard: nothing-read-is-not-good
                     raise
                 continue  # training has deleted it since it was listed
             read_bytes = 0 if at in bad else survey.generations[at].bytes

@@ -44,7 +44,7 @@ from ..records import (
     Seal,
     intact,
 )
-from . import catalog, layout, parity_layout, unfinished, validation
+from . import catalog, folders, layout, parity_layout, unfinished, validation
 from .catalog import Listing
 from .sealed import read, record_bytes
 
@@ -155,7 +155,7 @@ def retire(tier: Tier, at: GenerationId) -> None:
     GOING is deleted last, so that remaining files are known to belong to a deletion, and a later call finishes it.
     """
     folder = layout.folder(at)
-    listing = _names(tier, folder)
+    listing = folders.names(tier, folder)
     if layout.INTENT in listing:  # otherwise the next opening could commit it again
         tier.delete(f"{folder}/{layout.INTENT}")  # guard: intent-goes-first
     if layout.COMMIT in listing:
@@ -171,7 +171,7 @@ def retire(tier: Tier, at: GenerationId) -> None:
     # gap: before_uncommit
     tier.delete(f"{folder}/{layout.COMMIT}")  # <- the generation does not exist after this line
     getattr(tier, "clear", partial(clear, tier))(folder)  # a place on several nodes clears all of them at once
-    left = set(_names(tier, folder))
+    left = set(folders.names(tier, folder))
     if layout.COMMIT in left:  # guard: late-commit-removed
         # In an object store: of a process that was replaced while its creation was on the way.
         tier.delete(f"{folder}/{layout.COMMIT}")
@@ -184,7 +184,7 @@ def retire(tier: Tier, at: GenerationId) -> None:
 def clear(tier: Tier, folder: str) -> None:
     """Delete all files of a folder without COMMIT but GOING. The first error is raised at the end."""
     first: LastgoodError | None = None
-    for name, length in sorted(_names(tier, folder).items()):  # gap: before_blobs_go
+    for name, length in sorted(folders.names(tier, folder).items()):  # gap: before_blobs_go
         # guard: going-record-deleted-last
         if name != layout.GOING and length is not None:  # this package makes no folders here, so they stay
             try:
@@ -202,7 +202,7 @@ def read_generation(tier: Tier, at: GenerationId, run: str | None, listing: List
     """The generation with its marks and labels. `run`: the id of the run; None if it is not known. `listing` (default:
     read here): of its folder. Raises Damaged, Unavailable or UnknownFormat."""
     folder = layout.folder(at)
-    listing = _names(tier, folder) if listing is None else listing
+    listing = folders.names(tier, folder) if listing is None else listing
     data = read(tier, f"{folder}/{layout.COMMIT}", listing.get(layout.COMMIT))
     commit = layout.decode(data, Commit, f"{folder}/{layout.COMMIT}")
     validation.validate_commit(commit, at, run)  # guard: commit-record-validated
@@ -306,7 +306,7 @@ def survey(tier: Tier) -> Survey:
     header = read_hint(tier, layout.HEADER, root.get(layout.HEADER), RunHeader)
     pointer = read_hint(tier, layout.POINTER, root.get(layout.POINTER), Pointer)
     pointer = pointer or read_hint(tier, layout.OLD_POINTER, root.get(layout.OLD_POINTER), Pointer)
-    tree = _folders(tier)
+    tree = folders.listed(tier)
     found = Survey(run=header.run if header else None, pointer=pointer, listings=tree)
     committed = dict[GenerationId, Listing]()
     for name, listing in sorted(tree.items()):
@@ -349,23 +349,6 @@ def survey(tier: Tier) -> Survey:
     return found
 
 
-def _folders(tier: Tier) -> Mapping[str, Listing]:
-    """Folder of each generation -> the listing of it. Where a tree is listed at once there are no empty folders."""
-    tree = getattr(tier, "tree", None)
-    if tree is not None:
-        listings: Mapping[str, Listing] = tree("gen")
-        return listings
-    # guard: generation-folder-is-no-link
-    names = [name for name, length in tier.list("gen").items() if length is None]  # a link would lead out of the run
-    return {name: _names(tier, f"gen/{name}") for name in names if layout.parse_folder(name) is not None}
-
-
-def _names(tier: Tier, folder: str) -> Listing:
-    """What lies in the folder of a generation. No pack is opened for it (run/packed.py): records are never in one."""
-    listing: Listing = getattr(tier, "list_files", tier.list)(folder)
-    return listing
-
-
 def _read_generations(tier: Tier, found: Survey, committed: Mapping[GenerationId, Listing]) -> None:
     """Read these generations into `found`: several at a time where each read is a request."""
 
@@ -373,17 +356,15 @@ def _read_generations(tier: Tier, found: Survey, committed: Mapping[GenerationId
         try:
             return read_generation(tier, at, found.run, committed[at])
         except Damaged as error:
-            left = _names(tier, layout.folder(at))
-            deleted = layout.COMMIT not in left and (layout.GOING in left or not left)
-            return None if deleted else error  # guard: deleted-commit-is-not-broken
+            return None if folders.is_deleted(tier, at) else error  # guard: deleted-commit-is-not-broken
 
     with contextlib.ExitStack() as threads:
         several = len(committed) > 1 and visible_is_durable(tier)
         each = threads.enter_context(ThreadPoolExecutor(READS_AT_ONCE, "lastgood-survey")).map if several else map
         for at, one in zip(committed, each(read, committed), strict=True):
             if one is None:
-                found.going.add(at)
-            elif isinstance(one, Damaged):
+                continue  # who deletes it finishes that
+            if isinstance(one, Damaged):
                 found.broken[at] = one  # guard: broken-commit-recorded
             else:
                 found.generations[at] = one
@@ -400,10 +381,12 @@ def mark(tier: Tier, generation: Generation, findings: list[Finding]) -> None:
     name = layout.VERIFIED if not findings else layout.UNFIT if intact(findings) else layout.DAMAGED
     folder = layout.folder(generation.id)
     record = Mark(format=layout.FORMAT, root=generation.root, findings=findings[:FINDINGS_LIMIT])
-    if name in _names(tier, folder):
+    if name in folders.names(tier, folder):
         tier.delete(f"{folder}/{name}")
     tier.put_new(f"{folder}/{name}", layout.encode(record))  # gap: before_mark
-    for old in catalog.MARKS & set(_names(tier, folder)) - {name}:  # last, so that a full disk leaves the old mark
+    for old in catalog.MARKS & set(folders.names(tier, folder)) - {
+        name
+    }:  # last, so that a full disk leaves the old mark
         tier.delete(f"{folder}/{old}")  # guard: old-mark-deleted
 
 
@@ -413,7 +396,7 @@ def label(tier: Tier, generation: Generation, milestone: bool, metrics: Mapping[
     Returns the generation with the label's effect. Raises as `Tier.put_new`.
     """
     folder = layout.folder(generation.id)
-    number = 1 + max((layout.label_number(name) or 0 for name in _names(tier, folder)), default=0)
+    number = 1 + max((layout.label_number(name) or 0 for name in folders.names(tier, folder)), default=0)
     record = Label(format=layout.FORMAT, root=generation.root, milestone=milestone, metrics=dict(metrics))
     tier.put_new(f"{folder}/{layout.label_name(number)}", layout.encode(record))
     return msgspec.structs.replace(generation, commit=_with(generation.commit, record))

@@ -153,12 +153,15 @@ class Stage:
         self._struck = 0.0
         """when the present act did its damage, by the monotonic clock"""
 
-    def make_whole(self) -> None:
-        """Remove what is in the scratch places, and copy the original into each. They are empty after Damaged."""
+    def make_whole(self, source: Tier | None = None) -> None:
+        """Remove what is in the scratch places, and copy the original into each. They are empty after Damaged.
+
+        `source`: where the original is read; None: where it was first.
+        """
         self.remove()
         try:
             for place in self._places:
-                self._copy(self._original.tier, place)
+                self._copy(source or self._original.tier, place)
         except Damaged:
             self.remove()
             raise
@@ -193,8 +196,8 @@ class Stage:
         """Make whole copies again. Returns why that is not possible, or ""."""
 
         def renew() -> str:
-            with kept(self._original.tier, self._original.generation.id):  # training may have deleted it since
-                self.make_whole()
+            with kept(self._original.tier, self._original.generation.id) as source:
+                self.make_whole(source)
             return ""
 
         good, why = _outcome(renew)

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 
 from ..errors import Cancelled, Damaged
-from ..format import layout
+from ..format import folders, layout
 from ..io.files import PosixFile
 from ..io.memory_files import MemoryFile, MemoryFiles
 from ..ports import OpenMode, Tier
@@ -37,7 +37,7 @@ def kept(tier: Tier, at: GenerationId) -> Iterator[Tier]:
 
 def require_not_deleted(tier: Tier, at: GenerationId) -> None:
     """Raise Cancelled if a generation was deleted since the run was listed: what is found in it is no damage."""
-    if layout.COMMIT not in tier.list(layout.folder(at)):  # guard: deletion-is-no-damage
+    if folders.is_deleted(tier, at):  # guard: deletion-is-no-damage
         raise Cancelled(
             f"step {at.step} was deleted while it was read",
             safe="That is no damage: training deletes what its retention does not keep.",

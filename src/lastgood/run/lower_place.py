@@ -102,7 +102,7 @@ class LowerPlace:
         return self
 
     def report_first(self, report: Callable[[], None]) -> None:
-        """Let the thread call `report` before its next copy, or before it ends. No caller waits if this place hangs."""
+        """Let the thread call `report` before its next copy, or at `close`. No caller waits if this place hangs."""
         with self._changed:
             self._report = report
             self._changed.notify_all()
@@ -225,7 +225,10 @@ class LowerPlace:
                 self.copy_next()
             elif (report := self._report) is not None:
                 self._report = None
-                report()
+                try:
+                    report()
+                except Exception as error:  # noqa: BLE001 - reported by the training thread; copies go on
+                    self._outcomes.put(error)
             elif self._scrub is not None:
                 self._scrub.scrub_one(self._is_ending, lambda: bool(self._waiting))
         if self._scrub is not None:
@@ -300,7 +303,8 @@ class LowerPlace:
         except Exception as error:  # noqa: BLE001 - it is damaged at the source, this writer was replaced, or a bug
             self._outcomes.put(error)
             failed = error  # guard: failed-copy-ends-its-wait
-        self._outage.ended()
+        else:
+            self._outage.ended()
         with self._changed:
             self._failures, self._last_try, self._copying = 0, False, None
             if failed is not None or not self._again:

@@ -240,10 +240,10 @@ class NodeCopies:
     def lacking(self) -> str:
         """What the newest save lacks, for the closing line; empty if it has its copies."""
         newest, made = self._newest, self._newest_made
-        if newest is None or newest == made:
+        if newest is None or newest == made or not self.place:
             return ""
-        has = f"step {made.step} is the newest that has" if made is not None else "none since the opening has"
-        return f"step {newest.step} has no copies or parity on other nodes, {has}"
+        has = f"step {made.step} is the newest that has" if made is not None else "nor any since the opening"
+        return f"step {newest.step} is not known to have copies or parity on other nodes, {has}"
 
     def _keep(self, at: GenerationId) -> None:
         """Hold the newest generation that has its copies, in place of those before that do not outlive it."""

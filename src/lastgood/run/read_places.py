@@ -120,8 +120,11 @@ class RunOfPlaces(ReadOnlyRun):
         return self._reading[1]
 
     def mend(self, generation: Generation) -> bool:
-        require_not_deleted(self._places.tier_of(generation.id), generation.id)
-        return self._places.give_up(generation)
+        tier = self._places.tier_of(generation.id)
+        if self._places.give_up(generation):  # guard: deleted-in-one-place-read-elsewhere
+            return True
+        require_not_deleted(tier, generation.id)
+        return False
 
 
 def _memory_of(tier: Tier) -> Tier | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 
-from ..errors import LastgoodError, Unreadable
+from ..errors import LastgoodError, TierDown, Unreadable
 from ..format import commit, layout, parity_layout
 from ..policy import restore
 from ..policy.retention import stale_incarnations
@@ -30,8 +30,19 @@ def settle(known: KnownRun, deletions: Deletions) -> str:
 
 
 def remove_unfinished(known: KnownRun, deletions: Deletions, copied: bool = False) -> None:
-    """Finish the deletions that were begun, and delete what was never committed. `copied`: as `never_committed`."""
+    """Finish the deletions that were begun, and delete what was never committed. `copied`: as `never_committed`.
+
+    Raises TierDown if a folder that was empty when the run was listed, as after a deletion, is a generation now.
+    """
     survey = known.survey
+    for at in sorted(survey.going):
+        listing = known.tier.list(layout.folder(at))
+        if layout.COMMIT in listing and layout.GOING not in listing:  # guard: seen-again-is-not-deleted
+            raise TierDown(
+                f"step {at.step} could not be listed in {known.tier.place} a moment ago, and is there now",
+                safe="Nothing was deleted.",
+                todo="Look whether the file system stays mounted, then open the run again.",
+            )
     for at in sorted(survey.going | restore.never_committed(survey, copied)):
         if deletions.delete(at):  # guard: unfinished-removed-at-opening
             survey.going.discard(at)

@@ -22,6 +22,15 @@ MUTANTS: tuple[Mutant, ...] = (
             "loaded-generation-kept",
             Swap("self._keep.enter_context(kept(tier, at))", "tier"),
         ),
+        ("a run that is gone for a moment was deleted", "vanished-run-is-not-deleted", Instead("return True")),
+        ("what could not be listed is deleted", "seen-again-is-not-deleted", Never()),
+        ("a deletion in one place ends a load", "deleted-in-one-place-read-elsewhere", Never()),
+        ("a copy of nothing succeeds", "empty-copy-is-no-success", Swap(" or one is chosen[-1]", "")),
+        (
+            "a run of which nothing was read is good",
+            "nothing-read-is-not-good",
+            Swap(" or (at == wanted[-1] and not rows)", ""),
+        ),
         ("a replay begins without its generation", "replay-needs-its-generation", Never()),
     ),
 )
