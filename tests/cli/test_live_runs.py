@@ -193,6 +193,14 @@ def test_a_command_that_read_nothing_for_deletions_has_failed(home, tmp_path, ca
     assert code == 5 and "was deleted while it was read" in err
 
 
+def test_a_copy_ends_well_although_training_deletes_the_last_generation(home, tmp_path, call_json, monkeypatch):
+    """The older ones had been copied, and it ended as if nothing had."""
+    newest = max(commit.survey(access.for_reading(home)).generations)
+    monkeypatch.setattr(copying, "kept", lambda tier, one: (deleted_before if one == newest else kept.kept)(tier, one))
+    code, document = call_json("copy", home, tmp_path / "other")
+    assert code == 0 and [one["step"] for one in document["copied"]] == [1, 2]
+
+
 def test_a_load_takes_from_another_place_what_one_has_deleted(home, tmp_path, monkeypatch):
     """It ended with the deletion, although a place below still had the step."""
     tiers = [access.for_reading(one) for one in (home, shutil.copytree(home, tmp_path / "below"))]

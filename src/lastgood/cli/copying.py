@@ -13,6 +13,7 @@ from ..errors import Cancelled, Damaged, LastgoodError, NotARun, Refused, Unread
 from ..format import commit
 from ..limits import CHUNK_BYTES, WORKERS
 from ..ports import Mendable, Tier
+from ..records import Generation
 from ..run import access, copying, paths
 from ..run.kept import kept
 from ..units import size
@@ -80,7 +81,7 @@ def copied(source: str, target: str, steps: list[str], take_over: bool) -> dict[
     wanted = [find(survey, one) for one in steps] if steps else [*survey.generations, *survey.broken]
     failed = [{**named(at), "why": survey.broken[at].what} for at in wanted if at in survey.broken]
     chosen = [survey.generations[at] for at in sorted(set(wanted)) if at in survey.generations]
-    present, done = [], []
+    present, done = list[Generation](), list[Generation]()
     with (
         access.for_writing(place, "atomic_dirsync", take_over=take_over) as to,
         ThreadPoolExecutor(WORKERS, "lastgood-copy") as workers,
@@ -99,7 +100,7 @@ def copied(source: str, target: str, steps: list[str], take_over: bool) -> dict[
             except Unreadable:
                 raise
             except Cancelled:
-                if steps or one is chosen[-1]:  # guard: empty-copy-is-no-success
+                if steps or (one is chosen[-1] and not (present or done or failed)):  # guard: empty-copy-is-no-success
                     raise
                 continue  # training has deleted it since it was listed
             except Damaged as error:

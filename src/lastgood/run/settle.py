@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 
 from ..errors import LastgoodError, TierDown, Unreadable
-from ..format import commit, layout, parity_layout
+from ..format import commit, folders, layout, parity_layout
 from ..policy import restore
 from ..policy.retention import stale_incarnations
 from ..ports import Tier
@@ -36,7 +36,7 @@ def remove_unfinished(known: KnownRun, deletions: Deletions, copied: bool = Fals
     """
     survey = known.survey
     for at in sorted(survey.going):
-        listing = known.tier.list(layout.folder(at))
+        listing = folders.names(known.tier, layout.folder(at))
         if layout.COMMIT in listing and layout.GOING not in listing:  # guard: seen-again-is-not-deleted
             raise TierDown(
                 f"step {at.step} could not be listed in {known.tier.place} a moment ago, and is there now",

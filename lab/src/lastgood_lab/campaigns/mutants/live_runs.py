@@ -25,7 +25,11 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a run that is gone for a moment was deleted", "vanished-run-is-not-deleted", Instead("return True")),
         ("what could not be listed is deleted", "seen-again-is-not-deleted", Never()),
         ("a deletion in one place ends a load", "deleted-in-one-place-read-elsewhere", Never()),
-        ("a copy of nothing succeeds", "empty-copy-is-no-success", Swap(" or one is chosen[-1]", "")),
+        (
+            "a copy of nothing succeeds",
+            "empty-copy-is-no-success",
+            Swap(" or (one is chosen[-1] and not (present or done or failed))", ""),
+        ),
         (
             "a run of which nothing was read is good",
             "nothing-read-is-not-good",
