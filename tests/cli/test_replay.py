@@ -18,7 +18,7 @@ from lastgood.cli import replay
 pytestmark = pytest.mark.slow
 
 TRAINING = """
-import os, random, sys, time
+import random, sys, time
 import torch
 import lastgood
 
@@ -34,7 +34,8 @@ class Shuffled:
     def load_state_dict(self, state): self.order = list(state["order"])
 
 shuffled = Shuffled()
-data = torch.utils.data.TensorDataset(torch.arange(64).float()[:, None].repeat(1, 4))
+values = torch.rand(64, generator=torch.Generator().manual_seed(0))  # two sets of samples have no sum in common
+data = torch.utils.data.TensorDataset(values[:, None].repeat(1, 4))
 state = {"model": model, "optimizer": optimizer, "sampler": sampler, "train": shuffled}
 with lastgood.Checkpointer(sys.argv[1], state, cadence=lastgood.Every(steps=5)) as ckpt:
     n = ckpt.restore().step
@@ -43,15 +44,15 @@ with lastgood.Checkpointer(sys.argv[1], state, cadence=lastgood.Every(steps=5)) 
         for (x,) in sampler.loader(data):
             if sys.argv[2] == "shuffle":
                 shuffled.order = random.SystemRandom().sample(range(64), 8)
-                x = torch.tensor(shuffled.order).float()[:, None].repeat(1, 4)
-            loss = model(x / 64).pow(2).mean()
+                x = values[shuffled.order][:, None].repeat(1, 4)
+            loss = model(x).pow(2).mean()
             if sys.argv[2] == "clock" and n == 12:
-                loss = loss * (1 + time.time_ns() % 1000)
+                loss = loss * (1 + time.time_ns() % 1_000_003 / 1000)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             if sys.argv[2] == "noise":
-                torch.rand(int.from_bytes(os.urandom(1)) + 1)
+                torch.manual_seed(time.time_ns())
             n += 1
             ckpt.step(n, metrics={"loss": loss})
             if n == last:
@@ -100,7 +101,11 @@ def test_steps_that_come_again_are_the_same_and_the_run_is_only_read(replayed) -
     ],
 )
 def test_what_differs_is_named_in_the_order_of_cause(replayed, fault: str, step: int, groups: dict[str, str]) -> None:
-    """The first name of the alphabet was named: "model." and arithmetic, where a shuffle had no seed."""
+    """The first name of the alphabet was named: "model." and arithmetic, where a shuffle had no seed.
+
+    And this test failed once in a hundred runs: the samples were whole numbers, two random sets of eight can have the
+    same sum, and then the bias is equal.
+    """
     code, data = replayed(fault)
     first = next(one for one in data["steps"] if one["first"])
     assert code == 6 and first["step"] == step and first["first"] == next(iter(groups.values()))

@@ -2,7 +2,8 @@
 
 Each round measures all contenders, in an order that rotates. A save counts from the call until it is verified. Its
 processor time is that of the training process, with all its threads, and nothing of the agent. What the loop waits is
-the call, and what the next step of the optimizer takes longer than one without a save.
+the call, and what the next step of the optimizer takes longer than one without a save: the fence, and what the copying
+threads take from the step.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ def _opened(trained: Workload, place: Path, name: str) -> lastgood.Checkpointer:
 
 def _saved(trained: Workload, place: Path, name: str) -> dict[str, Any]:
     """The medians of some saves, after the first two, which find their memory."""
-    seconds, cpu, waits, bare = list[float](), list[float](), list[float](), list[float]()
+    seconds, cpu = list[float](), list[float]()
+    calls, longer, bare = list[float](), list[float](), list[float]()
     with _opened(trained, place, name) as ckpt:
         step = ckpt.restore().step
         for number in range(2 * SAVES_A_ROUND + 2):
@@ -87,16 +89,17 @@ def _saved(trained: Workload, place: Path, name: str) -> dict[str, Any]:
             step += 1
             begun, used = time.perf_counter(), time.process_time()
             save = ckpt.save(step)
+            called = time.perf_counter() - begun
             if number < SAVES_A_ROUND + 2:
                 ckpt.wait()
                 seconds.append(time.perf_counter() - begun)
                 cpu.append(time.process_time() - used)
             else:
-                trained.optimizer.step()
-                waits.append(time.perf_counter() - begun - statistics.median(bare))
+                calls.append(called)
+                longer.append(_timed(trained.optimizer.step) - statistics.median(bare))
                 ckpt.wait()
         total = save.result().bytes
-    middle = {"seconds": seconds[2:], "cpu": cpu[2:], "wait": waits}
+    middle = {"seconds": seconds[2:], "cpu": cpu[2:], "call": calls, "fence": longer}
     return {**{what: statistics.median(values) for what, values in middle.items()}, "bytes": total}
 
 
@@ -127,7 +130,7 @@ def report(rows: Sequence[Row], options: Options) -> Report:
     for name in SAVES:
         mine = of_contender(saves, name)
         cpu = spread([row["cpu"] / gigabytes for row in mine])
-        lines.append([name, *(spread([row[what] for row in mine]) for what in ("seconds", "wait")), cpu])
+        lines.append([name, *(spread([row[what] for row in mine]) for what in ("seconds", "call", "fence")), cpu])
     read = [[name, spread([row["seconds"] for row in of_contender(restores, name)])] for name in RESTORES]
     raw = min(RAW, key=lambda name: statistics.median(row["seconds"] for row in of_contender(restores, name)))
     notes = [
@@ -143,7 +146,7 @@ def report(rows: Sequence[Row], options: Options) -> Report:
             "verified. Before each restore the page cache is dropped, which leaves memory as it is."
         ),
         tables=[
-            Table("saves", ["place", "s until verified", "s that the loop waits", "processor s/GB"], lines),
+            Table("saves", ["place", "s until verified", "s of the call", "s at the fence", "processor s/GB"], lines),
             Table("restores", ["from", "s"], read),
         ],
         rows=rows,
