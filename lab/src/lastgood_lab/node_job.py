@@ -264,6 +264,8 @@ class Job:
         ledger, wait = self.world.ledger, self.world.scheduler.wait
         died_before = ledger.died
         future = copies.offer(one) if copies is not None else None
+        if future is not None:
+            future.add_done_callback(lambda ended: ended.exception() and ledger.given_up.add(one.id))
         with contextlib.suppress(LastgoodError):
             run.conclude(one, [])
         if parts is not None:

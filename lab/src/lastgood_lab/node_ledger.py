@@ -9,7 +9,8 @@ a removal             leaves the newest generation that can be restored, or a ne
                       requests to remove are on their way, only what had copies counts
 a removal of COMMIT   by a job that makes copies or parity leaves the newest generation that survives a lost node, or a
                       newer one that does: one that the job has found, or that has all its copies or parity. If a
-                      machine has died since the job began, or parity was damaged, it may not be known which these are
+                      machine has died since the job began, or parity was damaged, it may not be known which these are;
+                      nor whether one is, whose copies were given up: the answer that they are made may have been lost
 a death               leaves it too, if its copies or its parity were reported, and no more nodes died than these
                       survive
 a report of them      is true: without any nodes, as many as they survive, the generation can still be restored
@@ -68,6 +69,8 @@ class Ledger:
     """how many had died when the newest job began, if it makes copies or parity"""
     found: set[GenerationId] = field(default_factory=set)
     """those that were committed by then"""
+    given_up: set[GenerationId] = field(default_factory=set)
+    """those whose copies or parity the newest job has given up, because a newer one was committed"""
     agents: list[Process] = field(default_factory=list)
     _files: dict[GenerationId, SealedFiles] = field(default_factory=dict)
 
@@ -87,6 +90,7 @@ class Ledger:
             damaged=set(self.damaged),
             died_before_job=None,
             found=set(),
+            given_up=set(),
             agents=[],
             _files=dict(self._files),
         )
@@ -264,9 +268,11 @@ class Ledger:
         return rule
 
     def surviving(self) -> GenerationId | None:
-        """The newest generation that is left whichever node is lost: one that the newest job has found, or with as many
-        lost nodes as its copies or its parity are to survive."""
+        """The newest generation of which the newest job can know that it is left whichever node is lost: one that it
+        has found, or with as many lost nodes as its copies or its parity are to survive."""
         for at in self._lineage():
+            if at in self.given_up and at not in self.found and not self.in_home(at):
+                continue
             nodes = combinations(self.nodes, 1 if at in self.found else self.losses)
             if self.in_home(at) or all(self.in_memory(at, lost) for lost in nodes):
                 return at

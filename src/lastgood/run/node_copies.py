@@ -13,8 +13,8 @@ Invariants
   3. The newest generation is copied. One that waits while a newer one is committed is not: its copies would come late.
      Copies that are being made then are finished: on a slow network no generation would get any otherwise.
   4. A node that cannot be reached delays nothing but the copies: they are tried again, with pauses.
-  5. The newest generation that has its copies is not deleted before a newer one has them: a node that is lost meanwhile
-     takes the newer one with it.
+  5. The newest generation that is known to have its copies is not deleted before a newer one has them: a node that is
+     lost meanwhile takes the newer one with it. Where no agent has answered that they are made, they do not count.
   6. A node whose agent does not listen (peer_opening.py) is left out: it sends and receives nothing, and the copies of
      the others make no save survive the loss of a node. A generation from before that does not need that node stays
      until a place below has a newer one; also where too few agents listen to make any copy.
