@@ -170,6 +170,20 @@ def test_on_fewer_ranks_losses_alone_are_compared_within_bounds(tmp_path: Path) 
     assert "9 buffers" in replace(one, found=replace(found, unit=replace(found.unit, condition="node"))).differs
 
 
+def test_on_fewer_ranks_variants_that_fail_alike_are_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses may differ from those of a reference on more ranks; from the other variant's nothing may."""
+    monkeypatch.setattr(runs, "distances", lambda one, *_: {one.target: 0.0})
+    monkeypatch.setattr(runs, "differing_buffers", lambda *_: 0)
+    said = "1 losses differ from those of the other variant, which failed alike"
+    for last, differs in ((1.0, ""), (1.0000001, said)):
+        losses = {"ref": [1.0] * 32, "blk": [1.0] * 32, "ovl": [1.0] * 31 + [last]}
+        monkeypatch.setattr(runs, "lived", lambda unit, *_, of=losses: Found(unit=unit, losses=of[unit.variant]))
+        monkeypatch.setattr(shutil, "rmtree", lambda path: None)
+        options = Options(out=tmp_path / str(last), seeds=1, only=[SUITE], size=TINY, condition="elastic")
+        (options.out / SUITE).mkdir(parents=True)
+        assert [one.differs for one in matrix.run(options, print)] == ["", "", differs]
+
+
 def test_completed_units_are_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = Options(out=tmp_path, seeds=1, only=["digits-resnet18-base"], size=TINY)
     (tmp_path / "digits-resnet18-base").mkdir()

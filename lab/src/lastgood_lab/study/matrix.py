@@ -52,6 +52,8 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
     """mean absolute difference of the losses over all steps; None without a reference, or for one that failed"""
     first_difference: float = 0.0
     """the largest difference of a loss until some steps after the first failure (conditions.Tolerance)"""
+    repeated_otherwise: int = 0
+    """where a condition has a tolerance: the steps whose loss is not that of the other variant that fails like this"""
     buffers: int = 0
     """buffers of single ranks, in all generations, that differ from the reference's"""
     distances: dict[int, float]
@@ -66,6 +68,8 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
         if self.found.unit.target not in self.distances:
             return "the checkpoint of the last step was not compared"
         if tolerance:
+            if self.repeated_otherwise:
+                return f"{self.repeated_otherwise} losses differ from those of the other variant, which failed alike"
             near = first <= tolerance.first and mean <= tolerance.mean  # false for NaN
             return (
                 "" if near else f"losses differ by {first:.2g} soon after the first failure, by {mean:.2g} on the mean"
@@ -144,6 +148,8 @@ def _compared(three: Sequence[Unit], options: Options, progress: Progress) -> li
             found, status = runs.lived(unit, out, options.cifar), "completed"
         status = "failed" if found.reached else status
         done.append(beside(done[0].found if done else found, found, status, out))
+        if unit.rules.tolerance and len(done) == len(three):
+            done[-1] = beside_variant(done[-2].found, done[-1])
         wrong = found.reached or found.checked or found.agreed or done[-1].differs
         progress(f"{unit.suite} {unit.name}: {status}, {found.wall:.1f} s{', ' + wrong if wrong else ''}")
     if all(one.status != "failed" for one in done):
@@ -167,3 +173,11 @@ def beside(reference: Found, one: Found, status: str, out: Path) -> Compared:
         distances=runs.distances(one.unit, reference.unit, out),
         buffers=runs.differing_buffers(one.unit, reference.unit, out),
     )
+
+
+def beside_variant(other: Found, one: Compared) -> Compared:
+    """A unit beside the variant that failed in the same way: on the same ranks, so with the same order of sums."""
+    if other.reached or one.found.reached:
+        return one
+    differ = sum(mine != theirs for mine, theirs in zip(one.found.losses, other.losses, strict=True))  # also for NaN
+    return msgspec.structs.replace(one, repeated_otherwise=differ)

@@ -231,7 +231,7 @@ def _analysis(
         compared = (
             f"losses differ by no more than {near.first:g} from those of the reference until {near.steps} steps after "
             f"the first failure, and by no more than {near.mean:g} on the mean of all steps: sums have another order "
-            "on another number of ranks, so parameters are not judged"
+            "on another number of ranks, so parameters are not judged; losses of both variants are equal to the bit"
         )
     device = f" Each step waits {size.device_ms} ms as for a device." if size.device_ms else ""
     about = (
