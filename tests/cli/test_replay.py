@@ -103,7 +103,7 @@ def test_steps_that_come_again_are_the_same_and_the_run_is_only_read(replayed) -
 def test_what_differs_is_named_in_the_order_of_cause(replayed, fault: str, step: int, groups: dict[str, str]) -> None:
     """The first name of the alphabet was named: "model." and arithmetic, where a shuffle had no seed.
 
-    And this test failed once in a hundred runs: the samples were whole numbers, two random sets of eight can have the
+    And this test failed now and then: the samples were whole numbers, two random sets of eight can have the
     same sum, and then the bias is equal.
     """
     code, data = replayed(fault)
