@@ -174,11 +174,11 @@ def test_on_fewer_ranks_variants_that_fail_alike_are_equal(tmp_path: Path, monke
     """Losses may differ from those of a reference on more ranks; from the other variant's nothing may."""
     monkeypatch.setattr(runs, "distances", lambda one, *_: {one.target: 0.0})
     monkeypatch.setattr(runs, "differing_buffers", lambda *_: 0)
+    monkeypatch.setattr(shutil, "rmtree", lambda path: None)
     said = "1 losses differ from those of the other variant, which failed alike"
     for last, differs in ((1.0, ""), (1.0000001, said)):
         losses = {"ref": [1.0] * 32, "blk": [1.0] * 32, "ovl": [1.0] * 31 + [last]}
         monkeypatch.setattr(runs, "lived", lambda unit, *_, of=losses: Found(unit=unit, losses=of[unit.variant]))
-        monkeypatch.setattr(shutil, "rmtree", lambda path: None)
         options = Options(out=tmp_path / str(last), seeds=1, only=[SUITE], size=TINY, condition="elastic")
         (options.out / SUITE).mkdir(parents=True)
         assert [one.differs for one in matrix.run(options, print)] == ["", "", differs]

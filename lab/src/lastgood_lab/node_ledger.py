@@ -271,10 +271,12 @@ class Ledger:
         """The newest generation of which the newest job can know that it is left whichever node is lost: one that it
         has found, or with as many lost nodes as its copies or its parity are to survive."""
         for at in self._lineage():
-            if at in self.given_up and at not in self.found and not self.in_home(at):
+            if self.in_home(at):
+                return at
+            if at in self.given_up and at not in self.found:
                 continue
             nodes = combinations(self.nodes, 1 if at in self.found else self.losses)
-            if self.in_home(at) or all(self.in_memory(at, lost) for lost in nodes):
+            if all(self.in_memory(at, lost) for lost in nodes):
                 return at
         return None
 

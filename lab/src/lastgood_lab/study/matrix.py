@@ -147,9 +147,8 @@ def _compared(three: Sequence[Unit], options: Options, progress: Progress) -> li
         if found is None or found.unit != unit or not runs.run_of(unit, out).exists():
             found, status = runs.lived(unit, out, options.cifar), "completed"
         status = "failed" if found.reached else status
-        done.append(beside(done[0].found if done else found, found, status, out))
-        if unit.rules.tolerance and len(done) == len(three):
-            done[-1] = beside_variant(done[-2].found, done[-1])
+        alike = done[-1].found if unit.rules.tolerance and len(done) > 1 else None
+        done.append(beside(done[0].found if done else found, found, status, out, alike))
         wrong = found.reached or found.checked or found.agreed or done[-1].differs
         progress(f"{unit.suite} {unit.name}: {status}, {found.wall:.1f} s{', ' + wrong if wrong else ''}")
     if all(one.status != "failed" for one in done):
@@ -159,25 +158,22 @@ def _compared(three: Sequence[Unit], options: Options, progress: Progress) -> li
     return done
 
 
-def beside(reference: Found, one: Found, status: str, out: Path) -> Compared:
-    """A unit beside its reference. Both runs are in `out`."""
+def beside(reference: Found, one: Found, status: str, out: Path, alike: Found | None = None) -> Compared:
+    """A unit beside its reference. Both runs are in `out`.
+
+    `alike`: a variant that failed in the same way, on the same ranks, so with the same order of sums.
+    """
     if reference.reached or one.reached:
         return Compared(found=one, status=status, loss_difference=None, distances={})
     differences = [abs(mine - theirs) for mine, theirs in zip(one.losses, reference.losses, strict=True)]
+    pairs = zip(one.losses, alike.losses, strict=True) if alike is not None and not alike.reached else ()
     soon = next(iter(one.unit.failures), 0) + (one.unit.rules.tolerance or Tolerance()).steps
     return Compared(
         found=one,
         status=status,
         loss_difference=sum(differences) / len(differences),
         first_difference=max(differences[:soon]),
+        repeated_otherwise=sum(mine != theirs for mine, theirs in pairs),  # also for NaN
         distances=runs.distances(one.unit, reference.unit, out),
         buffers=runs.differing_buffers(one.unit, reference.unit, out),
     )
-
-
-def beside_variant(other: Found, one: Compared) -> Compared:
-    """A unit beside the variant that failed in the same way: on the same ranks, so with the same order of sums."""
-    if other.reached or one.found.reached:
-        return one
-    differ = sum(mine != theirs for mine, theirs in zip(one.found.losses, other.losses, strict=True))  # also for NaN
-    return msgspec.structs.replace(one, repeated_otherwise=differ)
