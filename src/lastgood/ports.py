@@ -164,6 +164,8 @@ class Tier(Protocol):
     `place` is the path or URL, for messages. `fresh=True` reads the medium, past all caches. `mv` may be longer than
     the extent, for alignment. `newest_only`: each commit deletes all generations but itself and the newest verified one
     before it, without being asked. `reads_at_once`: how many chunks of a blob are worth reading at the same time.
+    A tier may have `reads_in_place(name)`: whether it reads this blob into any memory as well as into buffers that are
+    page-aligned and as long as pages.
     Errors belong to the tree in errors.py: Damaged where bytes are lost, Unavailable where they cannot be reached now,
     NotWritable where this user has no permission.
     """

@@ -49,7 +49,7 @@ from lastgood.run.node_copies import CopyMaker
 from lastgood.run.node_disks import NodeDisks, NodeFiles, NodeLinks, Nodes, NodeView
 from lastgood.run.node_parity import NodeRebuild, ParityMaker, rebuilder
 from lastgood.run.node_transfer import Carrier, Transfer
-from lastgood.run.peers import FileCall, PeerNode, Peers, PeerTable, StripeMember, StripeOrder
+from lastgood.run.peers import READING, FileCall, PeerNode, Peers, PeerTable, Reading, StripeMember, StripeOrder
 from lastgood.run.planned_save import RunOptions
 from lastgood.storage.directory import Disk
 from lastgood.wire import nixl as nixl_wire
@@ -215,10 +215,10 @@ def test_more_losses_than_parity_cells_are_beyond_repair(cluster: Cluster, monke
         cluster.lose(rank)
     read, reads = Peers.read, list[bool]()
 
-    def counted(self, node, extent, mv, background) -> None:
+    def counted(self, node, extent, mv, how) -> None:
         of_parity = extent.length % PAGE == 0 and not extent.blob.endswith(".json")  # else the copy of a manifest
         reads.append(of_parity or extent.blob.endswith(".safetensors"))
-        read(self, node, extent, mv, background)
+        read(self, node, extent, mv, how)
 
     monkeypatch.setattr(Peers, "read", counted)
     with pytest.raises(errors.BeyondRepair):
@@ -297,11 +297,11 @@ def test_a_node_that_falls_silent_is_waited_for_once(cluster: Cluster, monkeypat
     cluster.lose(0)
     read, waited = Peers.read, set[str]()
 
-    def silent(self: Peers, node: PeerNode, extent: Extent, mv: memoryview, background: bool = False) -> None:
+    def silent(self: Peers, node: PeerNode, extent: Extent, mv: memoryview, how: Reading = READING) -> None:
         if node.name == "1" and not extent.blob.endswith(".json"):
             waited.add(f"{extent.blob} {extent.offset}")
             raise errors.TimedOut("a request to 1 took longer than 60 s")
-        read(self, node, extent, mv, background)
+        read(self, node, extent, mv, how)
 
     monkeypatch.setattr(Peers, "read", silent)
     cluster.rebuild(0)
@@ -470,11 +470,11 @@ def test_chunks_for_a_node_wait_once_for_an_agent_that_is_silent(cluster: Cluste
         cluster.disk(2).put_new(f"{layout.folder(AT)}/{name}", data)
     read, asked = Peers.read, list[str]()
 
-    def silent(self: Peers, node: PeerNode, extent: Extent, mv: memoryview, background: bool = False) -> None:
+    def silent(self: Peers, node: PeerNode, extent: Extent, mv: memoryview, how: Reading = READING) -> None:
         asked.append(node.name)
         if node.name == "1":
             raise errors.TimedOut("a request to 1 took longer than 60 s")
-        read(self, node, extent, mv, background)
+        read(self, node, extent, mv, how)
 
     monkeypatch.setattr(Peers, "read", silent)
     links = NodeLinks(table=PeerTable(job=JOB, key=KEY, nodes=cluster.nodes), peers=cluster.peers)

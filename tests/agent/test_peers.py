@@ -40,7 +40,18 @@ from lastgood.run.paths import parsed
 from lastgood.run.peer_opening import agreed, label, own_address, own_wire
 from lastgood.run.peer_reads import PeerReads
 from lastgood.run.peer_security import own_certificates
-from lastgood.run.peers import FileCall, PeerNode, PeerOrder, Peers, PeerTable
+from lastgood.run.peers import (
+    BACKGROUND,
+    READING,
+    VERIFIED_BY_CALLER,
+    FileCall,
+    PeerDisk,
+    PeerNode,
+    PeerOrder,
+    Peers,
+    PeerTable,
+    Reading,
+)
 from lastgood.run.planned_save import RunOptions
 from lastgood.run.watched import Sources
 from lastgood.run.writer import RunWriter
@@ -50,6 +61,8 @@ from lastgood.wire.nixl import Nixl
 from lastgood.wire.port import Answer, Peer
 from lastgood.wire.security import SharedKey
 from lastgood.wire.serving import Server
+from lastgood.wire.session import Session
+from lastgood.wire.sockets import Deadline
 from lastgood.wire.window import Window
 from lastgood_lab.plain import save
 from training import Training
@@ -166,11 +179,11 @@ def test_a_node_whose_connection_broke_is_asked_once_more(tmp_path: Path, genera
     name, broke = f"{layout.folder(generation.id)}/r00000.safetensors", threading.Event()
     whole = Peers.read
 
-    def read(self: Peers, node: PeerNode, extent: Extent, mv: memoryview, background: bool) -> None:
+    def read(self: Peers, node: PeerNode, extent: Extent, mv: memoryview, how: Reading) -> None:
         if not broke.is_set():
             broke.set()
             raise errors.PeerDown("the connection was reset")
-        whole(self, node, extent, mv, background)
+        whole(self, node, extent, mv, how)
 
     monkeypatch.setattr(Peers, "read", read)
     with served(tmp_path / "a") as node:
@@ -669,6 +682,32 @@ def test_only_copies_are_sent_in_the_background(tmp_path: Path, generation: Gene
         peers.send(disk(tmp_path / "a"), generation, seal, node)
     calls = {"list", "create", "finish", "put"}
     assert sent == {("write", True)} | {(call, False) for call in calls}
+
+
+def test_files_go_without_a_digest_to_callers_that_verify(tmp_path: Path, generation: Generation, monkeypatch) -> None:
+    """Those are the readers of a restore. Who writes on what it reads relies on the digest of the wire."""
+    name, data = f"{layout.folder(generation.id)}/r00000.safetensors", files_of(tmp_path / "a")["r00000.safetensors"]
+    unverified, whole = list[int](), Session.receive_unverified
+
+    def received(self: Session, mv: memoryview, deadline: Deadline) -> None:
+        unverified.append(len(mv))
+        whole(self, mv, deadline)
+
+    monkeypatch.setattr(Session, "receive_unverified", received)
+    buffer, extent = memoryview(bytearray(100)), Extent(blob=name, offset=50, length=100)
+    with served(tmp_path / "a") as node, contextlib.closing(Peers(JOB, BY_KEY, "a")) as peers:
+        for how in (READING, BACKGROUND):
+            PeerDisk(peers, node, how).read_into(extent, buffer)
+            assert bytes(buffer) == data[50:150] and not unverified
+        reads = PeerReads(disk(tmp_path / "here"), Sources(), PeerTable(job=JOB, key=KEY, nodes=[node]))
+        with contextlib.closing(reads):
+            reads.note({name: [1]}, [])
+            reads.read_into(extent, buffer)
+            assert bytes(buffer) == data[50:150] and unverified == [100] and reads.reads_in_place(name)
+        beyond = Extent(blob=name, offset=len(data) - 50, length=100)
+        with pytest.raises(errors.Truncated, match="ends at") as error:
+            PeerDisk(peers, node, VERIFIED_BY_CALLER).read_into(beyond, buffer)
+        assert error.value.offset == len(data) and error.value.blob == name
 
 
 def test_a_node_without_the_key_of_the_job_is_refused(tmp_path: Path) -> None:

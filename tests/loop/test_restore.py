@@ -31,6 +31,7 @@ from lastgood.io.files import PosixFile, PosixFiles
 from lastgood.loop.load import LoadRequest, load
 from lastgood.records import Generation
 from lastgood.run.candidates import ReadOnlyRun
+from lastgood.run.packed import PackedTier
 from lastgood.run.save import ReadyChunks, SaveRequest
 from lastgood.run.writer import RunWriter
 from lastgood.state.tensor_sink import Place, TensorSink
@@ -681,3 +682,30 @@ def test_a_result_of_a_restore_is_printed_in_one_line(tmp_path: Path) -> None:
     with lastgood.Checkpointer(tmp_path, blank()) as ckpt:
         found = ckpt.restore()
     assert str(found) == f"<Restored: {found.generation.id}, good, from {tmp_path}, stepped_over: 1>"
+
+
+def test_tensors_that_share_memory_are_not_read_in_place(tmp_path: Path, monkeypatch) -> None:
+    """Each would be compared with its digest while the other one is read into the same memory."""
+    windows, whole = list[memoryview | None](), TensorSink.window
+
+    def window(self: TensorSink, name: str, start: int, length: int) -> memoryview | None:
+        windows.append(whole(self, name, start, length))
+        return windows[-1]
+
+    monkeypatch.setattr(TensorSink, "window", window)
+    monkeypatch.setattr(PackedTier, "reads_in_place", lambda self, name: True, raising=False)
+    state = {"a": torch.rand(COUNT), "b": torch.rand(COUNT)}
+    with lastgood.Checkpointer(tmp_path, state, memory=1 << 20) as ckpt:
+        ckpt.save(1).result()
+    apart = {"a": torch.zeros(COUNT), "b": torch.zeros(COUNT)}
+    with lastgood.Checkpointer(tmp_path, apart) as ckpt:
+        ckpt.restore()
+    assert torch.equal(apart["a"], state["a"]) and torch.equal(apart["b"], state["b"]) and any(windows)
+    windows.clear()
+    live = torch.zeros(COUNT + 1000)
+    with (
+        lastgood.Checkpointer(tmp_path, {"a": live[:COUNT], "b": live[1000:]}) as ckpt,
+        pytest.raises(errors.LoadFailed, match="another live tensor shares"),
+    ):
+        ckpt.restore()
+    assert windows and not any(windows)

@@ -29,7 +29,8 @@ from lastgood.policy.interval import Rule
 from lastgood.policy.tune import Auto, Measured, Setting, adapt, choose, interval_steps
 from lastgood.run import access, measure, scratch
 from lastgood.run.trial_saves import TrainingLoad, TrialSaves
-from lastgood.storage.directory import Disk, DiskUpload
+from lastgood.storage.directory import Disk
+from lastgood.storage.disk_upload import DiskUpload
 
 pytestmark = pytest.mark.slow
 

@@ -1,9 +1,12 @@
 """`lastgood bench peer`: a restore from the memory of another node, beside one TCP stream of the same bytes.
 
-Two ranks stand for two nodes of this machine; each has half of the state, and a copy of the other half in its memory.
-In each round one node loses its memory. The call of `restore` in its rank brings its files back from the agent of the
-other one, over the loopback interface, verifies them and loads them; the plain stream carries as many bytes from one
-process to another, and checks nothing.
+Two ranks stand for two nodes of this machine, each with a pipeline stage; each node has a copy of the other stage in
+its memory. In each round the node with the large stage loses its memory. The call of `restore` in its rank brings its
+files back from the agent of the other one, over the loopback interface, verifies them and loads them; the plain stream
+carries as many bytes from one process to another, and checks nothing.
+
+The other stage is small. With a large one, its rank would load it at the same time, on the same cores, while the stream
+has them for itself; nodes that are machines share no cores.
 """
 
 from __future__ import annotations
@@ -18,8 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 
 import lastgood
 from lastgood.io.machine import NODE
@@ -37,7 +38,9 @@ STREAM, PEER = "one TCP stream", "restore"
 CONTENDERS = (STREAM, PEER)
 NODES = "a", "b"
 STATE_BYTES = 1_490_000_000
-"""of a GPT-2 124M with AdamW, at scale 1"""
+"""of a GPT-2 124M with AdamW, at scale 1: the stage of the node that loses its memory"""
+OTHER_NUMBERS = 1 << 18
+"""float32, in the stage of the other node"""
 PIECE_BYTES = 1 << 20
 LIMIT_SECONDS = 600.0
 Row = Mapping[str, Any]
@@ -52,7 +55,7 @@ def run(options: Options, progress: Progress) -> list[Row]:
         for name in rotated(CONTENDERS, number)
     ]
     if any(journal.get(**key) is None for key in keys):
-        numbers = int(options.scale * STATE_BYTES) // 8 * 2
+        numbers = int(options.scale * STATE_BYTES) // 4
         with working_place(options) as place, memory_for_agents() as memory:
             world(2, _trained, place / "run", memory, numbers, limit_seconds=LIMIT_SECONDS)
             for key in keys:
@@ -60,7 +63,7 @@ def run(options: Options, progress: Progress) -> list[Row]:
                     if key["contender"] == PEER:
                         found = _restored_from_peer(place / "run", memory, numbers)
                     else:
-                        found = _streamed(numbers // 2 * 4)
+                        found = _streamed(numbers * 4)
                     journal.put(found, **key)
                     progress(f"round {key['round'] + 1}/{options.rounds}  {key['contender']}")
     return [{**key, **(journal.get(**key) or {})} for key in keys]
@@ -71,32 +74,35 @@ def run(options: Options, progress: Progress) -> list[Row]:
 
 @contextlib.contextmanager
 def _opened(rank: int, home: Path, memory: Path, numbers: int) -> Iterator[tuple[lastgood.Checkpointer, torch.Tensor]]:
-    """The run of one rank, which stands for a node, and its half of the state."""
+    """The run of one rank, which stands for a node, and the tensor of its stage."""
     os.environ |= {NODE: NODES[rank], memory_place.VARIABLE: str(memory)}
     torch.set_num_threads(1)
-    half = torch.zeros(numbers // 2)
-    mesh = init_device_mesh("cpu", (2,))
-    state = {"w": DTensor.from_local(half, mesh, [Shard(0)], run_check=False)}
+    stage = torch.ones(numbers if rank else OTHER_NUMBERS)  # in memory that was touched, as the stream has it
+    state = {f"stage{rank}": stage}
     tier = lastgood.Tier("memory://", cadence=lastgood.Every(steps=1), copies=2)
     with lastgood.Checkpointer(home, state, cadence=lastgood.Every(steps=10**6), tiers=[tier]) as ckpt:
-        yield ckpt, half
+        yield ckpt, stage
 
 
 def _trained(rank: int, size: int, home: Path, memory: Path, numbers: int) -> None:
-    with _opened(rank, home, memory, numbers) as (ckpt, half):
+    with _opened(rank, home, memory, numbers) as (ckpt, stage):
         ckpt.restore()
-        half.copy_(torch.rand(numbers // 2, generator=torch.Generator().manual_seed(rank)))
+        stage.copy_(_trained_stage(rank, len(stage)))
         ckpt.save(1).result()
         ckpt.wait()  # for the copy on the other node
 
 
+def _trained_stage(rank: int, numbers: int) -> torch.Tensor:
+    return torch.rand(numbers, generator=torch.Generator().manual_seed(rank))
+
+
 def _resumed(rank: int, size: int, home: Path, memory: Path, numbers: int) -> dict[str, Any]:
-    with _opened(rank, home, memory, numbers) as (ckpt, half):
+    with _opened(rank, home, memory, numbers) as (ckpt, stage):
         begun = time.perf_counter()
         found = ckpt.restore()
         seconds = time.perf_counter() - begun
-        expected = torch.rand(numbers // 2, generator=torch.Generator().manual_seed(rank))
-        assert found.step == 1 and torch.equal(half, expected), "what was restored is what was saved"
+        expected = _trained_stage(rank, len(stage))
+        assert found.step == 1 and torch.equal(stage, expected), "what was restored is what was saved"
         ckpt.wait()
     return {"seconds": seconds, "sources": [*found.sources]}
 
@@ -108,7 +114,7 @@ def _restored_from_peer(home: Path, memory: Path, numbers: int) -> dict[str, Any
     shutil.rmtree(lost)
     found = world(2, _resumed, home, memory, numbers, limit_seconds=LIMIT_SECONDS)[1]
     assert str(home) not in found["sources"], "nothing comes from the directory"
-    return {"seconds": found["seconds"], "bytes": numbers // 2 * 4}
+    return {"seconds": found["seconds"], "bytes": numbers * 4}
 
 
 # ---- one stream --------------------------------------------------------------------------------------------------

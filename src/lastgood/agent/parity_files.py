@@ -20,7 +20,7 @@ from ..policy.stripes import stripes as divided
 from ..ports import Mendable, Tier
 from ..records import Generation, StripeFile
 from ..run import rebuilding
-from ..run.peers import PeerDisk, PeerNode, Peers, StripeMember, StripeOrder
+from ..run.peers import BACKGROUND, PeerDisk, PeerNode, Peers, StripeMember, StripeOrder
 
 Stop = Callable[[], bool]
 
@@ -34,7 +34,7 @@ def write(memory: Mendable, peers: Peers, generation: Generation, orders: Sequen
 def _write_one(memory: Mendable, peers: Peers, generation: Generation, order: StripeOrder, stop: Stop) -> None:
     seals = {one.rank: one for one in generation.commit.seals}
     # guard: parity-read-in-background
-    sources = [cast(Tier, PeerDisk(peers, member.node, background=True)) for member in order.data]
+    sources = [cast(Tier, PeerDisk(peers, member.node, BACKGROUND)) for member in order.data]
     manifests = [
         [sealed.sealed_record(source, generation, seals[rank]) for rank in member.ranks]
         for source, member in zip(sources, order.data, strict=True)

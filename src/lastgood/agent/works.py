@@ -34,7 +34,7 @@ from ..run.peers import Peers
 from ..run.reader import read_all
 from ..run.scrubber import Pace
 from ..run.verify import protect_part
-from ..storage.directory import DiskUpload
+from ..storage.disk_upload import DiskUpload
 from . import parity_files
 
 AT_ONCE = 2

@@ -2,7 +2,7 @@
 
 `RawChunks` and `some` do not verify, and `parts` knows the digest only after the last part; their docstrings say so.
 
-reader threads:    read a chunk -> compare its digest -> Sink.put, part by part
+reader threads:    read a chunk -> compare its digest -> Sink.put, part by part; or read it where the sink wants it
 caller's thread:   chunk by chunk in order: digests of whole tensors -> Sink.done, tensor by tensor
 """
 
@@ -24,7 +24,8 @@ from ..ports import Tier
 from ..records import Blob, Extent, Manifest, Piece
 from .arena import Arena
 from .content_digest import Contents
-from .finite import not_finite, not_finite_error
+from .delivered_chunks import DeliveredChunks
+from .finite import not_finite_error
 
 SPARE_BUFFERS = 2
 """Chunks in memory beside those that are being read: they are digested and copied meanwhile. The number is small, so
@@ -39,12 +40,15 @@ class Sink(Protocol):
     ======================  =====================================================================================
     put(name, start, data)  a verified part of a tensor, never empty, each byte once; called from any reader thread,
                             by several at once; `data` is valid until it returns
+    window(name, start,     the memory in which that part of a tensor is to be, if it may be read there and verified
+    length)                 afterwards, in place of `put`; else None
     done(name)              every part of the tensor was put; if all of its file was read, its content digest agrees.
                             Called from the caller's thread
     ======================  =====================================================================================
     """
 
     def put(self, name: str, start: int, data: memoryview) -> None: ...
+    def window(self, name: str, start: int, length: int) -> memoryview | None: ...
     def done(self, name: str) -> None: ...
 
 
@@ -89,7 +93,8 @@ def stream(
     `wanted`: keys of pieces, or None for all. Chunks without a wanted piece are not read. If a file has such chunks,
     only the digests of the chunks that are read are checked, and not those of its tensors. `fresh`: read past
     the page cache (the default); without it, the first of several processes that read the same file fills the cache.
-    Raises Damaged or Unavailable at the first fault. Nothing is written into the sink once this has ended.
+    Raises Damaged or Unavailable at the first fault. The windows of the sink may hold damaged bytes then. Nothing is
+    written into the sink once this has ended.
     """
     for blob in files.manifest.blobs:
         check = Check(files.manifest, blob)
@@ -99,18 +104,25 @@ def stream(
         reads_all = len(needed) == len(blob.chunks)
         if not reads_all:
             check.validate(bytes(some(files.tier, f"{files.folder}/{blob.name}", check.header_bytes)))
-        chunks = _DeliveredChunks(VerifiedChunks(files, blob, fresh), check, sink, unfit)
+        in_place = reads_in_place(files.tier, f"{files.folder}/{blob.name}")
+        chunks = DeliveredChunks(VerifiedChunks(files, blob, fresh), check, sink, unfit, in_place)
         with contextlib.closing(in_order(chunks, buffers, readers, needed)) as found:
-            for data, error in found:
+            for index, (data, error) in zip(needed, found, strict=True):
                 if error is not None:
                     raise error
-                if reads_all:
-                    for name in check.see(data):  # guard: restore-checks-contents
+                for part in chunks.taken(index, data) if reads_all else ():
+                    for name in check.see(part):  # guard: restore-checks-contents
                         sink.done(name)
         if not reads_all and wanted is not None:
             for piece in check.pieces:
                 if piece.key in wanted:
                     sink.done(piece.key)
+
+
+def reads_in_place(tier: Tier, name: str) -> bool:
+    """Whether this tier reads this blob into any memory as well as into page-aligned buffers (`ports.Tier`)."""
+    asked = getattr(tier, "reads_in_place", None)  # only tiers that do have it
+    return asked is not None and bool(asked(name))
 
 
 def headers_agree(files: RankFiles, buffer: memoryview) -> bool:
@@ -159,6 +171,15 @@ class RawChunks:
             self._tier.read_into(at, buffer, fresh=self._fresh)  # guard: chunk-read-bypasses-cache
         return buffer[: extent.length]
 
+    def read_into(self, index: int, parts: Sequence[memoryview]) -> None:
+        """Read one chunk into memory of the caller: the first bytes into the first of these, and so on."""
+        offset = layout.extent_of(self.blob, index).offset
+        with self._turn:
+            for part in parts:
+                at = Extent(blob=f"{self._folder}/{self.blob.name}", offset=offset, length=len(part))
+                self._tier.read_into(at, part, fresh=self._fresh)
+                offset += len(part)
+
 
 class VerifiedChunks:
     """Chunks that agree with their digests; `read` raises SumMismatch, Truncated, MissingBlob for any other."""
@@ -168,28 +189,19 @@ class VerifiedChunks:
         self._files, self._raw = files, RawChunks(files.tier, files.folder, blob, fresh)
 
     def read(self, index: int, buffer: memoryview) -> memoryview:
-        data, manifest, blob = self._raw.read(index, buffer), self._files.manifest, self.blob
-        if digest(manifest.digest, data) != blob.chunks[index]:  # guard: chunk-digest-on-read
-            raise chunk_error(self._files.folder, manifest, blob, index, data)
+        data = self._raw.read(index, buffer)
+        self._compare(index, [data])
         return data
 
+    def read_into(self, index: int, parts: Sequence[memoryview]) -> None:
+        """As `RawChunks.read_into`; the bytes are in their places too if they do not agree with their digest."""
+        self._raw.read_into(index, parts)
+        self._compare(index, parts)
 
-class _DeliveredChunks:
-    """Verified chunks; the parts of tensors in each are put into a sink by the thread that has read it."""
-
-    def __init__(self, verified: VerifiedChunks, check: Check, sink: Sink, unfit: UnfitTensors | None) -> None:
-        self.blob = verified.blob
-        self._verified, self._check, self._sink, self._unfit = verified, check, sink, unfit
-
-    def read(self, index: int, buffer: memoryview) -> memoryview:
-        data = self._verified.read(index, buffer)
-        for tensor, start, at, length in self._check.parts[index]:
-            if tensor >= 0 and length:  # -1 is the header
-                piece, part = self._check.pieces[tensor], data[at : at + length]
-                if self._unfit is not None and piece.finite and not_finite(piece.dtype, part):
-                    self._unfit.add(piece.name)  # guard: non-finite-found-on-load
-                self._sink.put(piece.key, start, part)
-        return data
+    def _compare(self, index: int, parts: Sequence[memoryview]) -> None:
+        manifest, blob = self._files.manifest, self.blob
+        if digest(manifest.digest, *parts) != blob.chunks[index]:  # guard: chunk-digest-on-read
+            raise chunk_error(self._files.folder, manifest, blob, index, memoryview(b"".join(parts)))
 
 
 def in_order(

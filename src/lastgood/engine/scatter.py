@@ -108,6 +108,21 @@ class Scatter:
                 at = route.to[0] * route.element_bytes + low - first
                 self._put(route.target, at, data[low - start : high - start])
 
+    def window(self, rank: int, key: str, start: int, length: int) -> memoryview | None:
+        """The memory of a target that a part of a piece fills, if it goes there only and as one run."""
+        routes = self._routes.get((rank, key), ())
+        if len(routes) != 1 or routes[0].source is None or routes[0].to is None:
+            return None
+        target, size = routes[0].target, routes[0].element_bytes
+        first, end = routes[0].source[0] * size, sum(routes[0].source) * size
+        if start < first or start + length > end or target.name in self._scattered:
+            return None
+        windows = self._into.windows(target.name)
+        if windows is None or len(windows) != 1:
+            return None
+        at = routes[0].to[0] * size + start - first
+        return windows[0].data[at : at + length]
+
     def done(self, rank: int, key: str) -> None:
         """Finish a piece, all of which was put, and every target that it completes."""
         gathered = self._gathered.pop((rank, key), None)
@@ -158,6 +173,9 @@ class _RankSink:
 
     def put(self, name: str, start: int, data: memoryview) -> None:
         self._scatter.put(self._rank, name, start, data)
+
+    def window(self, name: str, start: int, length: int) -> memoryview | None:
+        return self._scatter.window(self._rank, name, start, length)
 
     def done(self, name: str) -> None:
         self._scatter.done(self._rank, name)

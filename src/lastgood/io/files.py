@@ -17,7 +17,7 @@ import os
 import stat
 
 from ..limits import DIRECT_IO_BYTES, READ_LIMIT
-from ..ports import OpenMode
+from ..ports import File, OpenMode
 from . import quota
 
 _FULLFSYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # macOS: fsync leaves data in the drive's cache
@@ -49,6 +49,10 @@ class PosixFile:
 
     def size(self) -> int:
         return os.fstat(self._fd).st_size
+
+    def fileno(self) -> int:
+        """The descriptor, for who sends the file by it."""
+        return self._fd
 
     def inode(self) -> int:
         """The number of the file in its file system."""
@@ -163,6 +167,19 @@ def _flush(fd: int, in_place: bool = False) -> None:
         os.fdatasync(fd)
     else:
         os.fsync(fd)  # guard: fsync-descriptor
+
+
+def write_all(file: File, mv: memoryview, offset: int) -> None:
+    """Write every byte of `mv`: one call of `write_at` may write fewer."""
+    done = 0
+    while done < len(mv):  # guard: short-write-loop
+        count = file.write_at(mv[done:], offset + done)
+        # Direct I/O continues at a block boundary, so the partial block at the end of a short write is written again.
+        # guard: short-write-keeps-alignment
+        whole = count if count == len(mv) - done else count - count % DIRECT_IO_BYTES or count
+        if whole <= 0:  # guard: zero-write-is-error
+            raise OSError(errno.EIO, "the file accepts no more bytes")
+        done += whole  # guard: short-write-counted
 
 
 def close_unlocked(fd: int) -> None:

@@ -4,7 +4,7 @@
 
 Invariants
   1. Nothing is written before it is known that a generation fits the live state.
-  2. With strict=True a generation is read once, each chunk verified and then written, if it was verified before, if an
+  2. With strict=True a generation is read once, chunk by chunk into the live state, if it was verified before, if an
      older candidate would overwrite what a fault leaves half written, if the live state is half written already, or if
      there are several ranks, which examine it first; in a world of one the headers of its files must agree with its
      manifest too. Otherwise it is read twice: first to verify all of it, then to write it (docs/decisions/0006).
@@ -276,7 +276,7 @@ class _Loading:
         return bool(wanted[here] > SHARED * generation.bytes)  # guard: shared-content-read-once
 
     def _may_read_once(self, generation: Generation) -> bool:
-        """Whether it is safe to write each chunk as soon as it is verified, before the later ones are read.
+        """Whether it is safe to write each chunk into the live state before the later ones are known to be good.
 
         With strict=True it is if the generation was verified before, if an older one would overwrite what is half
         written, if the live state is half written already, or if several ranks have examined the generation. In a world

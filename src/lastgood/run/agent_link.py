@@ -45,7 +45,7 @@ from .agent_start import LOG, started
 
 Kind = TypeVar("Kind", bound=Record)
 Result = TypeVar("Result")
-PROTOCOL = 12
+PROTOCOL = 13
 """The version of the messages. An agent of another version is ended, and a new one is started."""
 SOCKET, LOCK, SPEC, COPIED = "agent.sock", "agent.lock", "AGENT.json", "COPIED.json"
 MESSAGE_LIMIT_BYTES = 1 << 20

@@ -187,6 +187,9 @@ class WantedTensors(Targets, Protocol):
     boxed: Any
     """the names of wanted boxes that are smaller than their tensors; empty if only whole tensors are wanted"""
 
+    def window(self, name: str, start: int, length: int) -> memoryview | None:
+        """As `read_file.Sink.window`."""
+
     @property
     def bytes(self) -> int:
         """The bytes of all wanted boxes."""
@@ -252,6 +255,9 @@ class _NewMemory:
 
     def put(self, name: str, start: int, data: memoryview) -> None:
         self.tensors[name][start : start + len(data)] = data
+
+    def window(self, name: str, start: int, length: int) -> memoryview | None:
+        return self.tensors[name][start : start + length]
 
     def done(self, name: str) -> None:
         """The memory is used only once everything has been put."""

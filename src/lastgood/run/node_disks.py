@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from ..engine.read_file import reads_in_place
 from ..errors import CommitUnknown, LastgoodError, MissingBlob, NameTaken, TierDown
 from ..format import commit, intents, layout
 from ..ports import Tier
@@ -273,6 +274,10 @@ class NodeDisks:
                 return found
             after = min(full)
 
+    def reads_in_place(self, name: str) -> bool:
+        """As `ports.Tier`."""
+        return reads_in_place(self.own, name)
+
     def read_into(self, extent: Extent, mv: memoryview, *, fresh: bool = False) -> None:
         try:
             self.own.read_into(extent, mv, fresh=fresh)
@@ -352,6 +357,10 @@ class NodeView:
     def list(self, folder: str) -> Mapping[str, int | None]:
         own = self.own.list(folder)
         return {**self.shown.listing, **own} if folder == self.shown.folder else own
+
+    def reads_in_place(self, name: str) -> bool:
+        """As `ports.Tier`."""
+        return reads_in_place(self.own, name)
 
     def read_into(self, extent: Extent, mv: memoryview, *, fresh: bool = False) -> None:
         try:

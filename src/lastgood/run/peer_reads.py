@@ -3,7 +3,7 @@
 Files that several ranks of a node want are fetched once for the node instead (node_transfer.py). Writes nothing.
 
 Invariants
-  1. What is read is verified like what a disk gives.
+  1. What is read is verified like what a disk gives, so it comes without a digest of the wire.
   2. A node that fails is passed over: another one that has the file is read, and at last a place below. All of them are
      tried twice, because a connection may break.
   3. The connections are made when they are needed, and end with the restore.
@@ -21,7 +21,7 @@ from ..records import Extent
 from ..wire import nixl
 from . import peer_opening
 from .peer_security import own_certificates, security
-from .peers import PeerDisk, Peers, PeerTable
+from .peers import VERIFIED_BY_CALLER, PeerDisk, Peers, PeerTable
 from .watched import Sources, Watched
 
 OTHER_NODES = "other nodes"
@@ -60,7 +60,11 @@ class PeerReads(Watched):
 
     def _nodes(self, leaders: Sequence[int]) -> list[Tier]:
         assert self._peers is not None
-        return [cast(Tier, PeerDisk(self._peers, one)) for one in self._table.among(leaders)]
+        return [cast(Tier, PeerDisk(self._peers, one, VERIFIED_BY_CALLER)) for one in self._table.among(leaders)]
+
+    def reads_in_place(self, name: str) -> bool:
+        """As `ports.Tier`: what comes over the wire may be received anywhere."""
+        return name in self._files or super().reads_in_place(name)
 
     def read_into(self, extent: Extent, mv: memoryview, *, fresh: bool = False) -> None:
         tiers = self._files.get(extent.blob)

@@ -32,7 +32,7 @@ import secrets
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -76,6 +76,20 @@ class FileCall(Record, frozen=True, kw_only=True, omit_defaults=True):
     length: int = 0
     background: bool = False
     """of "read": nobody waits for the bytes"""
+    caller_verifies: bool = False
+    """of "read": the caller compares the bytes with a digest that it has, so they need none on their way"""
+
+
+class Reading(NamedTuple):
+    """How files of another node are read: both as for `port.Wire.call`, at the other node."""
+
+    background: bool = False
+    caller_verifies: bool = False
+
+
+READING = Reading()
+BACKGROUND = Reading(background=True)
+VERIFIED_BY_CALLER = Reading(caller_verifies=True)
 
 
 class PeerNode(Record, frozen=True, kw_only=True):
@@ -155,13 +169,21 @@ class Peers:
         for one in channels:
             one.close()
 
-    def read(self, node: PeerNode, extent: Extent, mv: memoryview, background: bool = False) -> None:
-        """Fill mv[:extent.length] from a file of another node. `background`: as for `port.Wire.call`, at the other
-        node. Raises MissingBlob, and what `port.Wire` raises."""
-        read = FileCall(call="read", name=extent.blob, offset=extent.offset, length=extent.length)
-        call = msgspec.structs.replace(read, background=background)
+    def read(self, node: PeerNode, extent: Extent, mv: memoryview, how: Reading = READING) -> None:
+        """Fill mv[:extent.length] from a file of another node. Raises MissingBlob, and what `port.Wire` raises."""
+        call = FileCall(
+            call="read",
+            name=extent.blob,
+            offset=extent.offset,
+            length=extent.length,
+            background=how.background,
+            caller_verifies=how.caller_verifies,
+        )
         answer = self._channel(node).call(
-            self._encoded(call), incoming=mv[: extent.length], timeout_seconds=CALL_SECONDS
+            self._encoded(call),
+            incoming=mv[: extent.length],
+            timeout_seconds=CALL_SECONDS,
+            caller_verifies=how.caller_verifies,
         )
         if sum(map(len, answer.bulk)) != extent.length:
             raise MissingBlob(f"{extent.blob} of node {node.name} ends early", blob=extent.blob)
@@ -264,12 +286,12 @@ class Peers:
 
 
 class PeerDisk:
-    """`ports.Tier` for reading the memory of another node. `background`: as for `Peers.read`."""
+    """`ports.Tier` for reading the memory of another node. `how`: as for `Peers.read`."""
 
     newest_only, reads_at_once = False, 2
 
-    def __init__(self, peers: Peers, node: PeerNode, background: bool = False) -> None:
-        self._peers, self._node, self._background = peers, node, background
+    def __init__(self, peers: Peers, node: PeerNode, how: Reading = READING) -> None:
+        self._peers, self._node, self._how = peers, node, how
         self.place = f"the memory of node {node.name}"
 
     def list(self, folder: str) -> Mapping[str, int | None]:
@@ -277,7 +299,7 @@ class PeerDisk:
 
     def read_into(self, extent: Extent, mv: memoryview, *, fresh: bool = False) -> None:
         try:
-            self._peers.read(self._node, extent, mv, self._background)
+            self._peers.read(self._node, extent, mv, self._how)
         except Damaged as error:  # of which only the texts come over the wire
             error.blob = extent.blob  # guard: remote-damage-names-its-file
             if isinstance(error, Truncated):

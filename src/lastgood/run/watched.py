@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ..engine.read_file import reads_in_place
 from ..ports import Tier
 from ..records import Extent
 
@@ -26,6 +27,10 @@ class Watched:
         if tree := getattr(tier, "tree", None):  # only places that list all files at once have it
             self.tree = tree
         self.next_order = getattr(tier, "next_order", None)  # only tiers that other machines may open have it
+
+    def reads_in_place(self, name: str) -> bool:
+        """As `ports.Tier`."""
+        return reads_in_place(self._tier, name)
 
     def read_into(self, extent: Extent, mv: memoryview, *, fresh: bool = False) -> None:
         self._tier.read_into(extent, mv, fresh=fresh)

@@ -24,7 +24,7 @@ from .capture import require_keys, wanted
 from .decode import SavedObject, Stored, TensorRef, read_values
 from .objects import load_rng, modules_of, rng_differs
 from .rename import Rename
-from .tensor_sink import TensorSink
+from .tensor_sink import Take, TensorSink
 from .tensors import dtype_of
 
 
@@ -85,10 +85,12 @@ class Match:
             if self._tensors.conflicts:
                 raise StateMismatch(self._stored.step, [], [], self._tensors.conflicts)
         self._tensors.make_new()
+        comparisons = self._tensors.comparisons()
+        self._sink.in_place = not comparisons  # guard: overlapping-tensors-not-in-place
         self._sink.begin()
         content.read_into(self._sink, settings)
         self._sink.begun = True  # there may be no tensor, and values are written too
-        self._compare_overlapping(content, settings)
+        self._compare_overlapping(comparisons, content, settings)
         for key, put in self._puts:
             made = put()
             if made is not self._state[key]:
@@ -96,9 +98,11 @@ class Match:
         for act in self._last:
             act()
 
-    def _compare_overlapping(self, content: Content, settings: ReadSettings) -> None:
+    def _compare_overlapping(
+        self, comparisons: Mapping[str, Sequence[Take]], content: Content, settings: ReadSettings
+    ) -> None:
         """Raises LoadFailed if live tensors share a part of their memory, and the stored ones differ there."""
-        if comparisons := self._tensors.comparisons():
+        if comparisons:
             content.read_into(TensorSink(self._stored.tensors, {}, comparisons, self._tensors.boxed), settings)
             if changed := sorted(self._tensors.overwritten):
                 raise LoadFailed(

@@ -68,6 +68,8 @@ class TensorSink:
         self._gathered: dict[str, np.ndarray] = {}
         self.begun = False
         """whether anything was written"""
+        self.in_place = True
+        """whether parts may be read where they are to be: not where tensors share memory, and differ there"""
 
     def begin(self) -> None:
         """Wait until the devices are idle: parts are written by other threads, and so on other CUDA streams."""
@@ -94,6 +96,13 @@ class TensorSink:
             return None
         self.begun = True
         return found
+
+    def window(self, name: str, start: int, length: int) -> memoryview | None:
+        """As `engine.read_file.Sink.window`: the memory of the only place of this name."""
+        if not self.in_place or len(self._places.get(name, ())) != 1:
+            return None
+        found = self.windows(name)
+        return found[0].data[start : start + length] if found else None
 
     def put(self, name: str, start: int, data: memoryview) -> None:
         """Write a part to every place of this name, and keep it where the whole tensor is wanted."""

@@ -24,13 +24,14 @@ from typing import Literal
 from .. import reporting
 from ..errors import CommitUnknown, MissingBlob, NameTaken, TierDown, Truncated, Unreadable
 from ..io import os_errors
-from ..io.files import DISK_READS, is_aligned, round_up
+from ..io.files import DISK_READS, PosixFile, is_aligned, round_up, write_all
 from ..io.memory_files import MemoryFiles
 from ..io.os_errors import FULL, UNREADABLE
 from ..io.reused_files import LentFile
 from ..limits import DIRECT_IO_BYTES
-from ..ports import File, Files
+from ..ports import Files
 from ..records import Extent
+from .disk_upload import DiskUpload
 
 WriteMode = Literal["atomic_dirsync", "atomic_nodirsync", "unsafe"]
 LINK = "latest_ok"
@@ -213,6 +214,10 @@ class Disk:
         """As `list`, with an empty text: nothing tells for certain that a file was written again (Objects.versions)."""
         return {name: (length, "") for name, length in self.list(folder).items()}
 
+    def reads_in_place(self, name: str) -> bool:
+        """As `ports.Tier`: files in memory need no direct I/O."""
+        return isinstance(self._files, MemoryFiles)
+
     def read_into(self, extent: Extent, mv: memoryview, *, fresh: bool = False) -> None:
         """Fill mv[:extent.length]. Raises Truncated, MissingBlob, Unreadable, NotWritable, TierDown.
 
@@ -236,17 +241,32 @@ class Disk:
                     # Direct I/O continues at a block boundary; only the end of the file yields less than a block.
                     whole = end - end % DIRECT_IO_BYTES if direct and end < extent.length else end
                     if whole <= got:  # guard: early-end-is-damage
-                        raise Truncated(
-                            f"{self._path(extent.blob)} ends at {extent.offset + end:,} bytes, "
-                            f"before {extent.offset + extent.length:,}",
-                            blob=extent.blob,
-                            offset=extent.offset + end,
-                        )
+                        raise self._truncated(extent, extent.offset + end)
                     got = whole  # guard: short-read-loop
             finally:
                 file.close()
 
+    def opened(self, extent: Extent) -> PosixFile:
+        """The blob of `extent`, open for who sends that part of it by its descriptor; who asks closes it.
+
+        Raises Truncated, MissingBlob, NotWritable, TierDown.
+        """
+        with self._translated(extent.blob):
+            file = self._files.open(self._path(extent.blob), "read")
+            assert isinstance(file, PosixFile), "no other kind of file has a descriptor"
+            try:
+                if (size := file.size()) < extent.offset + extent.length:  # guard: early-end-is-damage-when-sent
+                    raise self._truncated(extent, size)
+            except BaseException:
+                file.close()
+                raise
+            return file
+
     # ---- steps ---------------------------------------------------------------------------------------------
+
+    def _truncated(self, extent: Extent, end: int) -> Truncated:
+        what = f"{self._path(extent.blob)} ends at {end:,} bytes, before {extent.offset + extent.length:,}"
+        return Truncated(what, blob=extent.blob, offset=end)
 
     def _path(self, name: str) -> str:
         if name.startswith("/") or ".." in name.split("/"):  # guard: name-inside-run
@@ -293,7 +313,7 @@ class Disk:
     def _write_whole(self, path: str, data: bytes) -> None:
         file = self._files.open(path, "new")
         try:
-            _write_all(file, memoryview(data), 0)
+            write_all(file, memoryview(data), 0)
             if self._syncs_files:  # guard: record-content-synced
                 file.sync()
         finally:
@@ -383,56 +403,6 @@ class Disk:
             yield
         except OSError as error:
             raise os_errors.in_run(error, self.place, name) from error
-
-
-class DiskUpload:
-    """`ports.Upload`: a file that no record names yet."""
-
-    def __init__(self, disk: Disk, file: File, name: str, length: int) -> None:
-        self._disk, self._file, self._name, self._length = disk, file, name, length
-        self._open = True
-
-    def write_at(self, mv: memoryview, offset: int) -> None:
-        with self._disk._translated(self._name):
-            _write_all(self._file, mv, offset)
-
-    def finish(self) -> None:
-        """Cut the padding and make content and length durable. The folder's next record makes the name durable."""
-        with self._disk._translated(self._name):
-            self._file.resize(self._length)  # guard: padded-tail-cut
-            if self._disk._syncs_files:  # guard: blob-content-synced
-                self._file.sync()
-            self._close()
-
-    def abort(self) -> None:
-        self._close()
-        self._disk._drop(self._disk._path(self._name))  # guard: abort-removes-blob
-        folder = _folder(self._name)
-        if "/" in folder and not self._disk._shared:  # removed too if it is empty now
-            self._disk._drop(self._disk._path(folder))  # guard: abort-removes-folder
-            self._disk._durable_folders.discard(folder)  # guard: aborted-folder-forgotten
-
-    def leave(self) -> None:
-        """Close the file, and leave what has its name: that may be a file of another process by now."""
-        self._close()
-
-    def _close(self) -> None:
-        if self._open:
-            self._open = False
-            self._file.close()
-
-
-def _write_all(file: File, mv: memoryview, offset: int) -> None:
-    """Write every byte of `mv`: one call of `write_at` may write fewer."""
-    done = 0
-    while done < len(mv):  # guard: short-write-loop
-        count = file.write_at(mv[done:], offset + done)
-        # Direct I/O continues at a block boundary, so the partial block at the end of a short write is written again.
-        # guard: short-write-keeps-alignment
-        whole = count if count == len(mv) - done else count - count % DIRECT_IO_BYTES or count
-        if whole <= 0:  # guard: zero-write-is-error
-            raise OSError(errno.EIO, "the file accepts no more bytes")
-        done += whole  # guard: short-write-counted
 
 
 def _folder(name: str) -> str:

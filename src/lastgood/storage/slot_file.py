@@ -20,12 +20,12 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import CommitUnknown, SumMismatch, Truncated
-from ..io.files import round_up
+from ..io.files import round_up, write_all
 from ..io.os_errors import FULL
 from ..limits import DIRECT_IO_BYTES, TABLE_AREA_BYTES
 from ..ports import Files
 from ..records import Extent
-from .directory import Disk, _write_all
+from .directory import Disk
 from .slot_table import ENVELOPE, Record, Table, area_bytes, body_bytes, decode, encode, whole
 
 READ_ATTEMPTS = 3
@@ -96,7 +96,7 @@ class TableFile:
             # A short write may have written the whole record, and lack only its padding. So the table may be found
             # after a crash, and a failure of the rest of the write has an unknown outcome.
             if file.write_at(page, at) < len(page):
-                _unknown_if_failed(lambda: _write_all(file, page, at))  # guard: partial-table-write-unknown
+                _unknown_if_failed(lambda: write_all(file, page, at))  # guard: partial-table-write-unknown
             _unknown_if_failed(file.sync)  # guard: table-content-synced
         finally:
             file.close()

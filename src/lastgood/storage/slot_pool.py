@@ -13,9 +13,9 @@ import errno
 import re
 from collections.abc import Iterator, Sequence
 
+from ..io.files import write_all
 from ..limits import DIRECT_IO_BYTES
 from ..ports import File, Files
-from .directory import _write_all
 from .slot_file import aligned
 
 ZERO_BYTES = 4 << 20
@@ -46,7 +46,7 @@ class Pool:
         """Write all of `mv`. A failure spoils the slot, because through a mapping a write is also a sync."""
         self.need_sound(slot)  # guard: spoiled-slot-not-written
         with self._spoiling(slot):  # guard: failed-write-spoils-slot
-            _write_all(file, mv, offset)
+            write_all(file, mv, offset)
 
     def sync(self, slot: int, file: File) -> None:
         """Make the content of the slot durable."""
@@ -114,7 +114,7 @@ class Pool:
     def _fill(self, file: File, start: int, end: int) -> None:
         zeros = aligned(bytes(min(ZERO_BYTES, end)))
         for at in range(start // DIRECT_IO_BYTES * DIRECT_IO_BYTES, end, len(zeros)):
-            _write_all(file, zeros[: end - at], at)
+            write_all(file, zeros[: end - at], at)
 
     def _path(self, slot: int) -> str:
         return f"{self._folder}/{slot:02d}"

@@ -85,6 +85,7 @@ class Channel:
         incoming: memoryview | None = None,
         timeout_seconds: float,
         background: bool = False,
+        caller_verifies: bool = False,
     ) -> Answer:
         """See `port.Wire`."""
         bulk = [one.cast("B") for one in outgoing]
@@ -106,7 +107,9 @@ class Channel:
                 if reply.length > len(room):  # guard: wire-answer-fits-buffer
                     what = f"{session.name} sends {reply.length} bulk bytes into a buffer of {len(room)}"
                     raise FrameInvalid(what, safe=SAFE, reason="length")
-                if reply.length:
+                if reply.length and caller_verifies and not reply.digest:  # guard: wire-digest-left-out-if-asked
+                    session.receive_unverified(room[: reply.length], deadline)
+                elif reply.length:
                     session.receive_bulk(room[: reply.length], reply.digest, deadline)
         if failed is not None:
             raise failed

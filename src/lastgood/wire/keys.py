@@ -18,6 +18,8 @@ KEY_LEAST_BYTES = 32
 """The shortest shared key: a handshake can be recorded, and short keys could be tried against it."""
 KEY_LIMIT_BYTES = 4096
 DIGESTS = ("xxh3_128", "blake3")
+KEYED_DIGESTS = ("blake3",)
+"""those that find forgeries too"""
 
 
 class Hasher(Protocol):

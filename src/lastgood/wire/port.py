@@ -11,6 +11,21 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 
+class OpenFile(Protocol):
+    """A file that can be sent by its descriptor."""
+
+    def fileno(self) -> int: ...
+    def close(self) -> None: ...
+
+
+class FilePart(NamedTuple):
+    """A range of an open file, all of which exists."""
+
+    file: OpenFile
+    offset: int
+    length: int
+
+
 class Peer(NamedTuple):
     """The identity of a node in a run."""
 
@@ -29,6 +44,9 @@ class Answer(NamedTuple):
     """contiguous views of bytes. At the node that asked: the filled part of its own buffer, or nothing"""
     background: bool = False
     """as for `Wire.call`, for the bulk bytes of the answer"""
+    part: FilePart | None = None
+    """the bulk bytes of an answer to a call with `caller_verifies`, in place of `bulk`. The wire closes the file, which
+    may not change before that: the system sends its pages, perhaps after it has taken the answer"""
 
 
 class Wire(Protocol):
@@ -37,7 +55,7 @@ class Wire(Protocol):
     ==================  ====================================================================================
     outcome of a call   what it means
     ==================  ====================================================================================
-    returns an Answer   the service has handled the request once; every byte has the digest that was sent
+    returns an Answer   the service has handled the request once; every byte has the digest that was sent, if one was
     PeerRefused         nothing was sent: the two nodes do not accept each other
     Refused             the request exceeds a limit, and nothing was sent; or the answer exceeds `incoming`
     another error       raised by the service with this class, what, safe and todo
@@ -56,6 +74,8 @@ class Wire(Protocol):
     bulk bytes of the answer are received; it may be longer than they are. Default: an answer with
     bulk bytes is refused. `timeout_seconds`: the time for the whole call, the connection included. `background`: the
     outgoing bytes are sent so that others on the same path need not wait (background.py). Default: as fast as possible.
+    `caller_verifies` (default False): the caller compares the bulk bytes of the answer with a digest that it has, and
+    the wire accepts them without one, unless its mode has keyed digests. The service learns of it by the request.
     """
 
     def call(
@@ -66,6 +86,7 @@ class Wire(Protocol):
         incoming: memoryview | None = None,
         timeout_seconds: float,
         background: bool = False,
+        caller_verifies: bool = False,
     ) -> Answer: ...
 
     def close(self) -> None:

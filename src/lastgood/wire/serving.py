@@ -18,11 +18,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ..errors import FrameInvalid, LastgoodError
+from ..errors import FrameInvalid, LastgoodError, PeerDown
 from ..limits import WIRE_IDLE_SECONDS
 from .handshake import JOIN_FIRST_BYTE, Random, Side, expect, receive_client, receive_token
 from .messages import Offer, Ready, Reply, Request, check_sizes, failure_of
-from .port import Peer, Service
+from .port import Answer, Peer, Service
 from .security import Security
 from .session import Session
 from .sockets import Deadline, Stream, listen, prepare
@@ -252,19 +252,27 @@ class Conversations:
     def _serve_peer(self, peer: Peer, session: Session, deadline: Deadline) -> None:
         session.send(Ready(), (), deadline)
         offered = False
-        while True:
-            idle = Deadline(self._clock, self._bounds.idle_seconds, f"the next request of {session.name}")
-            first = session.receive_first(idle)
-            deadline = self._transfer(f"receiving a request of {session.name}")
-            message = session.receive(deadline, first)
-            if isinstance(message, Offer) and not offered:  # guard: window-offered-once
-                offered = True
-                answer_offer(session, self._windows, message, deadline)
-            else:
-                self._serve_request(peer, session, expect(Request, message, session.name), deadline)
+        with contextlib.ExitStack() as sending:
+            while True:
+                idle = Deadline(self._clock, self._bounds.idle_seconds, f"the next request of {session.name}")
+                first = session.receive_first(idle)
+                sending.close()  # the peer has all of the last answer  # guard: wire-file-open-until-received
+                deadline = self._transfer(f"receiving a request of {session.name}")
+                message = session.receive(deadline, first)
+                if isinstance(message, Offer) and not offered:  # guard: window-offered-once
+                    offered = True
+                    answer_offer(session, self._windows, message, deadline)
+                else:
+                    request = expect(Request, message, session.name)
+                    self._serve_request(peer, session, request, deadline, sending)
 
-    def _serve_request(self, peer: Peer, session: Session, request: Request, deadline: Deadline) -> None:
-        """Receive the bulk bytes of a request, let the service handle it, and send the answer."""
+    def _serve_request(
+        self, peer: Peer, session: Session, request: Request, deadline: Deadline, sending: contextlib.ExitStack
+    ) -> None:
+        """Receive the bulk bytes of a request, let the service handle it, and send the answer.
+
+        `sending` closes the file of which a part is sent.
+        """
         mv = memoryview(b"")
         if request.length:
             try:
@@ -284,8 +292,10 @@ class Conversations:
                 raise
         try:
             answer = self._service.handle(peer, request.record, mv)
-            bulk = [one.cast("B") for one in answer.bulk]
-            reply = Reply(answer.record, sum(map(len, bulk)), session.digest(bulk))
+            if answer.part is not None:
+                sending.callback(answer.part.file.close)
+            bulk, length = _bulk_of(answer, session)
+            reply = Reply(answer.record, length, session.digest(bulk))
             check_sizes(reply.record, reply.length, request.room)
         except Exception as error:
             self._send_error(session, error)
@@ -293,7 +303,10 @@ class Conversations:
                 raise
             return
         deadline = self._transfer(f"sending an answer to {session.name}")
-        session.send(reply, bulk, deadline, answer.background)
+        if answer.part is not None and not bulk:
+            session.send_part(reply, answer.part, deadline)
+        else:
+            session.send(reply, bulk, deadline, answer.background)
 
     def _buffer(self, peer: Peer, request: Request) -> memoryview:
         """The service's buffer for the bulk bytes of a request."""
@@ -309,3 +322,20 @@ class Conversations:
 
     def _transfer(self, what: str) -> Deadline:
         return Deadline(self._clock, self._bounds.transfer_seconds, what)
+
+
+def _bulk_of(answer: Answer, session: Session) -> tuple[list[memoryview], int]:
+    """The bulk bytes of an answer, and their number. There are none of them where a part of a file is sent as it is.
+
+    Raises PeerDown for a part that cannot be read.
+    """
+    if answer.part is None:
+        bulk = [one.cast("B") for one in answer.bulk]
+        return bulk, sum(map(len, bulk))
+    if session.sends_files:
+        return [], answer.part.length
+    try:
+        data = os.pread(answer.part.file.fileno(), answer.part.length, answer.part.offset)
+    except OSError as error:
+        raise PeerDown(f"a file of that node cannot be read: {error.strerror}") from error
+    return [memoryview(data)], len(data)

@@ -8,8 +8,9 @@ from typing import Protocol
 
 from ..errors import FrameInvalid
 from .frames import HEADER, SAFE, FrameReader, FrameWriter
-from .keys import ConnectionKeys, digest, hasher
+from .keys import KEYED_DIGESTS, ConnectionKeys, digest, hasher
 from .messages import Message
+from .port import FilePart
 from .sockets import Deadline, Stream
 
 RECEIVE_BYTES = 256 << 10
@@ -81,6 +82,17 @@ class Session:
             if bulk:
                 self._bulk.send(bulk, deadline, background)
 
+    @property
+    def sends_files(self) -> bool:
+        """Whether this side may send a part of a file in place of bytes: in the clear, and with no keyed digest."""
+        return isinstance(self._bulk, Stream) and self._bulk.sends_files and self._algorithm not in KEYED_DIGESTS
+
+    def send_part(self, message: Message, part: FilePart, deadline: Deadline) -> None:
+        """Send a message, and a part of a file after it, where `sends_files`. Raises PeerDown or TimedOut."""
+        assert isinstance(self._bulk, Stream), "only a stream sends files"
+        self._control.send([self._writer.encode(message)], deadline)
+        self._bulk.send_part(part, deadline)
+
     def receive_first(self, deadline: Deadline) -> bytes:
         """The first byte of the next message. Raises PeerDown or TimedOut."""
         return self._control.receive(1, deadline)
@@ -107,6 +119,13 @@ class Session:
                 todo="Repeat the request. If this happens again, check the network and the memory of both nodes.",
                 reason="digest",
             )
+
+    def receive_unverified(self, mv: memoryview, deadline: Deadline) -> None:
+        """Fill `mv` with bulk bytes that were sent without a digest. Raises FrameInvalid for a mode whose digests are
+        keyed, PeerDown or TimedOut."""
+        if self._algorithm in KEYED_DIGESTS:  # guard: wire-keyed-digest-never-left-out
+            raise FrameInvalid(f"{len(mv)} bulk bytes from {self.name} have no digest", safe=SAFE, reason="digest")
+        self._bulk.receive_into(mv, deadline)
 
     def discard_bulk(self, length: int, deadline: Deadline) -> None:
         """Read bulk bytes that nobody wants, so that the connection can go on. Raises PeerDown or TimedOut."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import socket
 import ssl
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ..errors import LastgoodError, PeerDown, TimedOut
 from .background import Background, background_of
+from .port import FilePart
 from .tls import stream_error
 
 SEND_BYTES = 1 << 20
@@ -74,6 +76,31 @@ class Stream:
                     sent -= len(left.pop(0))
                 if sent:
                     left[0] = left[0][sent:]
+
+    @property
+    def sends_files(self) -> bool:
+        """Whether `send_part` can be called: not through TLS."""
+        return not isinstance(self._socket, ssl.SSLSocket)
+
+    def send_part(self, part: FilePart, deadline: Deadline) -> None:
+        """Send a part of a file from the pages of the file, without copying them. Raises PeerDown or TimedOut.
+
+        The system may send some of them after this has returned.
+        """
+        at, end = part.offset, part.offset + part.length
+        with self._failing(deadline):
+            self._rate(background=False)
+            self._socket.settimeout(deadline.left())  # which lets no call block
+            writable = select.poll()
+            writable.register(self._socket, select.POLLOUT)
+            while at < end:
+                if not writable.poll(1000 * deadline.left()):
+                    raise deadline.passed()
+                with contextlib.suppress(BlockingIOError):
+                    sent = os.sendfile(self._socket.fileno(), part.file.fileno(), at, end - at)
+                    if not sent:
+                        raise _down(self.name, "a file that was being sent has become shorter")
+                    at += sent
 
     def _send_some(self, buffers: Sequence[memoryview]) -> int:
         if isinstance(self._socket, ssl.SSLSocket) or len(buffers) == 1:

@@ -29,7 +29,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "a half-written table counts as a failed write",
             "partial-table-write-unknown",
-            Instead("_write_all(file, page, at)"),
+            Instead("write_all(file, page, at)"),
         ),
         (
             "an fsync that fails for lack of space counts as a failed write",

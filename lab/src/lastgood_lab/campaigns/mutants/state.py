@@ -163,6 +163,11 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *table(
+        "tensors that share memory",
+        ("restore",),
+        ("they are read into the same memory at once", "overlapping-tensors-not-in-place", Instead("pass")),
+    ),
+    *table(
         "step saved twice",
         SAVED_TWICE,
         ("a restored step is written again although it is unchanged", "unchanged-restore-not-rewritten", Never()),

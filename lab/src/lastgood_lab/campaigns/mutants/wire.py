@@ -77,7 +77,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "copies in the background",
         ("peers", "node_parity"),
         ("copies are sent as fast as possible", "copies-sent-in-background", Instead("background = False")),
-        ("parity is read as fast as possible", "parity-read-in-background", Swap(", background=True", "")),
+        ("parity is read as fast as possible", "parity-read-in-background", Swap(", BACKGROUND", "")),
         (
             "copies that another rank has left are not tried again",
             "rank-that-left-stops-no-copies",
@@ -104,6 +104,19 @@ MUTANTS: tuple[Mutant, ...] = (
             Swap(" and self._clock() - since_seconds < WIRE_REUSE_SECONDS", ""),
         ),
         ("every wait has the whole time of its deadline", "wire-deadline-kept", Instead("left = self._seconds")),
+    ),
+    *table(
+        "wire, parts of files",
+        ("wire_files", "peers"),
+        (
+            "bytes without a digest are accepted by every caller",
+            "wire-digest-left-out-if-asked",
+            Swap("caller_verifies and ", ""),
+        ),
+        ("a keyed digest may be left out", "wire-keyed-digest-never-left-out", Never()),
+        ("a file is sent though the caller does not verify", "unverified-bytes-sent-if-asked", Always()),
+        ("the end of a file that is sent is not looked for", "early-end-is-damage-when-sent", Never()),
+        ("a file is open until the connection ends", "wire-file-open-until-received", Instead("pass")),
     ),
     *table(
         "wire, the server",
