@@ -11,6 +11,8 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import msgspec
 import pytest
@@ -22,10 +24,12 @@ from lastgood import errors
 from lastgood.agent import nodes
 from lastgood.agent.peer_files import PeerFiles
 from lastgood.agent.server import Server as AgentServer
+from lastgood.coordination.single_rank import SingleRank
 from lastgood.engine.inline_executor import Inline
 from lastgood.format import commit, layout
 from lastgood.io.files import Lock
 from lastgood.io.memory_files import MemoryFiles
+from lastgood.loop.restore import WritableRun
 from lastgood.policy.placement import Node, copies, missing_copies
 from lastgood.records import Extent, Finding, Generation, GenerationId, World, judged
 from lastgood.run import access
@@ -33,7 +37,7 @@ from lastgood.run.agent_link import PROTOCOL, AgentLink, asked, connected, liste
 from lastgood.run.agent_messages import AgentSpec, Request, Send, Serve, Work
 from lastgood.run.known import Environment, Holds, KnownRun
 from lastgood.run.node_copies import CopyRequest, CopySender, NodeCopies, ask_all
-from lastgood.run.node_disks import NodeDisks, Nodes
+from lastgood.run.node_disks import NodeDisks, NodeLinks, Nodes, NodeView
 from lastgood.run.node_parity import ParityBuilder, ParityRequest
 from lastgood.run.outcomes import Outcomes
 from lastgood.run.paths import parsed
@@ -62,7 +66,7 @@ from lastgood.wire.port import Answer, Peer
 from lastgood.wire.security import SharedKey
 from lastgood.wire.serving import Server
 from lastgood.wire.session import Session
-from lastgood.wire.sockets import Deadline
+from lastgood.wire.sockets import Deadline, Stream
 from lastgood.wire.window import Window
 from lastgood_lab.plain import save
 from training import Training
@@ -708,6 +712,36 @@ def test_files_go_without_a_digest_to_callers_that_verify(tmp_path: Path, genera
         with pytest.raises(errors.Truncated, match="ends at") as error:
             PeerDisk(peers, node, VERIFIED_BY_CALLER).read_into(beyond, buffer)
         assert error.value.offset == len(data) and error.value.blob == name
+
+
+def test_after_a_failed_load_bytes_are_checked_on_their_way(
+    tmp_path: Path, generation: Generation, monkeypatch
+) -> None:
+    """A node whose bytes are changed on their way was asked again and again, although another one had the file."""
+    name, data = f"{layout.folder(generation.id)}/r00000.safetensors", files_of(tmp_path / "a")["r00000.safetensors"]
+    with served(tmp_path / "a") as bad, served(tmp_path / "a") as good:
+        received, changed = Stream.receive_into, bad.port
+
+        def receive_into(self: Stream, mv: memoryview, deadline: Deadline) -> None:
+            received(self, mv, deadline)
+            if len(mv) == 500 and self.raw.getpeername()[1] == changed:
+                mv[7] ^= 1
+
+        monkeypatch.setattr(Stream, "receive_into", receive_into)
+        table = PeerTable(job=JOB, key=KEY, nodes=[bad, structs.replace(good, leader=2)])
+        links = NodeLinks(table=table)
+        tier = NodeView(disk(tmp_path / "here"), Nodes((0, 1, 2)), True, links)
+        places = SimpleNamespace(writer_of=lambda at: SimpleNamespace(tier=tier))
+        pipeline = SimpleNamespace(places=places, run=SimpleNamespace(tier=tier), workers=Inline(), upkeep=MagicMock())
+        run, buffer = WritableRun(pipeline, None, SingleRank()), memoryview(bytearray(500))
+        monkeypatch.setattr("lastgood.loop.restore.reader.read_all", lambda *_: [])
+        for right in (False, True):
+            reads = run.place_of(generation)
+            reads.note({name: [1, 2]}, [])
+            reads.read_into(Extent(blob=name, offset=0, length=500), buffer)
+            assert (bytes(buffer) == data[:500]) == right
+            run.examine(generation)
+        run.release()
 
 
 def test_a_node_without_the_key_of_the_job_is_refused(tmp_path: Path) -> None:

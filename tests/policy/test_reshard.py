@@ -82,6 +82,9 @@ class Memory:
     def put(self, name: str, start: int, data: memoryview) -> None:
         self.arrays[name][start : start + len(data)] = np.frombuffer(data, np.uint8)
 
+    def window(self, name: str, start: int, length: int) -> memoryview | None:
+        return self.arrays[name].data[start : start + length] if self._open else None
+
     def windows(self, name: str) -> list[np.ndarray] | None:
         return [self.arrays[name]] if self._open else None
 

@@ -4,8 +4,8 @@ Invariants
   1. A part is put into the sink once its chunk agrees with its digest.
   2. What is read in place is in the tensor before it is verified. So a chunk that is damaged, or cannot be read, leaves
      the tensor undefined, as a part of the state is after any load that has failed (run/candidates.py).
-  3. The first chunk of a file, which has its header, is not read in place: a file of one chunk changes nothing that it
-     is not good for.
+  3. Nothing is read in place until a chunk of the file was verified and put into the sink: a file that cannot be read,
+     or has one chunk, changes nothing unless it is good.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ class DeliveredChunks:
     ) -> None:
         self.blob = verified.blob
         self._verified, self._check, self._sink, self._unfit = verified, check, sink, unfit
-        self._in_place = in_place
+        self._in_place, self._delivered = in_place, False
         self._elsewhere: dict[int, list[memoryview]] = {}
         """index -> where a chunk lies that was not read into its buffer"""
 
     def read(self, index: int, buffer: memoryview) -> memoryview:
         parts = [one for one in self._check.parts[index] if one.length]
-        windows = self._windows(parts) if self._in_place else None
+        # guard: first-chunk-through-buffer
+        windows = self._windows(parts) if self._in_place and self._delivered else None
         if windows is not None:
             self._verified.read_into(index, windows)
             self._elsewhere[index] = windows
@@ -54,6 +55,7 @@ class DeliveredChunks:
                 piece, data = self._check.pieces[tensor], chunk[at : at + length]
                 self._require_finite(piece, data)
                 self._sink.put(piece.key, start, data)
+                self._delivered = True
         return chunk
 
     def taken(self, index: int, data: memoryview) -> list[memoryview]:

@@ -1,4 +1,5 @@
-"""Verified reads of tensor files. `stream` and `tensor` hand out only bytes that agree with their digests.
+"""Verified reads of tensor files. `stream` and `tensor` hand out only bytes that agree with their digests, but
+`stream` fills a window of its sink before it knows that they do.
 
 `RawChunks` and `some` do not verify, and `parts` knows the digest only after the last part; their docstrings say so.
 
@@ -110,8 +111,8 @@ def stream(
             for index, (data, error) in zip(needed, found, strict=True):
                 if error is not None:
                     raise error
-                for part in chunks.taken(index, data) if reads_all else ():
-                    for name in check.see(part):  # guard: restore-checks-contents
+                for part in chunks.taken(index, data):
+                    for name in check.see(part) if reads_all else ():  # guard: restore-checks-contents
                         sink.done(name)
         if not reads_all and wanted is not None:
             for piece in check.pieces:

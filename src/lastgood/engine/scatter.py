@@ -24,6 +24,8 @@ class Targets(Protocol):
 
     ======================  =====================================================================================
     put(name, start, data)  as `read_file.Sink`; `start` is an offset into the box, row by row
+    window(name, start,     as `read_file.Sink`; `start` is an offset into the box
+    length)
     windows(name)           the memory of the box, uint8 [bytes], once for each destination; None if a destination has
                             no memory that the host can write
     done(name)              every byte of the box was put
@@ -31,6 +33,7 @@ class Targets(Protocol):
     """
 
     def put(self, name: str, start: int, data: memoryview) -> None: ...
+    def window(self, name: str, start: int, length: int) -> memoryview | None: ...
     def windows(self, name: str) -> list[np.ndarray] | None: ...
     def done(self, name: str) -> None: ...
 
@@ -117,11 +120,7 @@ class Scatter:
         first, end = routes[0].source[0] * size, sum(routes[0].source) * size
         if start < first or start + length > end or target.name in self._scattered:
             return None
-        windows = self._into.windows(target.name)
-        if windows is None or len(windows) != 1:
-            return None
-        at = routes[0].to[0] * size + start - first
-        return windows[0].data[at : at + length]
+        return self._into.window(target.name, routes[0].to[0] * size + start - first, length)
 
     def done(self, rank: int, key: str) -> None:
         """Finish a piece, all of which was put, and every target that it completes."""

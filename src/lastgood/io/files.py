@@ -51,7 +51,7 @@ class PosixFile:
         return os.fstat(self._fd).st_size
 
     def fileno(self) -> int:
-        """The descriptor, for who sends the file by it."""
+        """The descriptor. The wire sends the file from it."""
         return self._fd
 
     def inode(self) -> int:

@@ -29,7 +29,7 @@ from ..format.commit import Survey
 from ..policy.arguments import is_whole, require
 from ..policy.restore import choose, never_good
 from ..ports import Tier
-from ..records import Finding, Generation, Record
+from ..records import Finding, Generation, GenerationId, Record
 from ..run import advice, node_opening, reader, side_records
 from ..run.advice import Advice
 from ..run.content import Content
@@ -37,6 +37,7 @@ from ..run.node_cache import NodeCache
 from ..run.node_disks import NodeTier
 from ..run.node_transfer import Carried, Chunks, note_fetched, share_manifests
 from ..run.peer_reads import PeerReads
+from ..run.peers import READING, VERIFIED_BY_CALLER
 from ..run.pipeline import Pipeline
 from ..run.watched import Sources
 from ..run.writer import RunWriter
@@ -58,6 +59,8 @@ class WritableRun:
         self.sources = Sources()
         self._cache: NodeCache | None = None
         self._peer_reads: PeerReads | None = None
+        self._failed = set[GenerationId]()
+        """generations that did not load"""
 
     @property
     def survey(self) -> Survey:
@@ -75,7 +78,9 @@ class WritableRun:
         counted = self.sources.counted(tier)
         if isinstance(tier, NodeTier) and tier.links.table is not None:
             self.release()
-            self._peer_reads = PeerReads(counted, self.sources, tier.links.table)
+            # guard: bad-path-found-at-second-load
+            how = READING if generation.id in self._failed else VERIFIED_BY_CALLER
+            self._peer_reads = PeerReads(counted, self.sources, tier.links.table, how)
             return self._peer_reads
         if self._ranks.size == 1 or not commit.visible_is_durable(tier):
             return counted
@@ -145,6 +150,8 @@ class WritableRun:
         are read, because each rank loads from its own.
         """
         run, arena = self._pipeline.places.writer_of(generation.id), self._pipeline.upkeep.arena()
+        if topic is None:
+            self._failed.add(generation.id)
         if self._ranks.size == 1:
             return reader.read_all(self.place_of(generation), generation, arena, self._pipeline.workers)
         divide = node_opening.parts if topic is not None else node_opening.every_copy  # guard: every-copy-examined

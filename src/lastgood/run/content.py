@@ -112,7 +112,7 @@ class Content:
             return all(read_file.headers_agree(one, buffers[0]) for one in self._files)
 
     def read_into(self, sink: WantedTensors, settings: ReadSettings) -> None:
-        """Read the boxes that `sink` wants, verify them and put them into `sink`.
+        """Read the boxes that `sink` wants, verified, into `sink`.
 
         Raises Damaged, Unavailable, and NotFinite if `settings.unfit` refuses tensors that hold NaN or infinity.
         Only chunks with wanted bytes are read. A generation of one rank is read from start to end if this process alone
@@ -187,9 +187,6 @@ class WantedTensors(Targets, Protocol):
     boxed: Any
     """the names of wanted boxes that are smaller than their tensors; empty if only whole tensors are wanted"""
 
-    def window(self, name: str, start: int, length: int) -> memoryview | None:
-        """As `read_file.Sink.window`."""
-
     @property
     def bytes(self) -> int:
         """The bytes of all wanted boxes."""
@@ -239,6 +236,9 @@ class _Memory:
 
     def put(self, name: str, start: int, data: memoryview) -> None:
         self._memory[start : start + len(data)] = np.frombuffer(data, np.uint8)
+
+    def window(self, name: str, start: int, length: int) -> memoryview | None:
+        return self._memory.data[start : start + length]
 
     def windows(self, name: str) -> list[np.ndarray] | None:
         return [self._memory]

@@ -3,7 +3,7 @@
 Files that several ranks of a node want are fetched once for the node instead (node_transfer.py). Writes nothing.
 
 Invariants
-  1. What is read is verified like what a disk gives, so it comes without a digest of the wire.
+  1. What is read is verified like what a disk gives, so it comes without a digest of the wire, unless that has failed.
   2. A node that fails is passed over: another one that has the file is read, and at last a place below. All of them are
      tried twice, because a connection may break.
   3. The connections are made when they are needed, and end with the restore.
@@ -21,7 +21,7 @@ from ..records import Extent
 from ..wire import nixl
 from . import peer_opening
 from .peer_security import own_certificates, security
-from .peers import VERIFIED_BY_CALLER, PeerDisk, Peers, PeerTable
+from .peers import VERIFIED_BY_CALLER, PeerDisk, Peers, PeerTable, Reading
 from .watched import Sources, Watched
 
 OTHER_NODES = "other nodes"
@@ -30,12 +30,13 @@ OTHER_NODES = "other nodes"
 
 class PeerReads(Watched):
     """`tier`, of which some files are read elsewhere (`note`). `sources`: counts that. `table`: the nodes whose
-    agents listen."""
+    agents listen. `how`: files are read from them; with digests of the wire, a node is passed over too whose bytes are
+    changed on their way."""
 
-    def __init__(self, tier: Tier, sources: Sources, table: PeerTable) -> None:
+    def __init__(self, tier: Tier, sources: Sources, table: PeerTable, how: Reading = VERIFIED_BY_CALLER) -> None:
         super().__init__(tier, lambda size: None)
         self.reads_at_once = max(tier.reads_at_once, PeerDisk.reads_at_once)
-        self._sources, self._begun, self._table = sources, sources.now(), table
+        self._sources, self._begun, self._table, self._how = sources, sources.now(), table, how
         self._peers: Peers | None = None
         self._files: Mapping[str, Sequence[Tier]] = {}
         self._failed = set[str]()
@@ -60,7 +61,7 @@ class PeerReads(Watched):
 
     def _nodes(self, leaders: Sequence[int]) -> list[Tier]:
         assert self._peers is not None
-        return [cast(Tier, PeerDisk(self._peers, one, VERIFIED_BY_CALLER)) for one in self._table.among(leaders)]
+        return [cast(Tier, PeerDisk(self._peers, one, self._how)) for one in self._table.among(leaders)]
 
     def reads_in_place(self, name: str) -> bool:
         """As `ports.Tier`: what comes over the wire may be received anywhere."""

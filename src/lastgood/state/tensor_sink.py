@@ -69,7 +69,7 @@ class TensorSink:
         self.begun = False
         """whether anything was written"""
         self.in_place = True
-        """whether parts may be read where they are to be: not where tensors share memory, and differ there"""
+        """whether parts may be read where they are to be; False where live tensors may share memory"""
 
     def begin(self) -> None:
         """Wait until the devices are idle: parts are written by other threads, and so on other CUDA streams."""

@@ -247,7 +247,7 @@ class Disk:
                 file.close()
 
     def opened(self, extent: Extent) -> PosixFile:
-        """The blob of `extent`, open for who sends that part of it by its descriptor; who asks closes it.
+        """Open the blob of `extent`, all of which it has. The caller closes it.
 
         Raises Truncated, MissingBlob, NotWritable, TierDown.
         """

@@ -168,6 +168,15 @@ MUTANTS: tuple[Mutant, ...] = (
         ("they are read into the same memory at once", "overlapping-tensors-not-in-place", Instead("pass")),
     ),
     *table(
+        "chunks in place",
+        ("in_place",),
+        (
+            "a chunk is read in place before any was good",
+            "first-chunk-through-buffer",
+            Swap(" and self._delivered", ""),
+        ),
+    ),
+    *table(
         "step saved twice",
         SAVED_TWICE,
         ("a restored step is written again although it is unchanged", "unchanged-restore-not-rewritten", Never()),

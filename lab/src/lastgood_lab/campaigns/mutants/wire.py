@@ -116,6 +116,11 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a keyed digest may be left out", "wire-keyed-digest-never-left-out", Never()),
         ("a file is sent though the caller does not verify", "unverified-bytes-sent-if-asked", Always()),
         ("the end of a file that is sent is not looked for", "early-end-is-damage-when-sent", Never()),
+        (
+            "a node is asked again whose bytes are changed on their way",
+            "bad-path-found-at-second-load",
+            Instead("how = VERIFIED_BY_CALLER"),
+        ),
         ("a file is open until the connection ends", "wire-file-open-until-received", Instead("pass")),
     ),
     *table(
