@@ -40,6 +40,7 @@ class DeliveredChunks:
         """index -> where a chunk lies that was not read into its buffer"""
 
     def read(self, index: int, buffer: memoryview) -> memoryview:
+        """As `read_file.Chunks.read`, but a chunk that is read in place is not in `buffer`: `taken` has its bytes."""
         parts = [one for one in self._check.parts[index] if one.length]
         # guard: first-chunk-through-buffer
         windows = self._windows(parts) if self._in_place and self._delivered else None
@@ -59,7 +60,7 @@ class DeliveredChunks:
         return chunk
 
     def taken(self, index: int, data: memoryview) -> list[memoryview]:
-        """The bytes of a chunk that was read, in order. `data`: its buffer."""
+        """The bytes of a chunk that was read, in order; called once for each. `data`: its buffer."""
         return self._elsewhere.pop(index, [data])
 
     def _windows(self, parts: Sequence[Segment]) -> list[memoryview] | None:

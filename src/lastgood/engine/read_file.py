@@ -211,7 +211,8 @@ def in_order(
     readers: Executor,
     only: Sequence[int] | None = None,
 ) -> Generator[tuple[memoryview, Damaged | None], None, None]:
-    """Every chunk of a file, in order, as `chunks.read` returns it; or its bytes, which mean nothing, and the error.
+    """Every chunk of a file, in order: the buffer `chunks.read` had, cut to its length, and an error or None.
+    With an error the bytes mean nothing.
 
     The bytes are valid until their buffer is used again. `buffers` are page-aligned, each as large as a chunk (rounded
     up to pages), and used in turn. `only`: the chunks to read, by index; None for all. Raises what is no damage:
