@@ -403,15 +403,3 @@ def test_calls_of_a_drill_are_refused_for_the_files_themselves(node: Node, call:
     with served(node) as peer, contextlib.closing(Peers(JOB, BY_KEY, "a")) as peers, refused:
         peers._call(peer, FileCall(call=call, name=f"{node.folder}/{DATA}"))  # type: ignore[arg-type]
     assert contents(node.root) == node.before
-
-
-def test_an_older_agent_is_named_as_what_it_is(node: Node) -> None:
-    class Older(PeerFiles):
-        """As the agents that did not know the calls of drills."""
-
-        def handle(self, peer, request, bulk):
-            raise errors.Refused("this is no call of an agent: Invalid enum value 'open'", safe="Nothing was written.")
-
-    refused = pytest.raises(errors.Refused, match="an older version of lastgood, which makes no copies for a drill")
-    with served(node, Older(node.disk)) as peer, drill() as copies, refused:
-        copies.make(peer, node.folder, node.files)

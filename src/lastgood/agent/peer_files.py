@@ -27,7 +27,7 @@ from ..ports import Mendable, Upload
 from ..records import Commit, Extent, GenerationId
 from ..run import access, paths
 from ..run.late_commit import HELD
-from ..run.peers import NO_CALL, RANK_FILE, STRIPE_FILE, FileCall
+from ..run.peers import RANK_FILE, STRIPE_FILE, FileCall
 from ..storage.directory import Disk
 from ..wire.port import Answer, FilePart, Peer
 
@@ -217,7 +217,7 @@ def decoded(request: bytes) -> FileCall:
     try:
         return msgspec.json.decode(request, type=FileCall)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise Refused(f"{NO_CALL}: {error}", safe="Nothing was written.") from error
+        raise Refused(f"this is no call of an agent: {error}", safe="Nothing was written.") from error
 
 
 def _longest(call: FileCall) -> int:

@@ -14,12 +14,12 @@ from typing import cast
 
 import msgspec
 
-from ..errors import LastgoodError, Refused
+from ..errors import LastgoodError
 from ..limits import CHUNK_BYTES, DRILL_KEEP_SECONDS
 from ..ports import Tier
 from ..records import Extent
 from ..wire.security import Security
-from .peers import CALL_SECONDS, NO_CALL, FileCall, PeerNode, Peers
+from .peers import CALL_SECONDS, FileCall, PeerNode, Peers
 
 RECORDS_BYTES = 1 << 20
 """The room that is reckoned for records and for the ends of pages on each node."""
@@ -63,13 +63,7 @@ class CopyPeers(Peers):
         node makes none, and what `port.Wire` raises.
         """
         room = sum(files.values()) + RECORDS_BYTES
-        try:
-            self._call(node, FileCall(call="open", name=folder, length=room))
-        except Refused as refused:
-            if refused.what.startswith(NO_CALL):
-                what = "its agent is of an older version of lastgood, which makes no copies for a drill"
-                raise Refused(what, safe="Nothing was written there.") from refused
-            raise
+        self._call(node, FileCall(call="open", name=folder, length=room))
         self._with_copies[node.name] = node, folder
         for name, length in files.items():
             file = FileCall(call="create", name=f"{folder}/{name}", sending=secrets.token_hex(8), length=length)

@@ -59,8 +59,6 @@ DRILL_FOLDER = re.compile(r"drill-[0-9a-f]{8}")
 """The name of the folder of a drill on another node."""
 DRILLS = ".drill"
 """The folder, in that of an agent, with the copies of drills on other nodes."""
-NO_CALL = "this is no call of an agent"
-"""With this an agent refuses a call that it does not know: it may be of an older version."""
 
 
 class FileCall(Record, frozen=True, kw_only=True, omit_defaults=True):

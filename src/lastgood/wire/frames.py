@@ -20,7 +20,8 @@ from ..limits import WIRE_BODY_LIMIT_BYTES, WIRE_OVERHEAD_BYTES
 from .messages import Message
 
 MAGIC = b"LGWF"
-VERSION = 1
+VERSION = 2
+"""of the messages, and of the calls of agents in them (run/peers.py). Nodes of two versions refuse each other."""
 HEADER = struct.Struct(">4sHIQ")
 TAG_BYTES = hashlib.sha256().digest_size
 PUBLIC_KEY = b"lastgood: no key is agreed on yet"

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from lastgood.errors import FrameInvalid, LastgoodError
-from lastgood.wire.frames import HEADER, MAGIC, PUBLIC_KEY, FrameWriter
+from lastgood.wire.frames import HEADER, MAGIC, PUBLIC_KEY, VERSION, FrameWriter
 from lastgood.wire.handshake import Side, keys_of
 from lastgood.wire.keys import digest
 from lastgood.wire.messages import Hello, Proof, Request, Welcome
@@ -165,7 +165,7 @@ def foreign(rng: random.Random, parts: list[bytes], other: Script) -> Sequence[b
 
 def garbage(rng: random.Random, parts: list[bytes], other: Script) -> Sequence[bytes]:
     """Random bytes, after none, some or all of the handshake; some of them begin like a frame."""
-    head = rng.choice((b"", b"", MAGIC, MAGIC + b"\0\1", HEADER.pack(MAGIC, 1, rng.randrange(5000), 0)))
+    head = rng.choice((b"", b"", MAGIC, MAGIC + b"\0", HEADER.pack(MAGIC, VERSION, rng.randrange(5000), 0)))
     return [*parts[: rng.randrange(4)], head + rng.randbytes(rng.choice((0, 1, 17, 18, 50, 300, 3000)))]
 
 
@@ -176,7 +176,7 @@ def tagged_garbage(rng: random.Random, parts: list[bytes], other: Script) -> Seq
     for _ in range(rng.randrange(1, 6)):
         body[rng.randrange(len(body))] = rng.choice((0x80, 0x90, 0xC0, 0xC4, 0xD9, 0xDD, 0xDF, rng.randrange(256)))
     body = body if rng.random() < 0.7 else bytearray(rng.randbytes(rng.randrange(200)))
-    data = HEADER.pack(MAGIC, 1, len(body), at) + body
+    data = HEADER.pack(MAGIC, VERSION, len(body), at) + body
     parts[at] = data + hmac.digest(PUBLIC_KEY, data, "sha256")
     return parts
 
