@@ -10,10 +10,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import lastgood
@@ -835,3 +837,32 @@ def test_a_process_that_never_closes_a_run_in_two_places_ends(tmp_path: Path) ->
     """Its thread for the copies to the second place waited for ever, and the process with it."""
     ended = subprocess.run([sys.executable, "-c", NEVER_CLOSED, str(tmp_path / "home")], timeout=90)
     assert ended.returncode == 0 and steps(tmp_path / "home") == [1]
+
+
+def test_an_agent_that_answers_late_is_missed_once_it_has_ended(tmp_path: Path, monkeypatch, caplog) -> None:
+    """The late answer lay unread on the connection of the training process, which therefore never saw that the agent
+    had ended: none was started in its place."""
+    monkeypatch.setattr(agent_link, "ATTACH_SECONDS", 0.5)
+    listener, folder, late = agent_link.listening(str(tmp_path)), str(tmp_path), threading.Event()
+    listener.setblocking(True)
+    answer = agent_messages.Answer(protocol=agent_link.PROTOCOL, process=1, attached=1, missing=[])
+
+    def agent_of_the_test() -> None:
+        with listener, listener.accept()[0] as training:
+            training.recv(4096)
+            training.sendall(msgspec.json.encode(answer) + b"\n")
+            with listener.accept()[0] as serving:
+                serving.recv(4096)
+                assert late.wait(20)
+                with contextlib.suppress(OSError):
+                    serving.sendall(msgspec.json.encode(answer) + b"\n")
+
+    link = agent_link.AgentLink(folder)
+    link._serve = agent_messages.Serve(job="0" * 16, key="ab" * 32, node="a", host="127.0.0.1", port=0)
+    with ThreadPoolExecutor(1) as other:
+        ended = other.submit(agent_of_the_test)
+        assert link.attach() and "does not serve other nodes" in caplog.text
+        late.set()
+        ended.result()
+        assert link._connection is not None and agent_link.has_ended(link._connection)
+    link.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import re
 import shutil
@@ -815,6 +816,8 @@ def test_each_part_goes_to_as_many_nodes_as_lack_it() -> None:
 def test_the_address_and_the_label_of_a_node_come_from_its_environment() -> None:
     assert own_address({"LASTGOOD_ADDRESS": "10.0.0.7"}) == "10.0.0.7"
     assert own_address({"MASTER_ADDR": "127.0.0.1"}) == "127.0.0.1" == own_address({})
+    if os.path.exists("/proc/net/if_inet6") and "00000001 01" in Path("/proc/net/if_inet6").read_text():
+        assert own_address({"MASTER_ADDR": "::1"}) == "::1", "each node said that it is at 127.0.0.1"
     assert label("rack", {"LASTGOOD_RACK": "r7"}) == "r7" and label(None, {"LASTGOOD_RACK": "r7"}) == ""
     slurm = {"SLURM_TOPOLOGY_ADDR": "s0.s4.n17", "SLURM_TOPOLOGY_ADDR_PATTERN": "switch.switch.node"}
     assert label("rack", slurm) == "s0.s4" and label("rack", {**slurm, "LASTGOOD_RACK": "r7"}) == "r7"

@@ -103,6 +103,12 @@ def test_the_longest_step_is_measured_from_the_second_one_on(tmp_path: Path, run
         assert longest_seconds() == 0.0
         page.beat(2)
         assert 0.0 < longest_seconds() < 60.0
+        page.restored(1)
+        assert longest_seconds() == 0.0, "the second step after a restore has an hour, in the same process too"
+        page.beat(2)
+        assert longest_seconds() == 0.0
+        page.beat(3)
+        assert longest_seconds() > 0.0
         page.released()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 import lastgood
 from lastgood.io import heartbeat
+from lastgood.policy.hang import RESTORE
 
 
 @pytest.mark.parametrize("restores", [True, False])
@@ -71,3 +73,43 @@ def test_a_fork_that_leaves_the_loop_changes_nothing_that_its_parent_shows(
         if os.getpid() != parent:
             os._exit(0)
     assert shown.position.windows == 1 and shown.phase == "eval"
+
+
+def test_a_restore_is_shown_from_its_first_wait_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three minutes of uploads before a restore counted as a step that hung, and the job was ended."""
+    page, phases = str(tmp_path / "page"), list[str]()
+    heartbeat.create(page)
+    monkeypatch.setenv(heartbeat.VARIABLE, page)
+    with lastgood.Checkpointer(tmp_path / "run", {"w": torch.zeros(1)}) as ckpt:
+        ckpt.restore()
+        ckpt.save(1).result()
+        wait = ckpt._pipeline.wait
+
+        def watched(*arguments: float | None, **options: bool) -> None:
+            phases.append(heartbeat.read(page).phase)
+            wait(*arguments, **options)
+
+        monkeypatch.setattr(ckpt._pipeline, "wait", watched)
+        ckpt.restore()
+    assert phases[:1] == [RESTORE]
+
+
+def test_an_opening_that_fails_late_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device without memory for a look at all parameters: the run stayed open, and a retry found it locked."""
+    page, before = str(tmp_path / "page"), signal.getsignal(signal.SIGTERM)
+    heartbeat.create(page)
+    monkeypatch.setenv(heartbeat.VARIABLE, page)
+    options = {"preemption": lastgood.Preemption(grace_seconds=30)}
+
+    def fails(*_: object) -> None:
+        raise MemoryError
+
+    for late in ("loop.save_planner.SavePlanner.exempt", "loop.beat.Beat.opened"):
+        with monkeypatch.context() as there, pytest.raises(MemoryError):
+            there.setattr(f"lastgood.{late}", fails)
+            lastgood.Checkpointer(tmp_path / "run", {"w": torch.zeros(1)}, **options)
+        assert signal.getsignal(signal.SIGTERM) == before
+    with lastgood.Checkpointer(tmp_path / "run", {"w": torch.zeros(1)}, **options) as ckpt:
+        ckpt.restore()
+        ckpt.step(1)
+    assert heartbeat.read(page).step == 1

@@ -23,7 +23,8 @@ from lastgood.supervisor import attempt_log
 class Flown:
     """A save whose end is set by a test."""
 
-    def __init__(self) -> None:
+    def __init__(self, step: int) -> None:
+        self.step = step
         self.seconds, self.stall_seconds, self.good, self.over = 0.0, 0.0, True, False
 
     def ended(self) -> bool:
@@ -57,8 +58,8 @@ class Loop:
             if why := self.pace.passed(self.n, self.now):
                 self.reasons.append(why)
             if not self.flying and self.pace.auto.due(self.n, self.last):
-                save = Flown()
-                self.pace.begun(save, self.n, self.now, 0.0)
+                save = Flown(self.n)
+                self.pace.begun(save, self.now, 0.0)
                 self.flying.append((save, self.now + self.tw))
                 self.last = self.n
                 self.saved.append(self.n)
@@ -92,10 +93,21 @@ def test_steps_of_varying_duration_do_not_hide_that_the_loop_stood_still():
         now += 2.0 if n % 50 else 1.0
         pace.passed(n, now)
         if n % 50 == 0:
-            save = Flown()
+            save = Flown(n)
             save.seconds, save.stall_seconds, save.over = 0.1, 3.0, True
-            pace.begun(save, n, now, waited_seconds=1.0)
+            pace.begun(save, now, waited_seconds=1.0)
     assert pace.auto.interval_steps == 90, "2 s for each save: sqrt(2 * 2 * 8100) = 180 s"
+
+
+def test_a_restore_is_not_measured_as_the_cost_of_a_save():
+    """A Sentinel's save was under way when the loop restored an older step: ten minutes counted as its cost."""
+    pace, save = Pace(Auto(Rule(Failures(mtbf=8100.0)), interval_steps=50)), Flown(50)
+    for n in range(1, 51):
+        pace.passed(n, float(n))
+    pace.begun(save, 50.0, waited_seconds=0.0)
+    pace.restored()
+    save.seconds, save.over = 1.0, True
+    assert pace.passed(41, 650.0) == "" and pace.passed(42, 651.0) == "" and pace.auto.interval_steps == 50
 
 
 def test_a_failed_save_does_not_count_as_a_measurement():

@@ -243,7 +243,7 @@ def test_two_nodes_on_one_machine_have_memory_of_their_own(tmp_path: Path) -> No
 
 
 def test_memory_is_no_home_of_a_run_and_no_lower_tier(tmp_path: Path) -> None:
-    with pytest.raises(errors.Refused, match="as the home of a run"):
+    with pytest.raises(errors.Refused, match="the last place of a run has to be durable"):
         lastgood.Checkpointer("memory:///dev/shm/x", {})
     with pytest.raises(errors.Refused, match="not the first tier"):
         lastgood.Checkpointer(tmp_path, {}, tiers=[lastgood.Tier(tmp_path / "a"), lastgood.Tier("memory://")])

@@ -19,7 +19,7 @@ from lastgood.policy.recovery import PREEMPTED
 from lastgood.supervisor import host_signs, reported
 from lastgood.supervisor.arguments import parsed
 from lastgood.supervisor.attempt import Lived
-from lastgood.supervisor.host_signs import Command, HealthFile, HostSigns, collectors
+from lastgood.supervisor.host_signs import MOST_FINDINGS, Command, HealthFile, HostSigns, collectors
 from lastgood.supervisor.sign_texts import key, of_file, of_kernel, of_nvidia, of_smart
 
 XID = "NVRM: Xid (PCI:0000:3b:00): {}, pid=1234, name=python, text"
@@ -86,6 +86,17 @@ def test_a_finding_with_another_time_or_process_is_reported_once(
     file.write_text("at 1701010131: fan 4 stands still")
     assert [one.host for one in signs.poll(90.0)] == ["a"]
     assert key(of_kernel(XID.format(79))[0]) != key(of_kernel(XID.format(48))[0])
+
+
+def test_a_fatal_finding_counts_after_any_number_of_others(tmp_path: Path) -> None:
+    """After a hundred corrected errors, each with a bank of its own, a device that fell off the bus was ignored."""
+    signs, file = HostSigns([HealthFile(str(tmp_path / "health"))], 30.0, "a"), tmp_path / "health"
+    warnings = "\n".join(f"warning: fan {fan} is slow" for fan in range(MOST_FINDINGS + 1))
+    file.write_text(warnings)
+    assert len(signs.poll(0.0)) == MOST_FINDINGS
+    file.write_text(f"{warnings}\nfan 3 stands still")
+    assert [(one.what, one.fatal) for one in signs.poll(30.0)] == [("fan 3 stands still", True)]
+    assert signs.poll(60.0) == []
 
 
 def test_a_health_file_that_cannot_be_read_is_reported_and_not_fatal(tmp_path: Path) -> None:

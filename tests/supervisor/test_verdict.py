@@ -352,3 +352,13 @@ def test_a_node_in_reserve_takes_the_place_of_one_that_leaves(board: Board, node
     assert nodes[0].next_round([2]).act == "end"
     board.waiters = Waiters(joining=0, reserve=1)
     assert nodes[0].next_round([2]).act == "join"
+
+
+def test_a_signal_while_ranks_are_ended_asks_once_and_a_warning_is_kept(nodes: list[SeveralNodes]) -> None:
+    """A SIGTERM that came while the ranks of an attempt were ended counted as the second one: the node left before it
+    had its verdict, and was taken for lost. A SIGUSR1 was lost to the ranks of the next attempt."""
+    asked = nodes[1]._signals
+    asked.received(signal.SIGUSR1, None)
+    asked.ask_to_end()
+    assert nodes[1].reports("of 1") is None and nodes[1].verdict(None) is None, "node 0 is silent"
+    assert asked.taken() == [signal.SIGUSR1]

@@ -16,7 +16,7 @@ class Client:
         self.attached = self.waits = False
         """whether it is a training process; whether its request is answered once the copies have stopped"""
         self.ends = 0
-        """how many failures to end end its request; 0: it has not asked for the end"""
+        """After so many more failed attempts to copy everything its request "end" is answered; 0: it has made none."""
         self.sending: Future[str] | None = None
         """the end of the sending that it has asked for: why that failed; empty if it did not"""
         self.work: Future[Done] | None = None

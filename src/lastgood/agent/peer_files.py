@@ -39,11 +39,17 @@ _CALLS = "create", "write", "finish", "put", "abort", "read"
 
 @dataclass
 class _Receiving:
-    """A file that another node is sending. `sending`: its text. `missing`: bytes that were not written yet."""
+    """A file that another node is sending. `sending`: its text. `missing`: bytes that were not written yet.
+
+    `upload`: None until it is made, and once the file has its name. `calls`: how many use it now. `ends`: no further
+    call may use it, and the last one drops it unless it has its name.
+    """
 
     sending: str
-    upload: Upload
     missing: int
+    upload: Upload | None = None
+    calls: int = 1
+    ends: bool = False
 
 
 class PeerFiles:
@@ -61,10 +67,8 @@ class PeerFiles:
 
     def close(self) -> None:
         """Drop the files that were not finished."""
-        with self._lock:
-            files, self._files = [*self._files.values()], {}
-        for one in files:
-            one.upload.abort()
+        for name in [*self._files]:
+            self._drop(name)
 
     def buffer(self, peer: Peer, request: bytes, length: int) -> memoryview:
         """Memory for the bytes of a "write", "put" or "commit"."""
@@ -94,16 +98,10 @@ class PeerFiles:
             return Answer()
         folder = call.name.rpartition("/")[0]
         if layout.COMMIT not in disk.list(folder):  # guard: deleted-generation-gets-no-copies
-            self._drop_all(folder)
+            self._drop_deleted(disk)
             raise Refused(f"{folder} was deleted on this node, or never committed", safe="Nothing was written.")
         if call.call == "create":
-            self._drop(call.name)
-            _require_unfinished(disk, call.name)
-            disk.delete(call.name + RECEIVING)  # of an agent that was killed
-            # guard: copy-named-when-complete
-            received = _Receiving(call.sending, disk.create(call.name + RECEIVING, call.length), call.length)
-            with self._lock:
-                self._files[call.name] = received
+            self._begin(disk, call)
         elif call.call == "put":
             disk.put_new(call.name, bytes(bulk))
         else:
@@ -144,37 +142,80 @@ class PeerFiles:
     def abandon(self, peer: Peer, request: bytes) -> None:
         """As `wire.port.Service.abandon`: the sender begins the file anew."""
 
+    # ---- files that are being received ----------------------------------------------------------------------
+
+    def _begin(self, disk: Mendable, call: FileCall) -> None:
+        """Make the file in which `call.name` is received, in place of what an earlier sending has left."""
+        self._drop(call.name)
+        self._drop_deleted(disk)
+        one = _Receiving(call.sending, call.length)
+        with self._lock:
+            if call.name in self._files:  # guard: file-received-once-at-a-time
+                raise Refused(f"{call.name} is being received; try again", safe="Nothing was written.")
+            self._files[call.name] = one
+        try:
+            _require_unfinished(disk, call.name)
+            disk.delete(call.name + RECEIVING)  # of an agent that was killed
+            one.upload = disk.create(call.name + RECEIVING, call.length)  # guard: copy-named-when-complete
+        except BaseException:
+            one.ends = True
+            raise
+        finally:
+            self._leave(call.name, one)
+
     def _go_on(self, disk: Mendable, call: FileCall, bulk: memoryview) -> None:
+        """Write bytes of a file that is being received, or give it its name."""
         with self._lock:
             one = self._files.get(call.name)
-            if one is None or one.sending != call.sending:  # guard: sendings-do-not-mix
+            if one is None or one.ends or one.sending != call.sending:  # guard: sendings-do-not-mix
                 raise Refused(f"{call.name} was not begun, or was begun anew", safe="Nothing was written.")
             if call.call == "finish":
-                if one.missing:
+                if one.missing or one.calls:
                     raise Refused(f"{call.name} lacks {one.missing} bytes", safe="It does not count as a copy.")
-                del self._files[call.name]
-        if call.call == "finish":
-            one.upload.finish()
-            disk.replace(call.name, call.name + RECEIVING)
-            return
-        one.upload.write_at(bulk, call.offset)
-        with self._lock:
-            one.missing -= len(bulk)
+                one.ends = True
+            one.calls += 1
+        try:
+            assert one.upload is not None
+            if call.call == "finish":
+                one.upload.finish()
+                disk.replace(call.name, call.name + RECEIVING)
+                one.upload = None
+                return
+            one.upload.write_at(bulk, call.offset)
+            with self._lock:
+                one.missing -= len(bulk)
+        finally:
+            self._leave(call.name, one)
 
     def _drop(self, name: str, sending: str | None = None) -> None:
-        """Drop an unfinished file, if it is that of this sending (None: of any)."""
+        """Drop an unfinished file, if it is that of this sending (None: of any), once no call uses it."""
         with self._lock:
             one = self._files.get(name)
-            if one is None or sending not in (None, one.sending):
+            if one is None or one.ends or sending not in (None, one.sending):
                 return
-            del self._files[name]
-        one.upload.abort()
+            one.ends, one.calls = True, one.calls + 1
+        self._leave(name, one)
 
-    def _drop_all(self, folder: str) -> None:
+    def _drop_deleted(self, disk: Mendable) -> None:
+        """Drop the unfinished files of generations that were deleted here: a sender that is cut off cannot."""
+        folders = {name.rpartition("/")[0] for name in [*self._files]}
+        deleted = {folder for folder in folders if layout.COMMIT not in disk.list(folder)}
+        for name in [*self._files]:
+            if name.rpartition("/")[0] in deleted:  # guard: deleted-generation-keeps-no-memory
+                self._drop(name)
+
+    def _leave(self, name: str, one: _Receiving) -> None:
+        """A call uses this file no longer. Drops a file that ends with this call."""
         with self._lock:
-            names = [name for name in self._files if name.startswith(f"{folder}/")]
-        for name in names:
-            self._drop(name)
+            one.calls -= 1
+            if one.calls or not one.ends:  # guard: used-upload-not-dropped
+                return
+        try:
+            if one.upload is not None:
+                one.upload.abort()
+        finally:
+            with self._lock:
+                del self._files[name]  # only now: a file that is begun anew has the same name
 
 
 @contextlib.contextmanager

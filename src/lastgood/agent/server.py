@@ -43,6 +43,7 @@ from ..run.late_commit import HELD, commit_in, commit_unless_held
 from ..run.lower_place import PAUSES_SECONDS, pause_seconds
 from ..run.packed import PackedTier
 from ..storage.directory import Disk
+from ..wire.serving import ACCEPT_PAUSE_MILLISECONDS
 from . import late_copies
 from .client import Client
 from .drain import Drained, committed, drained
@@ -80,8 +81,7 @@ class Server:
         self._wake_receiver.setblocking(False)
         self._wake_sender.setblocking(False)
         self._selector.register(self._wake_receiver, selectors.EVENT_READ)
-        self._clients: dict[socket.socket, Client] = {}
-        self._stop = Event()
+        self._clients, self._stop = dict[socket.socket, Client](), Event()
         self._copies: Future[Drained] | None = None
         self._found = Drained([], [], [])
         """the result of the last attempt"""
@@ -89,14 +89,13 @@ class Server:
         """the generations that were committed here when everything was copied"""
         self._held = ""
         """why the last attempt could not commit what all ranks have sealed; "": it could, or there was nothing"""
-        self._failures = 0
+        self._failures, self._signalled, self._ended = 0, False, False
         self._next_at: float | None = time.monotonic() + first_seconds
         """when to copy next, by the monotonic clock; None: everything is copied"""
         self._kept_until = 0.0
         """when the agent is to end, once everything is copied"""
         self._left_at = time.monotonic() + first_seconds
         """when the last training process left, or may have come at the latest"""
-        self._signalled = self._ended = False
         self._given_up, self._below = list[str](), list[str]()
         """as in `Answer`; as `late_copies.committed_below`"""
         self._nodes = Nodes(self._tier, self._wake)
@@ -130,7 +129,7 @@ class Server:
                 elif self._is_over(now):
                     self._end()
             self._stop.set()
-        self._refuse_to_end("" if self._ended else "it was ended")
+        self._answer_end("" if self._ended else "it was ended")
         for one in [*self._clients]:
             self._leave(one)
         self._selector.close()
@@ -162,7 +161,8 @@ class Server:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:
+        except OSError:  # the client has ended, or this process has too many files open
+            time.sleep(ACCEPT_PAUSE_MILLISECONDS / 1000)
             return
         full = len(self._clients) >= CONNECTIONS_LIMIT
         if full or user_of(connection) != os.geteuid():  # guard: agent-serves-own-user
@@ -199,7 +199,7 @@ class Server:
         elif request.call == "attach":
             client.attached = client.waits = True
             self._stop.set()
-            self._refuse_to_end("a training process has attached")
+            self._answer_end("a training process has attached")
             self._answer_waiting()
         elif request.call == "serve" and request.serve is not None:
             self._send(client, self._nodes.serve(request.serve))
@@ -241,9 +241,9 @@ class Server:
             self._send(client, done=Done(error=f"{type(problem).__name__}: {problem}") if problem else ended.result())
         self._answer_waiting()
 
-    def _refuse_to_end(self, error: str, failures: int = FAILURES_TO_END) -> None:
-        """Note so many failures for those who have asked for the end, and answer who has seen enough; with "": it has
-        come."""
+    def _answer_end(self, error: str, failures: int = FAILURES_TO_END) -> None:
+        """Count so many failures for each client that has asked for the end, and answer those whose number is used up.
+        `error`: the answer; empty: everything was copied, and the agent ends."""
         for client in [one for one in self._clients.values() if one.ends]:
             client.ends = max(0, client.ends - failures)  # guard: end-tried-again
             if not client.ends:
@@ -362,7 +362,7 @@ class Server:
             # The first attempt often comes before the system has released the locks of a killed process.
             if self._failures > 1 and reporting.is_reported(self._failures):
                 reporting.warning(f"{self._folder}: attempt {self._failures}: {missing or self._held}")
-            self._refuse_to_end(f"not everything could be copied: {missing}" if missing else self._held, 1)
+            self._answer_end(f"not everything could be copied: {missing}" if missing else self._held, 1)
         self._answer_waiting()
 
     def _end(self) -> None:
@@ -375,7 +375,7 @@ class Server:
         except FileNotFoundError:  # nothing was ever saved here, or somebody has removed it
             lock = None
         except OSError:
-            self._refuse_to_end(HELD, 1)
+            self._answer_end(HELD, 1)
             self._next_at = time.monotonic() + PAUSES_SECONDS[0 if self._asked_to_end() else -1]
             return
         removed = self._folder + memory_place.REMOVED

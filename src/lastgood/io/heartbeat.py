@@ -161,6 +161,7 @@ class Heartbeat:
         if position is not None:
             self._numbers[_Field.EPOCH], self._numbers[_Field.WINDOW], self._numbers[_Field.WINDOWS] = position
         self._numbers[_Field.STEP] = step
+        self._beats = self._numbers[_LONGEST] = 0  # guard: restored-run-has-no-longest-step
         if not self._numbers[_Field.RESTORED]:
             text = incarnation.encode()[:_INCARNATION_LIMIT]
             self._memory[_INCARNATION_AT : _INCARNATION_AT + len(text)] = text

@@ -1,5 +1,5 @@
 """The identity of a process, by which another process finds out later whether it still lives, and what binds the
-lives of processes to each other; the command of one that runs this package. Starts and ends no other process.
+lives of processes to each other; the command of one that runs this package; the end of one that this process started.
 
 A number alone is no identity: after its process has ended, another process may receive it, also after the next start of
 the machine or in another container.
@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 
@@ -48,6 +49,14 @@ def die_with(parent: int) -> None:
     _prctl(_DIES_WITH_PARENT, signal.SIGKILL)  # guard: child-dies-with-parent
     if os.getppid() != parent:
         os._exit(1)
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process that leads a group of its own, and all of the group, and wait for it. Does nothing if it ended."""
+    if process.poll() is None:  # guard: number-of-ended-group-reused
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def adopt_orphans() -> None:

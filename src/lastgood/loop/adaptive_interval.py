@@ -57,6 +57,10 @@ class Pace:
         self._waited_seconds = 0.0
         """how long the loop waited in this period for a place among the saves in flight"""
 
+    def restored(self) -> None:
+        """The state is that of another step: what was measured up to here has no end."""
+        self._before, self._free, self._flying = None, [], []  # guard: restore-costs-no-save
+
     def passed(self, n: int, now: float) -> str:
         """Record that step `n` is completed. Returns why the interval changed; empty if it did not."""
         ended = [one for one in self._flying if one[0].ended()]
@@ -75,10 +79,10 @@ class Pace:
                 self._free.clear()
         return self.auto.reason if self.auto.interval_steps != before.interval_steps else ""
 
-    def begun(self, save: Save, n: int, now: float, waited_seconds: float) -> None:
-        """Record that a save of step `n` was started at `now`; `waited_seconds`: the wait for a place in flight."""
+    def begun(self, save: Save, now: float, waited_seconds: float) -> None:
+        """Record that a save was started at `now`; `waited_seconds`: the wait for a place in flight."""
         if not self._flying:
-            self._period, self._saves, self._waited_seconds = (n, now), 0, 0.0
+            self._period, self._saves, self._waited_seconds = (save.step, now), 0, 0.0
         self._flying.append((save, waited_seconds))
         self._saves += 1
         self._waited_seconds += waited_seconds

@@ -84,7 +84,7 @@ class Checkpointer:
     called with, unless it is saved, and waits for it; default True.
     `durable_within_seconds`: `step()` raises NothingDurable when no save has become durable for this many seconds,
     whatever `on_error` says; default None: no limit.
-    `tiers`: further places of the run, Tier(...), above `path`, which is its durable home; saves are committed in the
+    `tiers`: further places of the run, Tier(...), above `path`, the durable one; saves are committed in the
     first one and copied to the others behind the loop; default (): `path` is the only place (docs/places.md).
     `tuning`: Tuning(...): memory, threads and the disk. `ranks`: Ranks(...): the timeout between ranks. Each field of
     these two may also be given as a keyword argument of its own.
@@ -168,25 +168,25 @@ class Checkpointer:
         replicas = Replicas(group, options.tuning.digest, options.tuning.in_flight) if group else None
         self._planner = planner = SavePlanner(options, pipeline, replicas)
         url = paths.parsed(path).url
-        try:
+        with contextlib.ExitStack() as failed:
+            failed.callback(pipeline.close)
             failures = known_failures(options, url, ranks, pipeline.outcomes)
+            planner.exempt(state)
+            self._reports = reports = Reports(options, pipeline, planner)
+            self._progress = progress = Progress(request, ranks, pipeline.outcomes, planner.fence)
+            self._saver = saver = Saver(request, options, pipeline, planner, ranks, reports, failures)
+            self._beat = beat = Beat(heartbeat.own(run=url), progress)
+            failed.callback(beat.released)  # guard: failed-opening-releases-all
+            self._log = reports.log = step_log.opened(request.state, ranks, progress, beat) if beat.is_shown else None
             end_request = EndRequest(options.preemption) if options.preemption else None
-            page = heartbeat.own(run=url)
-        except BaseException:
-            pipeline.close()
-            raise
-        planner.exempt(state)
-        self._reports = reports = Reports(options, pipeline, planner)
-        self._progress = progress = Progress(request, ranks, pipeline.outcomes, planner.fence)
-        self._saver = saver = Saver(request, options, pipeline, planner, ranks, reports, failures)
-        self._beat = Beat(page, progress)
-        self._log = reports.log = step_log.opened(request.state, ranks, progress, self._beat) if page else None
-        self._ending = Ending(pipeline, saver, progress, ranks, end_request, self._beat)
-        self._restorer = Restorer(request, url, pipeline, planner, ranks, saver, progress, reports)
-        self._divergence = DivergenceCheck(options.sentinel, url, pipeline, saver, progress, ranks, self._beat)
-        self._just_in_time = just_in_time.opened(state, url, options, pipeline, planner, ranks, self._beat)
-        self._beat.opened(url)
-        planner.fence.waiting = self._beat.saving
+            self._ending = Ending(pipeline, saver, progress, ranks, end_request, beat)
+            failed.callback(self._ending.close)
+            self._restorer = Restorer(request, url, pipeline, planner, ranks, saver, progress, reports)
+            self._divergence = DivergenceCheck(options.sentinel, url, pipeline, saver, progress, ranks, beat)
+            self._just_in_time = just_in_time.opened(state, url, options, pipeline, planner, ranks, beat)
+            beat.opened(url)
+            planner.fence.waiting = beat.saving
+            failed.pop_all()
 
     # ---- the loop ------------------------------------------------------------------------------------------
 
@@ -213,25 +213,25 @@ class Checkpointer:
         if self._just_in_time is not None:
             self._just_in_time.restart()
         restorer = self._restorer
-        topic = self._ranks.topic("restore", across_restores=True)
-        with topic.failing():
-            self._pipeline.wait(on_nodes=False)
-            self._surface()
-            advice = restorer.followed_advice(topic) if step is None else Followed()
-            restorer.run.mend_known(step, topic)
-            restorer.run.share_survey(topic)
-        request = replace(self._request, step=step, strict=strict, rename=rename)
-        try:
-            restorer.run.sources = Sources()
-            with self._beat.restoring():
+        with self._beat.restoring():
+            topic = self._ranks.topic("restore", across_restores=True)
+            with topic.failing():
+                self._pipeline.wait(on_nodes=False)
+                self._surface()
+                advice = restorer.followed_advice(topic) if step is None else Followed()
+                restorer.run.mend_known(step, topic)
+                restorer.run.share_survey(topic)
+            request = replace(self._request, step=step, strict=strict, rename=rename)
+            try:
+                restorer.run.sources = Sources()
                 found = restorer.loaded(request, advice)
-        except Exception:
-            restorer.run.protect()  # guard: failed-restore-makes-copies
-            raise
-        finally:
-            restorer.run.release()
-        found = replace(found, repaired=restorer.run.repaired(), sources=restorer.run.sources.found())
-        restorer.continue_from(found, advice)
+            except Exception:
+                restorer.run.protect()  # guard: failed-restore-makes-copies
+                raise
+            finally:
+                restorer.run.release()
+            found = replace(found, repaired=restorer.run.repaired(), sources=restorer.run.sources.found())
+            restorer.continue_from(found, advice)
         self._divergence.restart()
         self._beat.restored(found.step, found.generation)
         if self._log is not None:

@@ -266,7 +266,7 @@ class Options:
 
     @property
     def keep(self) -> Keep:
-        """Which generations are kept in the home of the run."""
+        """Which generations are kept at `path`, the durable place of the run."""
         return self.retention
 
     @property
@@ -321,7 +321,9 @@ class Options:
         `path`: of the run, which is the last of them.
         """
         require(
-            paths.parsed(path).kind != "memory", f"path={path!r} as the home of a run", "Give a directory or a bucket."
+            paths.parsed(path).kind != "memory",
+            f"path={path!r}: the last place of a run has to be durable",
+            "Give a directory or a bucket.",
         )
         require(
             self.ranks.just_in_time_seconds is None or self.tuning.torn_check != "full",

@@ -45,6 +45,8 @@ class Schedule:
     def restored(self, n: int, now: float) -> None:
         """Record that the state is that of step `n`: intervals begin there."""
         self._saved_at, self._saved_step, self.previous_step = now, n, n
+        if isinstance(self._cadence, Pace):
+            self._cadence.restored()
 
     def due(self, n: int, now: float) -> bool:
         """Whether to save at step `n`. Called once for each step of the loop."""
@@ -75,7 +77,7 @@ class Schedule:
         """Record a save that was planned and started from `began` to `now`, after a wait for its place."""
         self._saved_at, self._saved_step, self._begun = now, save.step, save.step
         if isinstance(self._cadence, Pace):
-            self._cadence.begun(save, save.step, began, waited_seconds)
+            self._cadence.begun(save, began, waited_seconds)
 
 
 class _Step(NamedTuple):
@@ -178,7 +180,7 @@ class AgreedSchedule(Schedule):
         if self._ranks.is_coordinator:
             self._started.append(save)
             if isinstance(self._cadence, Pace):
-                self._cadence.begun(save, save.step, began, waited_seconds)
+                self._cadence.begun(save, began, waited_seconds)
         if save.step in self._unended:
             self._unended[save.step] = save
 

@@ -14,9 +14,10 @@ class Sentinel:
     `every`: the ranks compare every so many steps (default 10), and wait for their devices then; a single process reads
     a CUDA device one step later, without a wait. `loss`: name of
     the metric that must be finite, a number or a tensor of one element on any device (default "loss"; None: none).
-    `grad_norm`: another one (default None: none). `spike`: how far above its running mean a metric may be, as a factor,
-    once 20 steps have given a mean (default None: any distance). `at_most`: how often training may diverge in the
-    life of the run until no more batches are left out (default 10). Raises Refused for values that cannot be meant.
+    `grad_norm`: another one (default None: none). `spike`: a metric may be at most mean + (spike - 1) * |mean|,
+    which is spike * mean for a positive one, once 20 steps have given a running mean (default None: no limit).
+    `at_most`: how often training may diverge in the life of the run until no more batches are left out (default 10).
+    Raises Refused for values that cannot be meant.
 
         sentinel = lastgood.Sentinel(every=20, grad_norm="grad_norm", spike=10)
         with lastgood.Checkpointer("run", state, sentinel=sentinel) as ckpt:

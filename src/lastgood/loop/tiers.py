@@ -1,4 +1,4 @@
-"""Tiers of a run, as the user gives them: further places above the durable home, and when each is due.
+"""Tiers of a run, as the user gives them: further places above the durable one, and when each is due.
 
 `Tier` is one entry of `Checkpointer(tiers=[...])`. `PlaceCadence` decides when a copy to a place is due. Neither reads
 nor writes anything; run/places.py opens the places.
@@ -20,7 +20,7 @@ from ..run.save_handle import Save
 
 @dataclass(frozen=True)
 class Tier:
-    """A place of a run above its durable home, such as a local disk in front of an object store.
+    """A place of a run above its durable place, such as a local disk in front of an object store.
 
     `url`: a directory, `slots:///...`, `s3://`, `gs://` or `az://`; not that of another place of the run. "memory://",
     for the first tier only, is the memory of each machine (docs/agent.md): its saves outlive the training process, not

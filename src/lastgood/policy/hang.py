@@ -32,10 +32,10 @@ _SERVES = re.compile(r"/torch/distributed/(rpc|elastic)/")
 _LIBRARY = re.compile(r"/torch/|/lastgood/|/lib/python3\.\d+/(?!site-packages/|dist-packages/)|\"<")
 """files that are not the user's program"""
 _COMPUTES = "/torch/nn/modules/"
-"""Modules do not wait themselves; those of DDP and FSDP are called by what does."""
+"""A rank that is in such a file computes. Frames of DDP and FSDP that wait are inside of it, and are found first."""
 STOPPED, TRACED = "T", "t"
 LATE_READINGS = 2
-"""A rank that was seen outside of such calls so many times in a row is one that others may wait for."""
+"""Others may wait for a rank that so many readings in a row have found in none of the calls that wait."""
 _ARRIVAL_POLLS, _LEAST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 100, 0.5, 30.0
 """how often ranks are looked at that have not opened their runs: so many times until the limit"""
 _LEAST_USED_SECONDS, _USED_SHARE = 0.05, 0.01

@@ -63,7 +63,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class Apart:
-    """A rank that was where the others were not. `samples`: in how many samples. `at`: where it was most often."""
+    """A rank that was at work while most others waited, in `samples` samples, most often at the line `at`."""
 
     rank: int
     samples: int

@@ -28,6 +28,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable, Generator, Iterator
 from typing import TypeVar, cast
 
@@ -88,7 +89,8 @@ class AgentLink:
         """why the agent does not serve other nodes, if it was asked to"""
         self._attached_at = 0.0
         self._checks = threading.Lock()
-        os.register_at_fork(after_in_child=self.close)  # guard: link-not-inherited-by-fork
+        link = weakref.WeakMethod(self.close)  # what is registered there stays until the process ends
+        os.register_at_fork(after_in_child=lambda: (close := link()) and close())  # guard: link-not-inherited-by-fork
 
     def attach(self) -> bool:
         """Attach to the agent, if there is one. Returns whether there is; one that does not answer is killed."""
@@ -108,7 +110,7 @@ class AgentLink:
         except (OSError, ValueError) as failure:
             error = str(failure) if type(failure) is ValueError else f"{type(failure).__name__}: {failure}"
         if not error:
-            if self._serve is not None and (problem := self._served(connection, self._serve)):
+            if self._serve is not None and (problem := self._served(self._serve)):
                 self._serve, self._not_serving_because = None, problem
                 reporting.warning(f"the agent of {self._folder} does not serve other nodes: {problem}")
             connection.setblocking(False)  # with a timeout Python would wait for it in each call
@@ -191,12 +193,15 @@ class AgentLink:
             kind = named if issubclass(named, Damaged | NoSpace) else PeerDown  # guard: damage-is-no-outage
             raise kind(f"the agent of {self._folder} could not {what}: {error}", safe="It is kept here.")
 
-    def _served(self, connection: socket.socket, serve: Serve) -> str:
+    def _served(self, serve: Serve) -> str:
         """Ask the agent to serve other nodes. Returns why it does not, or ""."""
         try:
-            answer = asked(connection, Request(protocol=PROTOCOL, call="serve", serve=serve))
+            # A late answer on the connection of the training process would hide that the agent has ended.
+            answer = _asked_if_any(self._folder, Request(protocol=PROTOCOL, call="serve", serve=serve))
         except (OSError, ValueError) as failure:
             return f"{type(failure).__name__}: {failure}"
+        if answer is None:
+            return "it has ended"
         if not answer.error:
             self._serve = msgspec.structs.replace(serve, port=answer.port)
         return answer.error

@@ -113,7 +113,7 @@ def _asked_again(attempt: int) -> Iterator[None]:
                 f"training has deleted {ATTEMPTS} generations of this run, each while it was copied: {deleted.what}",
                 safe="Nothing is damaged, and the run was only read.",
                 todo="Save less often, keep more generations in the first place (Tier(retention=Keep(last=3))), or "
-                "run the drill once the home has received a save.",
+                "run the drill once the last place of the run has received a save.",
             ) from deleted
 
 

@@ -205,7 +205,7 @@ class Stage:
 
     def _short(self) -> str:
         """Why no act can be played now: there is no room for its save and for the next one of the job. Or ""."""
-        needed = 2 * self._original.generation.bytes + RECORDS_BYTES
+        needed = self._original.room_bytes
         for place in self._places:
             root = os.path.dirname(place.root)
             try:

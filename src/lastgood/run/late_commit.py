@@ -96,8 +96,8 @@ def _complete(known: KnownRun, others: Others) -> LastgoodError | None:
 def commit_unless_held(memory: Tier, folder: str, others: Others | None = None) -> str:
     """As `commit_in`, under the lock of the run in this folder. Where the save cannot be committed, it stays as it is.
 
-    Returns why it is to be tried again, or "": of a killed process a connection may end before the lock does, and
-    another node may be busy or cut off for a while.
+    Returns the reason to try again, or "": another process holds the lock (the connection of a killed process may end
+    before its lock), or another node is busy or cannot be reached.
     """
     try:
         lock = Lock(os.path.join(folder, access.LOCK), access.AGENTS_MARK)

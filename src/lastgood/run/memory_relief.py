@@ -38,7 +38,7 @@ from .thread_pools import interpreter_is_ending
 INTERVAL_SECONDS = 0.5
 """How often a training process reads the limits: a job that takes a gigabyte in a second is answered in time."""
 AGENT_INTERVAL_SECONDS = 2.0
-"""How often an agent does: where both see the shortage, the training process answers it, and its user reads of it."""
+"""How often an agent does: later, so that the training process moves files first, and its log has the warning."""
 RETRY_SECONDS = 60.0
 """How long no further move is tried after one that failed."""
 LOCK = ".relieving.lock"

@@ -68,11 +68,13 @@ class NodeCache(Watched):
             roomy = topic.agree(made, lambda answers: [rank for rank, one in enumerate(answers) if one])
             if here and here[0] in roomy:
                 self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-                self._read_share(extents, layout.folder(content.generation.id), here.index(ranks.rank), len(here))
-            topic.agree(None, lambda _: None)  # every chunk is in the file, which every rank has open
+            topic.agree(None, lambda _: None)  # every rank of the machine has it open
         finally:
-            if made:
+            if made:  # before it is filled, which takes minutes: a rank that is killed leaves no file
                 os.unlink(path)
+        if self._file is not None:
+            self._read_share(extents, layout.folder(content.generation.id), here.index(ranks.rank), len(here))
+        topic.agree(None, lambda _: None)  # every chunk is in the file
 
     def _read_share(self, extents: Sequence[Extent], folder: str, share: int, ways: int) -> None:
         """Read every `ways`-th chunk from the store into the file, and note where all of them are."""

@@ -125,12 +125,15 @@ class Carrier:
                 break
             except LastgoodError as error:
                 failed = failed or error  # the chunks that follow are sent and acknowledged all the same
+        if upload is not None and failed is None:
+            try:
+                upload.finish()
+            except LastgoodError as error:
+                failed = error
         if failed is not None:
             if upload is not None:
                 upload.abort()
             raise failed
-        if upload is not None:
-            upload.finish()
         return dict(received)
 
     def _givers(self, one: Transfer) -> dict[str, list[PeerNode]]:

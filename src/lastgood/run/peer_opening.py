@@ -133,9 +133,12 @@ def own_address(environ: Mapping[str, str] = os.environ) -> str:
     """The address of this node at which other nodes reach it: that of the interface that leads to MASTER_ADDR."""
     if named := environ.get(ADDRESS):
         return named
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((environ.get("MASTER_ADDR") or LOOPBACK, 9))  # sends nothing
-        return str(probe.getsockname()[0])
+    with contextlib.suppress(OSError):
+        found = socket.getaddrinfo(environ.get("MASTER_ADDR") or LOOPBACK, 9, type=socket.SOCK_DGRAM)
+        family, kind, _, _, at = found[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(at)  # sends nothing
+            return str(probe.getsockname()[0])
     return LOOPBACK
 
 

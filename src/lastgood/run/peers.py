@@ -233,7 +233,7 @@ class Peers:
                     job.result()
             self._call(node, FileCall(call="finish", name=name, sending=sending))
         except LastgoodError:
-            with contextlib.suppress(LastgoodError):  # otherwise it goes when its generation is deleted
+            with contextlib.suppress(LastgoodError):  # otherwise that node drops it, once its generation is deleted
                 self._call(node, FileCall(call="abort", name=name, sending=sending))
             raise
         return length

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 from collections.abc import Sequence
 
 from .. import reporting
-from ..io import os_errors
+from ..io import os_errors, processes
 from . import program
 
 MODULE = "lastgood.ranks.store_server"
@@ -37,9 +36,7 @@ class HeldStore:
 
     def end(self) -> None:
         """End the process."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        processes.end_group(self._process)
 
 
 def hold(endpoints: Sequence[str]) -> HeldStore | None:

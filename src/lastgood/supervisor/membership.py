@@ -16,7 +16,6 @@ import contextlib
 import math
 import os
 import select
-import signal
 import socket
 import subprocess
 import time
@@ -26,7 +25,7 @@ import msgspec
 
 from .. import reporting
 from ..errors import Cancelled, LastgoodError, Refused, TierDown
-from ..io import os_errors
+from ..io import os_errors, processes
 from ..policy.membership import Past, Round
 from ..records import Record
 from . import framed, program
@@ -326,9 +325,7 @@ class Membership:
 
     def _end_process(self) -> None:
         self._socket.close()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        processes.end_group(self._process)
 
     def _asked(self, request: Request, seconds: float = ANSWER_SECONDS) -> Answer:
         """The answer to a request. `seconds`: how long it may take; infinite: until a signal asks for the end."""

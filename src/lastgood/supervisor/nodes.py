@@ -40,7 +40,7 @@ from . import long_values
 from .membership import Joined, Membership, StoreLost
 from .moves import Carried, Moves, lost_text
 from .placement import NodeInfo, Notice, Placement, free_port, order
-from .signals import PASSED_ON, Signals
+from .signals import Signals
 
 POLL_SECONDS = 0.25
 """how often the store is asked during an attempt, and while other nodes are waited for"""
@@ -266,8 +266,7 @@ class SeveralNodes:
         self.spares = policy.Spares(waiting=there, expected=bounds.spares)
         if text != self._spares_text:
             self._spares_text = text
-            missing = there is None or there < bounds.spares
-            (reporting.warning if missing else reporting.info)(text)
+            (reporting.warning if there is None or there < bounds.spares else reporting.info)(text)
         return found.known
 
     def others(self, now: float) -> list[Signs]:
@@ -292,6 +291,7 @@ class SeveralNodes:
         StoreLost where the store can move and most nodes are lost, because those may decide at another store.
         """
         long_values.put(self._membership, f"{self._number}/report/{self.node}", mine, self.touch)
+        self._signals.asked_to_end()  # what came while the ranks were ended asks once, not once more
         self._asked = self._signals.end is not None
         while self._decides:
             nodes = [one for one in range(len(self.infos)) if one not in self.lost]
@@ -436,7 +436,7 @@ class SeveralNodes:
         """Wait before the store is asked again. Raises Cancelled if this node is asked to end; if it was asked already
         during the attempt, of which the verdict is still to come: if it is asked once more."""
         select.select([self._signals.descriptor], [], [], POLL_SECONDS)
-        again = [one for one in self._signals.taken() if one not in PASSED_ON]
+        again = self._signals.asked_to_end()
         if self._signals.end is not None and (again or not self._asked):
             raise Cancelled("the job was asked to end")
 

@@ -79,12 +79,24 @@ class _Tail:
         self._file, self._prefix, self._text = os.open(path, os.O_RDONLY | os.O_CLOEXEC), prefix, ""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._decoder = io.IncrementalNewlineDecoder(decoder, translate=True)
+        self._path, self._failed = path, False
         self.ended = False
         """whether all of the file was read"""
 
     def lines(self, last: bool) -> list[str]:
-        """The next lines, some of them; empty if there is no whole one. `last`: no more will be written."""
-        data = os.read(self._file, READ_BYTES)
+        """The next lines, some of them; empty if there is no whole one. `last`: no more will be written.
+
+        A file that cannot be read is reported once, and copied no further.
+        """
+        if self._failed:
+            self.ended = last
+            return []
+        try:
+            data = os.read(self._file, READ_BYTES)
+        except OSError as error:  # guard: unread-output-ends-no-job
+            self._failed, self.ended = True, last
+            reporting.warning(f"the output of a rank is no longer copied from {self._path}: {error}")
+            return []
         self.ended = last and not data
         self._text += self._decoder.decode(data, final=self.ended)
         *whole, self._text = self._text.split("\n")

@@ -12,7 +12,7 @@ from dataclasses import replace
 from .. import reporting
 from ..io import heartbeat
 from ..policy import hang
-from ..policy.hang import ARRIVED, STEP, STOPPED, Limits, Signs, Silent, Stuck, Wait
+from ..policy.hang import ARRIVED, STOPPED, Limits, Signs, Silent, Stuck, Wait
 from .stack_reader import READ_SECONDS, Reading, StackReader
 from .watch import PAUSE_SECONDS, RankProcess, processor_seconds, signs, state, stuck
 
@@ -35,8 +35,8 @@ class Arrivals:
         """rank -> how many times in a row it was seen outside of calls that wait; how it looked last"""
 
     def since(self, rank: int, now: float) -> float | None:
-        """Since when a rank waits, as far as is known; None: it was seen elsewhere, twice in a row. Only the time until
-        it was seen last counts, and none if that is long ago."""
+        """Since when a rank counts as waiting before its run is open. `now`: it was not read yet, or not for
+        FRESH_SECONDS. None: the last LATE_READINGS readings found it elsewhere."""
         if self._elsewhere[rank] >= hang.LATE_READINGS:  # guard: one-reading-makes-no-late-rank
             return None
         wait = self._waits.get(rank)
@@ -156,10 +156,9 @@ class ProgressWatch:
         return sign if since is None else replace(sign, since=since, where=ARRIVED)
 
     def _stopped_too(self, one: RankProcess, sign: Signs, now: float) -> Signs:
-        """The same signs; those of a stopped process where a rank may be silent for longer than in a step, or for ever.
-        The others may wait for ever too: torch's timeouts are counted by its store."""
-        in_step = sign.where == STEP and sign.since is not None
-        if in_step or state(one.pid) != STOPPED:
+        """The same signs; those of a stopped process count from when it was first seen so. The others may wait for ever
+        too: torch's timeouts are counted by its store."""
+        if state(one.pid) != STOPPED:
             self._stopped.pop(one.rank, None)
             return sign
         return replace(sign, since=self._stopped.setdefault(one.rank, now), stopped=True)  # guard: stopped-rank-hangs

@@ -46,6 +46,12 @@ class Signals:
         pending, self._pending = self._pending, []
         return pending
 
+    def asked_to_end(self) -> list[int]:
+        """The signals since the last call that ask for the end. Warnings stay for `taken`: no rank has them yet."""
+        came = self.taken()
+        self._pending += [one for one in came if one in PASSED_ON]  # guard: warning-waits-for-ranks
+        return [one for one in came if one not in PASSED_ON]
+
     def keep(self, number: int) -> None:
         """A signal that was taken comes again at the next call of `taken`."""
         self._pending.append(number)

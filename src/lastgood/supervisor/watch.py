@@ -68,23 +68,31 @@ def just_in_time_seconds(ranks: Sequence[RankProcess]) -> float:
 
 def stacks(ranks: Sequence[RankProcess]) -> dict[int, str]:
     """rank -> the stacks of its threads; ranks that do not answer in time, or cannot, are left out."""
-    asked = [one for one in ranks if (one.folder / STACKS_FILE).exists() and state(one.pid) not in hang.STATES]
-    before = {one.rank: _stacks_size(one) for one in asked}
+    sizes = {one.rank: _stacks_size(one) for one in ranks if state(one.pid) not in hang.STATES}
+    before = {rank: size for rank, size in sizes.items() if size is not None}
+    asked = [one for one in ranks if one.rank in before]
     for one in asked:
         signal.pidfd_send_signal(one.descriptor, STACKS)
-    until, sizes = time.monotonic() + DUMP_SECONDS, before
+    until = time.monotonic() + DUMP_SECONDS
     while time.monotonic() < until:
         time.sleep(POLL_SECONDS)
         now = {one.rank: _stacks_size(one) for one in asked}
-        if now == sizes and all(now[rank] > size for rank, size in before.items()):
+        if now == sizes and all((now[rank] or 0) > size for rank, size in before.items()):
             break
         sizes = now
-    found = {one.rank: (one.folder / STACKS_FILE).read_bytes()[before[one.rank] :] for one in asked}
+    found = dict[int, bytes]()
+    for one in asked:
+        with contextlib.suppress(OSError):  # guard: unread-stacks-end-no-job
+            found[one.rank] = (one.folder / STACKS_FILE).read_bytes()[before[one.rank] :]
     return {rank: text.decode(errors="replace") for rank, text in found.items() if text}
 
 
-def _stacks_size(one: RankProcess) -> int:
-    return (one.folder / STACKS_FILE).stat().st_size
+def _stacks_size(one: RankProcess) -> int | None:
+    """The length of the file with the stacks of a rank; None if it has none, or it cannot be read."""
+    try:
+        return (one.folder / STACKS_FILE).stat().st_size
+    except OSError:
+        return None
 
 
 def stuck(ranks: Sequence[RankProcess], texts: dict[int, str]) -> list[Stuck]:

@@ -17,7 +17,6 @@ import importlib
 import json
 import os
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from ..errors import Cancelled, Refused, TierDown
-from ..io import os_errors
+from ..io import os_errors, processes
 from ..records import Record
 from . import framed, program
 from .ahead import Ahead, awaited
@@ -92,13 +91,14 @@ class Zygote:
     def fork(self, start: Fork, local: int, stdout: int, stderr: int) -> int:
         """Start a rank, in the process that waits for this local rank if one does. Returns its process id.
 
-        `stdout`, `stderr`: its descriptors. Raises TierDown if that failed, and Cancelled if the job is to end.
+        `stdout`, `stderr`: its descriptors. Raises TierDown if that failed.
         """
         message = _encoded(start)
         if pid := self._ahead.start(local, message, [stdout, stderr]):
             return pid
         self._send(message, [stdout, stderr])
-        return _forked_as(self._answer(lambda: None))
+        # No signal interrupts this: a rank that has begun has to be known, or nobody ends it.
+        return _forked_as(self._received())
 
     def fork_ahead(self, start: Fork, local: int) -> None:
         """Fork a process that waits for the start of this local rank. `start`: with `waits`. Raises TierDown."""
@@ -120,10 +120,7 @@ class Zygote:
         """End it, and the processes that wait. The ranks go on."""
         self._ahead.close()
         self._socket.close()
-        if self._process.poll() is None:  # else its number may be that of another group by now
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        processes.end_group(self._process)
 
     def _answer(self, touch: Callable[[], None]) -> bytes:
         waiting = [self._socket.fileno(), self._signals.descriptor]

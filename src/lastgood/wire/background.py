@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 QUEUE_SECONDS = 0.005
-"""A path whose packets take so much longer than its quickest one, and twice as long, has a queue."""
+"""A path has a queue if its round trip is longer than the shortest one by more than this, and twice as long."""
 LOST = 0.01
 """A path has a queue, too, if it loses more than this part of the packets. Some are lost without a queue."""
 MEASUREMENTS = 4

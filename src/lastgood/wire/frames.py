@@ -94,7 +94,5 @@ class FrameReader:
         return message
 
 
-def _fail(
-    reason: str, what: str, todo: str = "Repeat the request; if this happens again, check the network."
-) -> NoReturn:
+def _fail(reason: str, what: str, todo: str = REPEAT) -> NoReturn:
     raise FrameInvalid(what, safe=SAFE, todo=todo, reason=reason)

@@ -100,13 +100,9 @@ class SharedKey(_InTheClear):
 
 @dataclass(frozen=True)
 class Plain(_InTheClear):
-    """No authentication, for networks with nobody else, and for tests.
-
-    `anywhere`: listen at public addresses and at all interfaces too. Default: only at loopback and private ones.
-    """
+    """No authentication, for networks with nobody else, and for tests. Listens at loopback and private addresses."""
 
     digest: str = "xxh3_128"
-    anywhere: bool = False
 
     def __post_init__(self) -> None:
         _check_digest(self.digest)
@@ -125,11 +121,11 @@ class Plain(_InTheClear):
             inside = (at.is_loopback or at.is_private) and not at.is_unspecified
         except ValueError:
             inside = host == "localhost"
-        if not inside and not self.anywhere:  # guard: wire-plain-stays-private
+        if not inside:  # guard: wire-plain-stays-private
             raise Refused(
                 f"the wire is without authentication, and {host} is not a loopback or private address",
                 safe="Nothing listens there.",
-                todo="Use a shared key or certificates, name an address inside, or allow it with Plain(anywhere=True).",
+                todo="Use a shared key or certificates, or name an address inside.",
             )
 
 

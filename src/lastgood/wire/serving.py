@@ -37,8 +37,9 @@ class Bounds:
     """How much a server gives to its peers, and to strangers."""
 
     connections: int = 512
-    strangers: int = 64
-    strangers_of_address: int = 16
+    strangers: int = 256
+    strangers_of_address: int = 64
+    """16 ranks of a node begin to read at once after a restart, each with two connections"""
     handshake_seconds: float = 10.0
     transfer_seconds: float = 120.0
     """for a request with its bulk bytes, and again for the answer"""

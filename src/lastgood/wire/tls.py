@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..errors import FrameInvalid, LastgoodError, PeerDown, PeerRefused
+from .frames import REPEAT, SAFE
 
 
 class Row(NamedTuple):
@@ -98,8 +99,8 @@ def stream_error(name: str, error: ssl.SSLError) -> LastgoodError:
         return certificate_error(name, error)
     return FrameInvalid(
         f"bytes from {name} were changed on their way: {error.reason}",
-        safe="Nothing of it was used, and the connection is closed.",
-        todo="Repeat the request; if this happens again, check the network.",
+        safe=SAFE,
+        todo=REPEAT,
         reason="tls",
     )
 

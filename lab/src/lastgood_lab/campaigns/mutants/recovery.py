@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
-from .change import Instead, Never, Remove, Swap
+from .change import Always, Instead, Never, Remove, Swap
 from .record import Mutant, table
 
 MUTANTS: tuple[Mutant, ...] = (
+    *table(
+        "supervisor",
+        ("verdict", "host_signs", "heartbeat", "beat"),
+        ("a warning between two attempts is lost", "warning-waits-for-ranks", Instead("pass")),
+        (
+            "after many findings a fatal one is ignored",
+            "fatal-sign-after-many-is-met",
+            Swap("one.fatal or ", ""),
+        ),
+        ("a restored run keeps the limit of its steps", "restored-run-has-no-longest-step", Remove()),
+        ("a failed opening keeps signals and heartbeat", "failed-opening-releases-all", Remove()),
+    ),
+    *table(
+        "supervisor",
+        ("unread_files",),
+        ("output that cannot be read ends the job", "unread-output-ends-no-job", Swap("OSError", "ZeroDivisionError")),
+        ("stacks that cannot be read end the job", "unread-stacks-end-no-job", Swap("OSError", "ZeroDivisionError")),
+        ("a group with a number of an ended one is killed", "number-of-ended-group-reused", Always()),
+    ),
+    *table(
+        "supervisor",
+        ("pacing",),
+        ("a restore counts as the cost of a save", "restore-costs-no-save", Remove()),
+    ),
     *table(
         "supervisor",
         (

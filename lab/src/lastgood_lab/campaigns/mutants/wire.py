@@ -195,4 +195,11 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         ("damage that another node reports has no file", "remote-damage-names-its-file", Remove()),
     ),
+    *table(
+        "peers",
+        ("receiving",),
+        ("a file is begun anew while it is written", "file-received-once-at-a-time", Never()),
+        ("a file is dropped while it is written", "used-upload-not-dropped", Swap("one.calls or ", "")),
+        ("half a file outlives its generation", "deleted-generation-keeps-no-memory", Never()),
+    ),
 )
