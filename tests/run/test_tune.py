@@ -270,21 +270,9 @@ def test_the_interval_grows_until_some_step_has_no_save_in_flight() -> None:
     assert adapt(auto, None, 37.0, 0.0).interval_steps == 8  # the earlier step time still counts
 
 
-def test_an_announced_interval_takes_effect_at_one_step_on_every_rank() -> None:
-    auto = adapt(Auto(interval_steps=10, ahead_steps=5), 0.1, 60.0, 0.0, step=12)
-    assert (auto.interval_steps, auto.previous_steps, auto.holds_from) == (20, 10, 17)
-    behind = Auto(interval_steps=10, ahead_steps=5)  # a rank that has not received the new interval yet
-    assert all(auto.due(step, 5) == behind.due(step, 5) for step in range(12, 17))
-    assert auto.due(16, 6) and not auto.due(17, 6) and not auto.due(25, 6) and auto.due(26, 6)
-    adapted = adapt(auto, 0.1, 60.0, 0.0, step=14)
-    assert adapted.interval_steps == 20 and adapted.holds_from == 17  # the announced interval holds first
-    assert adapt(adapted, 0.1, 60.0, 0.0, step=17).interval_steps == 40
-
-
 def test_a_shorter_interval_makes_a_save_due_at_once() -> None:
-    auto = adapt(Auto(interval_steps=100, ahead_steps=3), 1.0, 1.0, 0.0, step=30)
-    assert auto.interval_steps == 1
-    assert [step for step in range(30, 40) if auto.due(step, 20)] == list(range(33, 40))
+    auto = adapt(Auto(interval_steps=100), 1.0, 1.0, 0.0, step=30)
+    assert auto.interval_steps == 1 and auto.due(31, 30) and not auto.due(30, 30)
 
 
 @pytest.mark.parametrize("bad", [math.nan, -1.0, math.inf])
@@ -292,7 +280,7 @@ def test_senseless_measurements_are_refused(bad: float) -> None:
     for numbers in ((bad, 1.0, 0.0), (1.0, bad, 0.0), (1.0, 1.0, bad)):
         with pytest.raises(Refused):
             adapt(Auto(), *numbers)
-    for wrong in ({"in_flight": 0}, {"interval_steps": 0}, {"ahead_steps": -1}):
+    for wrong in ({"in_flight": 0}, {"interval_steps": 0}):
         with pytest.raises(Refused):
             replace(Auto(), **wrong)
     with pytest.raises(Refused):

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .arguments import is_whole, require
-from .rings import Division, divided, windows
+from .rings import Division, divided
 
 
 @dataclass(frozen=True)
@@ -121,31 +121,6 @@ def groups(nodes: Collection[Node], k: int, m: int, previous: ParityGroups | Non
     return ParityGroups(tuple(map(tuple, found.rings)), k, m, m, survived)
 
 
-def lost(placement: Placement, failed: Collection[str]) -> list[str]:
-    """The nodes whose parts no node has any more when the nodes `failed` have failed; sorted.
-
-    Raises Refused if a name in `failed` is not in the placement. Example: `lost(placement, {"a", "c"})`.
-    """
-    _require_known(failed, placement.holders)
-    absent = frozenset(failed)
-    return sorted(name for name in absent if absent.issuperset(placement.holders[name]))  # guard: one-copy-suffices
-
-
-def survives(placement: Placement, failed: Collection[str]) -> bool:
-    """Whether every part exists when the nodes `failed` have failed. Raises Refused like `lost`."""
-    return not lost(placement, failed)
-
-
-def group_survives(parity: ParityGroups, failed: Collection[str]) -> bool:
-    """Whether every part exists or can be rebuilt from parity when the nodes `failed` have failed.
-
-    Raises Refused if a name in `failed` is in no group. Example: `group_survives(groups(nodes, 4, 2), {"a", "b"})`.
-    """
-    _require_known(failed, {name for ring in parity.groups for name in ring})
-    stripes = (one for ring in parity.groups for one in windows(ring, parity.k + parity.m))
-    return all(sum(name in failed for name in one) <= parity.m for one in stripes)  # guard: parity-bounds-losses
-
-
 def missing_copies(held: Mapping[str, Collection[int]], placement: Placement, k: int) -> list[tuple[str, str, int]]:
     """What is to be sent so that each part lies on k nodes: (the node that sends, the node that receives, the part).
 
@@ -166,12 +141,6 @@ def missing_copies(held: Mapping[str, Collection[int]], placement: Placement, k:
     return orders
 
 
-def loads(placement: Placement) -> dict[str, int]:
-    """Node -> the number of other nodes' parts of which it holds a copy. Example: `max(loads(placement).values())`."""
-    held = Counter(name for others in placement.holders.values() for name in others)
-    return {name: held[name] for name in placement.holders}
-
-
 def _domains(nodes: Collection[Node]) -> dict[str, str]:
     """Node -> domain. A node without a domain gets a text that no other node can have."""
     listed: Any = nodes
@@ -187,11 +156,6 @@ def _require_window(size: Any, name: str, count: int, least: int) -> None:
     require(is_whole(size, least), f"{name}={size!r}", f"Give a whole number of at least {least}.")
     few = f"there are {count} nodes, and {name} is {size}"
     require(count >= size, few, f"Give at least {size} nodes, or a smaller {name}.")
-
-
-def _require_known(failed: Collection[str], known: Collection[str]) -> None:
-    unknown = sorted(set(failed) - set(known))
-    require(not unknown, f"failed nodes that are not placed: {', '.join(unknown)}", "Give names of placed nodes.")
 
 
 def _division(holders: Mapping[str, tuple[str, ...]]) -> Division:

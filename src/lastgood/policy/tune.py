@@ -221,21 +221,11 @@ class Auto:
     steps from the beginning of that save to the first step after it was durable, less t for each of them and less the
     wait for a free place, divided among the saves that were in flight; at least what the loop waited for this save
     otherwise; None if t was never measured. A save that failed, was dropped or was skipped is not measured.
-
-    With several ranks one rank adapts, with `ahead_steps` > 0, and sends the record to the others. All ranks use
-    `previous_steps` until `holds_from`, so every rank must have received the record by that step. `due` depends on
-    steps only, so it is the same on all ranks.
     """
 
     rule: Rule = field(default_factory=Rule)
     in_flight: int = 1
     interval_steps: int = FIRST_STEPS
-    ahead_steps: int = 0
-    """how many steps before it takes effect a change is announced"""
-    holds_from: int = 0
-    """the step from which `interval_steps` is used"""
-    previous_steps: int = 0
-    """the interval that is used until then"""
     reason: str = ""
     """the reason of the last change, for the log"""
     recent_step_seconds: tuple[float, ...] = ()
@@ -244,11 +234,10 @@ class Auto:
 
     def __post_init__(self) -> None:
         _require_positive(in_flight=self.in_flight, interval_steps=self.interval_steps)
-        _require_time(ahead_steps=self.ahead_steps)
 
     def due(self, step: int, last_saved_step: int) -> bool:
         """Whether a save is due after `step`."""
-        return step - last_saved_step >= (self.interval_steps if step >= self.holds_from else self.previous_steps)
+        return step - last_saved_step >= self.interval_steps
 
 
 def adapt(
@@ -269,8 +258,7 @@ def adapt(
     failures moves less, because it grows with the root of the cost of a save.
 
     It at most doubles at a time, so that a disk that hung for a minute does not stop saving for an hour. It doubles if
-    no step was ever free of a save, because then t is unknown. While an announced change has not taken effect
-    (`step` < `holds_from`) no further change is made.
+    no step was ever free of a save, because then t is unknown. `step`: at which it changes, for the reason.
     """
     _require_positive(write_seconds=write_seconds)
     if step_seconds is not None:
@@ -283,8 +271,6 @@ def adapt(
         recent_write_seconds=_remember(auto.recent_write_seconds, write_seconds),
         recent_contention_seconds=_remember(auto.recent_contention_seconds, contention_seconds),
     )
-    if step < auto.holds_from:
-        return measured
     now, interval = auto.interval_steps, 2 * auto.interval_steps
     why = "no step was ever free of a save"
     if measured.recent_step_seconds:
@@ -298,9 +284,8 @@ def adapt(
         interval = min(found.steps(t), interval)
         cost = f"Tw {tw:.3g} s with {auto.in_flight} in flight, {t:.3g} s a step, {c:.3g} s lost to copying a save"
         why = "; ".join(part for part in (cost, str(auto.rule.failures), found.why + bounded) if part)
-    holds_from = step + auto.ahead_steps
-    reason = f"a save every {interval} steps instead of {now} from step {holds_from}: {why}"
-    return replace(measured, interval_steps=interval, previous_steps=now, holds_from=holds_from, reason=reason)
+    reason = f"a save every {interval} steps instead of {now} from step {step}: {why}"
+    return replace(measured, interval_steps=interval, reason=reason)
 
 
 # ---- arithmetic and checks ---------------------------------------------------------------------------------
