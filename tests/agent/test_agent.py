@@ -844,7 +844,7 @@ def test_an_agent_that_answers_late_is_missed_once_it_has_ended(tmp_path: Path, 
     had ended: none was started in its place."""
     monkeypatch.setattr(agent_link, "ATTACH_SECONDS", 0.5)
     listener, folder, late = agent_link.listening(str(tmp_path)), str(tmp_path), threading.Event()
-    listener.setblocking(True)
+    listener.settimeout(20)
     answer = agent_messages.Answer(protocol=agent_link.PROTOCOL, process=1, attached=1, missing=[])
 
     def agent_of_the_test() -> None:

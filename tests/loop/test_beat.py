@@ -96,7 +96,11 @@ def test_a_restore_is_shown_from_its_first_wait_on(tmp_path: Path, monkeypatch: 
 
 def test_an_opening_that_fails_late_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A device without memory for a look at all parameters: the run stayed open, and a retry found it locked."""
-    page, before = str(tmp_path / "page"), signal.getsignal(signal.SIGTERM)
+
+    def ends(*_: object) -> None:
+        """A handler of the script's own."""
+
+    page, earlier = str(tmp_path / "page"), signal.signal(signal.SIGTERM, ends)
     heartbeat.create(page)
     monkeypatch.setenv(heartbeat.VARIABLE, page)
     options = {"preemption": lastgood.Preemption(grace_seconds=30)}
@@ -108,8 +112,9 @@ def test_an_opening_that_fails_late_can_be_repeated(tmp_path: Path, monkeypatch:
         with monkeypatch.context() as there, pytest.raises(MemoryError):
             there.setattr(f"lastgood.{late}", fails)
             lastgood.Checkpointer(tmp_path / "run", {"w": torch.zeros(1)}, **options)
-        assert signal.getsignal(signal.SIGTERM) == before
+        assert signal.getsignal(signal.SIGTERM) is ends
     with lastgood.Checkpointer(tmp_path / "run", {"w": torch.zeros(1)}, **options) as ckpt:
         ckpt.restore()
         ckpt.step(1)
+    signal.signal(signal.SIGTERM, earlier)
     assert heartbeat.read(page).step == 1

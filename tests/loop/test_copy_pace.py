@@ -84,7 +84,7 @@ def test_step_numbers_with_gaps_are_measured_too():
 
 
 def test_what_was_copied_before_a_rewind_counts_no_more():
-    loop = Loop(Rule(overhead=0.01), tw=1.0, slower=0.0)
+    loop = Loop(Rule(overhead=0.01), tw=1.0, slower=0.5)
     loop.run(25)
     loop.pace.restored(5, loop.now)
     assert not loop.pace.due(6, loop.now + 1) and not loop.pace.is_due

@@ -209,6 +209,7 @@ def test_an_acknowledged_milestone_is_durable(tmp_path: Path, monkeypatch) -> No
 @pytest.mark.parametrize("fused", [False, True])
 def test_saving_a_step_twice_requires_the_same_state(tmp_path: Path, fused: bool) -> None:
     """A save(3) after an update outside of any step returned the earlier save of step 3 as a success."""
+    torch.manual_seed(0)  # once in 256 times all outputs are dropped, and the update changes nothing
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
     with lastgood.Checkpointer(tmp_path, {"model": model, "optimizer": optimizer}, cadence=Every(steps=1)) as ckpt:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import logging
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +14,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from lastgood.io import processes
+from lastgood.io import heartbeat, processes
+from lastgood.policy.hang import START, STEP, Signs
 from lastgood.supervisor import outputs, watch
 from lastgood.supervisor.program import STACKS_FILE
+from lastgood.supervisor.progress_watch import ProgressWatch
 
 
 def test_a_file_of_output_that_cannot_be_read_ends_no_job(
@@ -65,3 +68,28 @@ def test_a_group_that_has_ended_is_not_signalled(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(os, "killpg", lambda group, number: signalled.append(group))
     processes.end_group(process)
     assert signalled == []
+
+
+def test_a_stopped_rank_in_a_long_step_hangs_as_soon_as_elsewhere() -> None:
+    """A rank that was stopped before its second step was found after an hour, and with steps of a minute after 20."""
+    with subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"]) as process:
+        try:
+            os.kill(process.pid, signal.SIGSTOP)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+            rank, seen = SimpleNamespace(rank=1, pid=process.pid), SimpleNamespace(_stopped=dict[int, float]())
+            in_step = Signs(1, 100.0, STEP, 7, longest_seconds=60.0)
+            found = ProgressWatch._stopped_too(seen, rank, in_step, 101.0)  # type: ignore[arg-type]
+            assert found.stopped and found.since == 101.0
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("others_end", [False, True])
+def test_an_opening_that_failed_is_no_end_of_a_run(others_end: bool, tmp_path: Path) -> None:
+    """Others may wait for a rank whose opening has failed, so it must not look like one that has closed its run."""
+    environ = {heartbeat.VARIABLE: str(tmp_path / "page")}
+    heartbeat.create(environ[heartbeat.VARIABLE])
+    page = heartbeat.own(environ)
+    assert page is not None
+    page.released()
+    assert watch.signs(1, heartbeat.read(environ[heartbeat.VARIABLE]), others_end).where == START

@@ -162,26 +162,28 @@ class PeerFiles:
             raise
         finally:
             self._leave(call.name, one)
+        if one.ends:
+            raise Refused(f"{call.name} was begun anew", safe="Nothing was written.")
 
     def _go_on(self, disk: Mendable, call: FileCall, bulk: memoryview) -> None:
         """Write bytes of a file that is being received, or give it its name."""
         with self._lock:
             one = self._files.get(call.name)
-            if one is None or one.ends or one.sending != call.sending:  # guard: sendings-do-not-mix
+            upload = one.upload if one is not None and not one.ends else None
+            if one is None or upload is None or one.sending != call.sending:  # guard: sendings-do-not-mix
                 raise Refused(f"{call.name} was not begun, or was begun anew", safe="Nothing was written.")
             if call.call == "finish":
-                if one.missing or one.calls:
+                if one.missing:
                     raise Refused(f"{call.name} lacks {one.missing} bytes", safe="It does not count as a copy.")
                 one.ends = True
             one.calls += 1
         try:
-            assert one.upload is not None
             if call.call == "finish":
-                one.upload.finish()
+                upload.finish()
                 disk.replace(call.name, call.name + RECEIVING)
                 one.upload = None
                 return
-            one.upload.write_at(bulk, call.offset)
+            upload.write_at(bulk, call.offset)
             with self._lock:
                 one.missing -= len(bulk)
         finally:

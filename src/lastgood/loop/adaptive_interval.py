@@ -59,7 +59,7 @@ class Pace:
 
     def restored(self) -> None:
         """The state is that of another step: what was measured up to here has no end."""
-        self._before, self._free, self._flying = None, [], []  # guard: restore-costs-no-save
+        self._before, self._flying = None, []  # guard: restore-costs-no-save
 
     def passed(self, n: int, now: float) -> str:
         """Record that step `n` is completed. Returns why the interval changed; empty if it did not."""

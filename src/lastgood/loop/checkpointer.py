@@ -59,9 +59,8 @@ class Checkpointer:
 
     `path`: the directory of the run, which is made if it does not exist; or "slots:///..." to keep only the newest
     generation, overwritten in place.
-    `state`: name -> module, optimizer, scheduler, scaler, sampler, loader, tensor, number, string, dict or list. It is
-    read again at every save, so the result of an object's state_dict(), which never changes again, is refused. The
-    states of the random number generators are saved too.
+    `state`: name -> module, optimizer, scheduler, scaler, sampler, loader, tensor, number, string, dict or list, read
+    at every save: the result of a state_dict() is refused. The states of random number generators are saved too.
     `cadence`: when `step()` saves: Every(steps=...), Every(seconds=...), or "auto", as often as `Tuning.overhead`
     allows, or so that failures cost the least time (`Tuning.mtbf`); default Every(seconds=300).
     `retention`: which generations are kept; default Keep(last=3).
@@ -165,11 +164,11 @@ class Checkpointer:
         group = join_group(path, options.ranks.patience) if several else None
         self._ranks = ranks = group or SingleRank()
         self._pipeline = pipeline = Pipeline(places[0].path, options.of_run(places), ranks)
-        replicas = Replicas(group, options.tuning.digest, options.tuning.in_flight) if group else None
-        self._planner = planner = SavePlanner(options, pipeline, replicas)
         url = paths.parsed(path).url
         with contextlib.ExitStack() as failed:
             failed.callback(pipeline.close)
+            replicas = Replicas(group, options.tuning.digest, options.tuning.in_flight) if group else None
+            self._planner = planner = SavePlanner(options, pipeline, replicas)
             failures = known_failures(options, url, ranks, pipeline.outcomes)
             planner.exempt(state)
             self._reports = reports = Reports(options, pipeline, planner)
@@ -221,6 +220,7 @@ class Checkpointer:
                 advice = restorer.followed_advice(topic) if step is None else Followed()
                 restorer.run.mend_known(step, topic)
                 restorer.run.share_survey(topic)
+        with self._beat.restoring():  # an hour again
             request = replace(self._request, step=step, strict=strict, rename=rename)
             try:
                 restorer.run.sources = Sources()

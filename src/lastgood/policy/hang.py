@@ -86,7 +86,7 @@ class Signs:
     step: int = 0
     longest_seconds: float = 0.0
     stopped: bool = False
-    """whether its process is stopped, since `since`, outside of steps"""
+    """whether its process is stopped, since `since`"""
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,12 @@ class AgentLink:
         except (OSError, ValueError) as failure:
             error = str(failure) if type(failure) is ValueError else f"{type(failure).__name__}: {failure}"
         if not error:
-            if self._serve is not None and (problem := self._served(self._serve)):
+            try:
+                problem = self._served(self._serve) if self._serve is not None else ""
+            except OSError:  # it has ended since: the next one is asked too
+                connection.close()
+                return False
+            if problem:
                 self._serve, self._not_serving_because = None, problem
                 reporting.warning(f"the agent of {self._folder} does not serve other nodes: {problem}")
             connection.setblocking(False)  # with a timeout Python would wait for it in each call
@@ -194,14 +199,14 @@ class AgentLink:
             raise kind(f"the agent of {self._folder} could not {what}: {error}", safe="It is kept here.")
 
     def _served(self, serve: Serve) -> str:
-        """Ask the agent to serve other nodes. Returns why it does not, or ""."""
+        """Ask the agent to serve other nodes. Returns why it does not, or "". Raises OSError if it has ended."""
         try:
             # A late answer on the connection of the training process would hide that the agent has ended.
             answer = _asked_if_any(self._folder, Request(protocol=PROTOCOL, call="serve", serve=serve))
-        except (OSError, ValueError) as failure:
+        except (TimeoutError, ValueError, NotWritable) as failure:
             return f"{type(failure).__name__}: {failure}"
         if answer is None:
-            return "it has ended"
+            raise ConnectionError("it has ended")
         if not answer.error:
             self._serve = msgspec.structs.replace(serve, port=answer.port)
         return answer.error

@@ -21,6 +21,7 @@ import os
 import secrets
 import socket
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -133,10 +134,12 @@ def own_address(environ: Mapping[str, str] = os.environ) -> str:
     """The address of this node at which other nodes reach it: that of the interface that leads to MASTER_ADDR."""
     if named := environ.get(ADDRESS):
         return named
+    found = list[tuple[int, Any]]()
     with contextlib.suppress(OSError):
-        found = socket.getaddrinfo(environ.get("MASTER_ADDR") or LOOPBACK, 9, type=socket.SOCK_DGRAM)
-        family, kind, _, _, at = found[0]
-        with socket.socket(family, kind) as probe:
+        listed = socket.getaddrinfo(environ.get("MASTER_ADDR") or LOOPBACK, 9, type=socket.SOCK_DGRAM)
+        found = sorted(((one[0], one[4]) for one in listed), key=lambda one: one[0] != socket.AF_INET)
+    for family, at in found:
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(at)  # sends nothing
             return str(probe.getsockname()[0])
     return LOOPBACK

@@ -155,6 +155,8 @@ class Attempt:
         memory = MEMORY if os.path.isdir(MEMORY) else None
         with leftovers.folder("lastgood-beat-", memory, FULL_MEMORY) as pages:
             try:
+                if self._job.program.kind == "command":  # whether it heeds a warning is not known
+                    self._signals.drop_warnings()
                 self._start(pages)
                 lived.started = time.monotonic()
                 self._watch(lived, host, records, reader)

@@ -173,7 +173,7 @@ class HostSigns:
         self._next = now + self._every_seconds
         new = list[Finding]()
         for one in [finding for each in self._collectors for finding in each.collected(now)]:
-            few = one.fatal or len(self._known) < MOST_FINDINGS  # guard: fatal-sign-after-many-is-met
+            few = len(self._known) < (2 if one.fatal else 1) * MOST_FINDINGS  # guard: fatal-sign-after-many-is-met
             if sign_texts.key(one) not in self._known and few:
                 self._known.add(sign_texts.key(one))
                 new.append(Finding(source=one.source, what=one.what, fatal=one.fatal, host=self._host))

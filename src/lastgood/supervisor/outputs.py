@@ -96,7 +96,7 @@ class _Tail:
         except OSError as error:  # guard: unread-output-ends-no-job
             self._failed, self.ended = True, last
             reporting.warning(f"the output of a rank is no longer copied from {self._path}: {error}")
-            return []
+            return [f"{self._prefix}{self._text}\n"] if self._text else []
         self.ended = last and not data
         self._text += self._decoder.decode(data, final=self.ended)
         *whole, self._text = self._text.split("\n")

@@ -94,7 +94,7 @@ class ProgressWatch:
         """rank -> the phase that was open when it was looked at last, and when it began"""
         self._completed = dict[str, float]()
         self._stopped = dict[int, float]()
-        """rank that is in no step -> since when its process is stopped by a signal"""
+        """rank -> since when its process is stopped by a signal"""
         self._looked_at: float | None = None
         self._resumed_at = 0.0
         """when this process went on after it had been stopped, and with it perhaps the whole job"""

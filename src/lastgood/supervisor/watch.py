@@ -48,10 +48,10 @@ class RankProcess:
 def signs(rank: int, shown: heartbeat.Progress, ended: bool = False) -> Signs:
     """What a rank has shown, as the policy takes it. A rank whose run is not open yet cannot hang; one whose run is
     closed only if another rank has `ended`: torch's process groups sometimes do not, when they are destroyed."""
+    if shown.opened is None:  # also where an opening has failed, and was closed  # guard: failed-opening-is-no-end
+        return Signs(rank, None, START, shown.step)
     if shown.closed is not None:
         return Signs(rank, shown.closed if ended else None, END, shown.step)
-    if shown.opened is None:
-        return Signs(rank, None, START, shown.step)
     if shown.phase_began is not None:
         return Signs(rank, shown.phase_began, shown.phase, shown.step)
     if shown.first is not None and shown.sign is not None:

@@ -37,6 +37,8 @@ THREADS = {"OPENBLAS_NUM_THREADS": "1"}
 """numpy's library would start threads when it is imported, which a fork does not copy."""
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "lastgood.loop.checkpointer")
 """what is imported in any case; torch._dynamo, because torch imports it when it reports an error"""
+FORK_SECONDS = 60.0
+"""how long one fork may take"""
 
 
 class Fork(Record, frozen=True, kw_only=True):
@@ -77,7 +79,8 @@ class Zygote:
     def ready(self, touch: Callable[[], None]) -> None:
         """Wait until it has imported everything. `touch`: is called meanwhile, because that may take minutes.
 
-        Raises Refused if one of `modules` could not be imported, and what `fork` and `touch` raise.
+        Raises Refused if one of `modules` could not be imported, Cancelled if the job is to end, and what `fork` and
+        `touch` raise.
         """
         failed = msgspec.json.decode(self._answer(touch), type=Ready).failed
         for name in self._modules:
@@ -98,6 +101,8 @@ class Zygote:
             return pid
         self._send(message, [stdout, stderr])
         # No signal interrupts this: a rank that has begun has to be known, or nobody ends it.
+        if not select.select([self._socket], [], [], FORK_SECONDS)[0]:
+            raise _ended(TimeoutError(f"it has not answered for {FORK_SECONDS:.0f} s"))
         return _forked_as(self._received())
 
     def fork_ahead(self, start: Fork, local: int) -> None:

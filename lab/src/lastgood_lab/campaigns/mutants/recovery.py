@@ -13,14 +13,15 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "after many findings a fatal one is ignored",
             "fatal-sign-after-many-is-met",
-            Swap("one.fatal or ", ""),
+            Swap("2 if one.fatal else 1", "1"),
         ),
         ("a restored run keeps the limit of its steps", "restored-run-has-no-longest-step", Remove()),
-        ("a failed opening keeps signals and heartbeat", "failed-opening-releases-all", Remove()),
+        ("a failed opening keeps the heartbeat", "failed-opening-releases-all", Remove()),
     ),
     *table(
         "supervisor",
         ("unread_files",),
+        ("a failed opening counts as the end of a run", "failed-opening-is-no-end", Never()),
         ("output that cannot be read ends the job", "unread-output-ends-no-job", Swap("OSError", "ZeroDivisionError")),
         ("stacks that cannot be read end the job", "unread-stacks-end-no-job", Swap("OSError", "ZeroDivisionError")),
         ("a group with a number of an ended one is killed", "number-of-ended-group-reused", Always()),
