@@ -162,8 +162,6 @@ class PeerFiles:
             raise
         finally:
             self._leave(call.name, one)
-        if one.ends:
-            raise Refused(f"{call.name} was begun anew", safe="Nothing was written.")
 
     def _go_on(self, disk: Mendable, call: FileCall, bulk: memoryview) -> None:
         """Write bytes of a file that is being received, or give it its name."""
