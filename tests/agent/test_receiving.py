@@ -53,7 +53,7 @@ class Node:
         for folder in (OLDER, NEWER):
             (root / folder).mkdir(parents=True)
             (root / folder / "COMMIT.json").write_bytes(b"{}")
-        node, self.disk = self, Disk(MemoryFiles(str(root)), str(root), shared=True)
+        node = self
 
         class Recording(Disk):
             def create(self, name: str, length: int) -> Upload:
