@@ -54,7 +54,7 @@ def train(run: str, steps: int, pause_seconds: float = 0.05) -> None:
                 optimizer.step()
                 step += 1
                 save = ckpt.step(step) or save
-                if rank == 0:  # only rank 0 knows whether the copies are made
+                if rank == 0:  # one line for all ranks
                     copied = save.step if save and save.durable("node") else 0
                     print(f"step {step} loss {loss.item()!r} copied {copied}\n", end="", flush=True)
                 if step == steps:

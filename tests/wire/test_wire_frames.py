@@ -30,7 +30,7 @@ SAMPLES = [
 
 
 def read(data: bytes, key: bytes = KEY, number: int = 0) -> object:
-    reader = FrameReader(key, number=number)
+    reader = FrameReader(key, "node-7", number=number)
     header = data[: HEADER.size]
     rest = data[HEADER.size : HEADER.size + reader.rest_bytes(header)]
     return reader.decode(header, rest)
@@ -44,6 +44,7 @@ def tagged(body: bytes, number: int = 0, magic: bytes = MAGIC, version: int = VE
 def failure(data: bytes, **more: object) -> str:
     with pytest.raises(FrameInvalid) as error:
         read(data, **more)
+    assert error.value.what.startswith("from node-7: ") and error.value.todo
     assert error.value.safe == "Nothing of it was used, and the connection is closed."
     return error.value.reason
 

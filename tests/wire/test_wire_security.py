@@ -175,6 +175,7 @@ def test_an_expired_certificate_is_refused_with_its_remedy(signer, expired):
     days = {side: -1 if side == expired else 30 for side in ("server", "client")}
     error = refused(signer().node(SERVER, days=days["server"]), signer().node(CLIENT, days=days["client"]))
     assert error.reason == "certificate expired" and error.todo.startswith("Renew the certificate")
+    assert f"because of the certificate of {'that' if expired == 'server' else 'this'} node" in error.what
 
 
 @pytest.mark.parametrize("early", ["server", "client"])

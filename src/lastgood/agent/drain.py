@@ -31,9 +31,6 @@ from ..run import access, agent_link, copying, pack_copies, paths
 from ..run.agent_messages import AgentSpec, Copied, CopyTo
 from ..run.reader import read_all
 
-PARTS = 3
-"""Of so many generations an agent copies the parts of its node, at most, while others may lack the newest COMMIT."""
-
 
 class Drained(NamedTuple):
     """What an attempt has found. `missing`: what places lack, each with the reason. `absent`, `deleted`: as in
@@ -152,7 +149,7 @@ def _drained_to(place: CopyTo, memory: Tier, order: int, notes: Notes, stop: Cal
 def _wanted(memory: Tier, here: commit.Survey, there: commit.Survey, keep: Keep) -> list[Generation]:
     """What is to be copied, the newest first."""
     wanted = lacking(here, there, merged([here, there]), keep)
-    # Of several nodes one may lack the newest COMMIT, so that each copies its part of some older generations too.
+    # Of several nodes one may lack the newest COMMIT, so that each copies its part of the older ones too.
     newest = max(there.generations, default=None)
     parts = [
         one
@@ -160,9 +157,9 @@ def _wanted(memory: Tier, here: commit.Survey, there: commit.Survey, keep: Keep)
         if one.restorable
         and at not in there.generations
         and (newest is None or at > newest)
-        and not is_whole(memory, one)
+        and not copying.is_whole(memory, one)
     ]
-    return wanted + [one for one in parts[:PARTS] if one not in wanted]
+    return wanted + [one for one in parts if one not in wanted]
 
 
 def _waits_for(memory: Tier, there: Tier, one: Generation) -> str:
@@ -171,12 +168,6 @@ def _waits_for(memory: Tier, there: Tier, one: Generation) -> str:
     mine, found = memory.list(folder), there.list(folder)
     lacks = [seal.manifest for seal in one.commit.seals if seal.manifest not in found]
     return "" if not lacks or any(name in mine for name in lacks) else _named(lacks)
-
-
-def is_whole(memory: Tier, one: Generation) -> bool:
-    """Whether this node has the files of all ranks."""
-    here = memory.list(layout.folder(one.id))
-    return all(seal.manifest in here for seal in one.commit.seals)
 
 
 def _copied(memory: Tier, target: Mendable, one: Generation, stop: Callable[[], bool]) -> str:
@@ -188,7 +179,7 @@ def _copied(memory: Tier, target: Mendable, one: Generation, stop: Callable[[], 
 
 
 def _copied_with(memory: Tier, target: Mendable, one: Generation, how: copying.Copying) -> str:
-    if is_whole(memory, one):
+    if copying.is_whole(memory, one):
         copying.complete(target, [memory], one, how)
         return ""
     folder = layout.folder(one.id)

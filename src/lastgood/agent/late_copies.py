@@ -38,7 +38,7 @@ from ..run import access, copying
 from ..run.agent_messages import AgentSpec
 from ..run.file_copies import reads_back
 from ..run.late_commit import HELD
-from .drain import giving_way, is_whole, uncommitted
+from .drain import giving_way, uncommitted
 
 Intents = Mapping[GenerationId, intents.Intent]
 
@@ -131,7 +131,7 @@ def _wanted(memory: Tier, here: commit.Survey, below: Tier, there: commit.Survey
 
 def _sealed(memory: Tier, here: commit.Survey) -> set[GenerationId]:
     """The saves of several nodes that ranks of this one have sealed, and that have no COMMIT here."""
-    if all(is_whole(memory, one) for one in here.generations.values()):
+    if all(copying.is_whole(memory, one) for one in here.generations.values()):
         return set()  # guard: half-save-of-one-node-stays
     found = {layout.parse_folder(name) for name in uncommitted(memory)}
     return {at for at in here.incomplete if at in found}

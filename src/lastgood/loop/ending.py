@@ -85,7 +85,7 @@ class Ending:
             try:
                 compare()  # guard: last-steps-compared-before-the-end
                 last = self._saver.last
-                if (last is None or last.step < n or last.failed()) and self._in_time(n, last, request.left_seconds):
+                if (last is None or last.step < n or last.failed()) and self._in_time(last, request.left_seconds):
                     last = self._saver.save(n, False, {}, must=True, timeout_seconds=request.left_seconds) or last
                 if last is not None:
                     last.committed(request.left_seconds)
@@ -114,7 +114,7 @@ class Ending:
         if self._pipeline.run.known.below:
             topic.agree(None, lambda _: None)
 
-    def _in_time(self, n: int, last: Save | None, left_seconds: float) -> bool:
+    def _in_time(self, last: Save | None, left_seconds: float) -> bool:
         """Whether a save would be durable in time if it took as long as the `last` one; with several ranks, on all."""
         mine = (last.seconds if last is not None and last.is_committed() else 0.0) <= left_seconds
         announced = self._saver.announcements

@@ -39,6 +39,12 @@ def require_seconds(timeout: Any) -> None:
     require(holds, f"timeout={timeout!r}", "Give seconds, or None for no limit.")
 
 
+def require_positive(**numbers: float) -> None:
+    """Raise Refused with the name of the first of `numbers` that is not finite and above 0."""
+    for name, one in numbers.items():
+        require(is_positive(one), f"{name}={one}", "Give a number above 0.")
+
+
 def require(holds: bool, what: str, todo: str) -> None:
     """Raise Refused with the texts `what` and `todo` unless `holds`."""
     if not holds:

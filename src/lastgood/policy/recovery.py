@@ -1,8 +1,8 @@
 """What a supervisor does when an attempt of a job has ended: start again, differently perhaps, or give up. Pure.
 
-An attempt is one life of all ranks. Attempts count as without progress while each restores the same step: what was
-trained in between was lost again. The number of those is bounded; that of attempts with progress is bounded only if the
-user says so.
+An attempt is one life of all ranks. Attempts count as without progress while they restore the same step and save no
+newer one: what was trained in between was lost again. The number of those is bounded; that of attempts with progress is
+bounded only if the user says so.
 
 Attempts that fail at the same step with the same cause fail because of the state or of the batches, and not of the
 machine. After so many of them the job goes on from the generation before; if it fails there again, without the batches

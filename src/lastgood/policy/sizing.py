@@ -19,6 +19,7 @@ import math
 from dataclasses import dataclass
 
 from ..errors import Refused
+from .arguments import require_positive
 
 DAY_SECONDS = 86_400.0
 APART = 0.05
@@ -27,13 +28,13 @@ APART = 0.05
 
 def mtbf_seconds(device_days: float, devices: int) -> float:
     """Mean time between failures of a job that ends when any of its devices fails. Raises Refused."""
-    _require_positive(device_days=device_days, devices=devices)
+    require_positive(device_days=device_days, devices=devices)
     return device_days * DAY_SECONDS / devices
 
 
 def state_bytes(parameters: float, bytes_per_parameter: float) -> float:
     """Bytes of the state: parameters times bytes per parameter. Raises Refused."""
-    _require_positive(parameters=parameters, bytes_per_parameter=bytes_per_parameter)
+    require_positive(parameters=parameters, bytes_per_parameter=bytes_per_parameter)
     return parameters * bytes_per_parameter
 
 
@@ -48,7 +49,7 @@ class Job:
     restart: float = 0.0
 
     def __post_init__(self) -> None:
-        _require_positive(mtbf=self.mtbf, stall=self.stall, in_flight=self.in_flight)
+        require_positive(mtbf=self.mtbf, stall=self.stall, in_flight=self.in_flight)
         for name in ("write", "restart"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise Refused(
@@ -92,7 +93,7 @@ class Job:
 
     def wasted_first_order(self, interval: float) -> float:
         """The wasted fraction to first order: C / tau + (tau / 2 + Tw + R) / M; useless above 1. Raises Refused."""
-        _require_positive(interval=interval)
+        require_positive(interval=interval)
         return self.stall / interval + (interval / 2 + self.write + self.restart) / self.mtbf
 
     def useful(self, interval: float) -> float:
@@ -101,7 +102,7 @@ class Job:
         x seconds after a start floor((x - Tw) / (tau + C)) intervals are durable, and a restart may fail too. So it is
         tau exp(-Tw / M) / (M exp(R / M) (exp((tau + C) / M) - 1)). Raises Refused.
         """
-        _require_positive(interval=interval)
+        require_positive(interval=interval)
         mtbf = self.mtbf
         longest = (interval + self.stall) / mtbf
         if longest > 500:  # exp() would overflow, and the fraction is practically 0
@@ -111,9 +112,3 @@ class Job:
     def breaks_down(self, interval: float) -> bool:
         """Whether `wasted_first_order` differs from the exact expectation by more than APART."""
         return abs(self.wasted_first_order(interval) - (1 - self.useful(interval))) > APART
-
-
-def _require_positive(**given: float) -> None:
-    for name, value in given.items():
-        if not 0 < value < math.inf:
-            raise Refused(f"{name}={value}", safe="Nothing was touched.", todo="Give a number above 0.")

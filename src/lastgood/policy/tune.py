@@ -22,6 +22,7 @@ from statistics import median
 
 from ..errors import Refused
 from ..limits import CHUNK_BYTES, PAGE_BYTES, SLOTS_BESIDE, STAGING_CHUNKS
+from .arguments import require_positive
 from .interval import Interval, Rule
 
 WRITERS = (1, 2, 3, 4)
@@ -54,8 +55,8 @@ def expected_overhead(
     interval_steps: int, write_seconds: float, in_flight: int, step_seconds: float, contention_seconds: float = 0.0
 ) -> float:
     """The fraction by which saving every f steps slows training: max(c, Tw / N - f t) / (f t). Raises Refused."""
-    _require_positive(interval_steps=interval_steps, in_flight=in_flight)
-    _require_positive(write_seconds=write_seconds, step_seconds=step_seconds)
+    require_positive(interval_steps=interval_steps, in_flight=in_flight)
+    require_positive(write_seconds=write_seconds, step_seconds=step_seconds)
     _require_time(contention_seconds=contention_seconds)
     between = interval_steps * step_seconds
     return max(contention_seconds, write_seconds / in_flight - between) / between
@@ -72,14 +73,14 @@ def recovery_bound_seconds(
     A crash loses the steps since the last save began, and the steps that ran while the newest durable save was written.
     Raises Refused.
     """
-    _require_positive(write_seconds=write_seconds, in_flight=in_flight)
+    require_positive(write_seconds=write_seconds, in_flight=in_flight)
     lost = min(in_flight * interval_steps * step_seconds, write_seconds)
     return stop_and_write_bound_seconds(load_seconds, interval_steps, step_seconds) + lost
 
 
 def stop_and_write_bound_seconds(load_seconds: float, interval_steps: int, step_seconds: float) -> float:
     """The same bound for systems that wait for every save (GPM, a plain torch.save): l + f t. Raises Refused."""
-    _require_positive(interval_steps=interval_steps, step_seconds=step_seconds)
+    require_positive(interval_steps=interval_steps, step_seconds=step_seconds)
     _require_time(load_seconds=load_seconds)
     return load_seconds + interval_steps * step_seconds
 
@@ -121,7 +122,7 @@ class Measured:
 
 def candidates(memory_bytes: int, disk_bytes: int, state_bytes: int) -> list[Setting]:
     """All settings with N from 1 to S / m - 2 (at most MOST_IN_FLIGHT) that fit into the memory M. Raises Refused."""
-    _require_positive(memory_bytes=memory_bytes, disk_bytes=disk_bytes, state_bytes=state_bytes)
+    require_positive(memory_bytes=memory_bytes, disk_bytes=disk_bytes, state_bytes=state_bytes)
     slots = disk_bytes // state_bytes
     if slots <= SLOTS_BESIDE:
         raise Refused(
@@ -233,7 +234,7 @@ class Auto:
     recent_contention_seconds: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        _require_positive(in_flight=self.in_flight, interval_steps=self.interval_steps)
+        require_positive(in_flight=self.in_flight, interval_steps=self.interval_steps)
 
     def due(self, step: int, last_saved_step: int) -> bool:
         """Whether a save is due after `step`."""
@@ -260,9 +261,9 @@ def adapt(
     It at most doubles at a time, so that a disk that hung for a minute does not stop saving for an hour. It doubles if
     no step was ever free of a save, because then t is unknown. `step`: at which it changes, for the reason.
     """
-    _require_positive(write_seconds=write_seconds)
+    require_positive(write_seconds=write_seconds)
     if step_seconds is not None:
-        _require_positive(step_seconds=step_seconds)
+        require_positive(step_seconds=step_seconds)
     if contention_seconds is not None:
         _require_time(contention_seconds=contention_seconds)
     measured = replace(
@@ -293,7 +294,7 @@ def adapt(
 
 def _wanted(rule: Rule, t: float, tw: float, c: float, n: int) -> Interval:
     """The interval for steps of `t` seconds, and saves with these Tw and c, n in flight."""
-    _require_positive(write_seconds=tw, in_flight=n, step_seconds=t)
+    require_positive(write_seconds=tw, in_flight=n, step_seconds=t)
     _require_time(contention_seconds=c)
     found = rule.interval(c, tw, n)
     if not math.isfinite(found.seconds / t):
@@ -309,12 +310,6 @@ def _remember(before: tuple[float, ...], one: float | None) -> tuple[float, ...]
     if one is None:
         return before
     return (*before, one)[-REMEMBERED:]
-
-
-def _require_positive(**numbers: float) -> None:
-    for name, one in numbers.items():
-        if not 0 < one < math.inf:  # a NaN is neither
-            raise Refused(f"{name} = {one}", safe="Nothing was changed.", todo="Give a number above zero.")
 
 
 def _require_time(**numbers: float) -> None:

@@ -157,11 +157,14 @@ class AgentLink:
         self._retry_at = time.monotonic() + RETRY_SECONDS
         if (not problem and self.attach() and self._started == 1) or not reporting.is_reported(self._started):
             return
-        what = f": {problem}" if problem else "" if self._connection else " and cannot be reached"
-        reporting.warning(
-            f"the agent of {self._folder} was started {self._started} times{what}. The run goes on; the next "
-            f"opening of the run copies what only this node has. {LOG} in that folder may say more."
-        )
+        if self._connection:
+            what = "had ended, and was started again; no save is lost: what is in memory stays there"
+        else:
+            what = (
+                f"does not run, and could not be started: {problem or 'it does not answer'}; the run goes on, and what "
+                "is in memory only when its training processes end is copied by the next opening of the run"
+            )
+        reporting.warning(f"the agent of {self._folder} {what} (start {self._started}; {LOG} there may say why)")
 
     def serve(self, serve: Serve) -> tuple[int, str]:
         """Let the agent, which is started if there is none, serve other nodes.

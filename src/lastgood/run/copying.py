@@ -56,6 +56,12 @@ def run_of(survey: commit.Survey) -> str | None:
     return survey.run or next((one.commit.run for one in survey.generations.values()), None)
 
 
+def is_whole(tier: Tier, one: Generation) -> bool:
+    """Whether a place has the manifests of all ranks of a generation, which are written after the files they name."""
+    here = tier.list(layout.folder(one.id))
+    return all(seal.manifest in here for seal in one.commit.seals)
+
+
 def copy_incarnations(source: Tier, target: Tier) -> None:
     """Copy the records of incarnations, which say what descends from what. They are small, and never change."""
     have = target.list("incarnations").keys()

@@ -29,9 +29,9 @@ from ..policy import restore
 from ..ports import Tier
 from ..records import Generation
 from ..units import size
-from . import access, agent_link, drill_nodes, drill_scratch, memory_place, paths, places, read_places
+from . import access, agent_link, copying, drill_nodes, drill_scratch, memory_place, paths, places, read_places
 from .drill_acts import Act, Original, Reading, Stage
-from .drill_peers import PeerRead, is_whole, read_peers
+from .drill_peers import PeerRead, read_peers
 from .drill_scratch import ScratchPlace
 from .kept import kept, require_not_deleted
 from .paths import Place
@@ -220,7 +220,7 @@ def _whole(memory: Tier) -> commit.Survey:
     """What is in memory, or in another place, without generations of which only other nodes have some files."""
     survey = commit.survey(memory)
     for at, one in [*survey.generations.items()]:
-        if not is_whole(memory, one):
+        if not copying.is_whole(memory, one):
             del survey.generations[at]
     return survey
 

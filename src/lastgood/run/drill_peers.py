@@ -20,7 +20,7 @@ from ..limits import CHUNK_BYTES
 from ..policy import restore
 from ..ports import Tier
 from ..records import Extent, Finding, Generation
-from . import agent_link
+from . import agent_link, copying
 from .peer_security import security
 from .peers import RANK_FILE, PeerDisk, PeerNode, Peers
 from .reader import RunReader
@@ -147,14 +147,8 @@ def read_peers(memory: str, own: Tier, read: Read) -> list[PeerRead]:
         return found
 
 
-def is_whole(own: Tier, generation: Generation) -> bool:
-    """Whether the tier of this node has the manifests of all ranks of a generation. Raises as reading."""
-    here = own.list(layout.folder(generation.id))
-    return all(seal.manifest in here for seal in generation.commit.seals)
-
-
 def _is_of_several_nodes(own: Tier) -> bool:
-    return not all(is_whole(own, one) for one in commit.survey(own).generations.values())
+    return not all(copying.is_whole(own, one) for one in commit.survey(own).generations.values())
 
 
 def _why_unknown(memory: str) -> str:

@@ -132,7 +132,7 @@ def make(root: str) -> None:
             f"{parent} belongs to user {found.st_uid} and has the mode {stat.S_IMODE(found.st_mode):o}: others could "
             "read or change the state",
             safe=_SAFE,
-            todo=f"Remove it, or name another tmpfs in {VARIABLE}.",
+            todo=f"Name another tmpfs in {VARIABLE}. User {found.st_uid}, or root, can remove this folder.",
         )
     if kind not in _IN_MEMORY:  # guard: memory-is-a-tmpfs
         raise Refused(

@@ -219,7 +219,9 @@ def _python(environ: Mapping[str, str]) -> str:
 def _refuse(args: argparse.Namespace, python: str) -> None:
     """Raise Refused for what contradicts itself, and for what is not done. `python`: as `_python` returns it."""
     if args.no_python and args.module:
-        raise Refused("--no-python and --module contradict each other", safe="Nothing was started.", todo="")
+        raise Refused(
+            "--no-python and --module contradict each other", safe="Nothing was started.", todo="Leave one out."
+        )
     not_forked = "--spawn" if args.spawn else "--no-python" if args.no_python else PYTHON_VARIABLE if python else ""
     if args.preload and not_forked:
         raise Refused(

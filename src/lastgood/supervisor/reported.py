@@ -199,6 +199,20 @@ def sentence(one: Attempt, number: int) -> str:
     return f"attempt {number}: {what}, {since}, after {one.seconds:.1f} s. {one.answer}."
 
 
+def given_up(outcomes: Sequence[Outcome], run: str) -> str:
+    """One line about a job that is given up, for people: what is safe, and what to do. `run`: its URL; "" if no rank
+    had opened one."""
+    then = "Mend what the error says, and start the same command again"
+    if not run:
+        return f"the job is given up. No run was opened, so nothing was changed. {then}."
+    step = max(max(one.saved_step, one.restored_step or 0) for one in outcomes)
+    newest = f"the newest step that it has saved or restored is {step}" if step else "it has saved and restored no step"
+    return (
+        f"the job is given up; {newest}. Every good save of {run} is still there. {then}: it goes on from the newest "
+        f"good one. `lastgood attempts {run} --json` has each attempt, with its whole error."
+    )
+
+
 def without_save(last: Outcome, number: int, others_go_on: bool) -> str:
     """One line about a job that was asked to end by signal `number`, and whose ranks did not end as after a last save,
     for people. `last`: its last attempt. `others_go_on`: whether only this node ends."""

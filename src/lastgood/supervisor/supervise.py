@@ -278,6 +278,8 @@ class Supervisor:
             job_summary.add(self._job.records, record, follows.restart)
         if cause is not None or follows.restart:
             self._report(reported.sentence(record, len(outcomes)) + ("" if run else reported.stack(cause)))
+        if cause is not None and not follows.restart and not leaving:
+            self._report(reported.given_up(outcomes, run))
         self._records.end(run, record, partial(reported.advice, lived, record, follows), nodes.touch)
         return Verdict(
             outcomes=outcomes,

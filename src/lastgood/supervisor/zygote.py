@@ -166,7 +166,7 @@ def _forked_as(answer: bytes) -> int:
 
 def _ended(error: Exception) -> TierDown:
     return TierDown(
-        f"the process from which ranks are forked has ended: {error}", safe="", todo="Try again, or give --spawn."
+        f"the process from which ranks are forked does not answer: {error}", safe="", todo="Try again, or give --spawn."
     )
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from .. import reporting
 from ..errors import Cancelled, FrameInvalid, LastgoodError, PeerDown
 from ..limits import WIRE_BULK_LIMIT_BYTES, WIRE_REUSE_SECONDS
-from .frames import SAFE
+from .frames import SAFE, SAME_VERSION
 from .handshake import Random, Side, expect, greet
 from .messages import Failure, Reply, Request, check_sizes, error_of
 from .port import Answer, Peer
@@ -106,7 +106,7 @@ class Channel:
                 reply = expect(Reply, answer, session.name)
                 if reply.length > len(room):  # guard: wire-answer-fits-buffer
                     what = f"{session.name} sends {reply.length} bulk bytes into a buffer of {len(room)}"
-                    raise FrameInvalid(what, safe=SAFE, reason="length")
+                    raise FrameInvalid(what, safe=SAFE, todo=SAME_VERSION, reason="length")
                 if reply.length and caller_verifies and not reply.digest:  # guard: wire-digest-left-out-if-asked
                     session.receive_unverified(room[: reply.length], deadline)
                 elif reply.length:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import struct
-from typing import NoReturn
 
 import msgspec
 
@@ -29,6 +28,7 @@ PUBLIC_KEY = b"lastgood: no key is agreed on yet"
 HANDSHAKE_BODY_BYTES = WIRE_OVERHEAD_BYTES
 SAFE = "Nothing of it was used, and the connection is closed."
 REPEAT = "Repeat the request. If this happens again, check the network."
+SAME_VERSION = "Install the same version on all nodes."
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Message)
@@ -51,27 +51,26 @@ class FrameWriter:
 class FrameReader:
     """The frames of one direction -> messages.
 
-    `key`: of that direction. `limit_bytes`: the longest body. `number`: of the first frame. Default 0. After an error
-    nothing more may be read.
+    `key`: of that direction. `peer`: the other end, for errors. `limit_bytes`: the longest body. `number`: of the
+    first frame. Default 0. After an error nothing more may be read.
     """
 
-    def __init__(self, key: bytes, limit_bytes: int = WIRE_BODY_LIMIT_BYTES, number: int = 0) -> None:
-        self._key, self._limit, self._number = key, limit_bytes, number
+    def __init__(self, key: bytes, peer: str, limit_bytes: int = WIRE_BODY_LIMIT_BYTES, number: int = 0) -> None:
+        self._key, self._peer, self._limit, self._number = key, peer, limit_bytes, number
 
     def rest_bytes(self, header: bytes) -> int:
         """How many bytes of the frame follow its header. Raises FrameInvalid."""
         magic, version, length, _ = HEADER.unpack(header)
         if magic != MAGIC:  # guard: wire-magic-checked
-            _fail("magic", f"it begins with {magic!r}, which is no frame", "Something else uses this port.")
+            raise self._invalid(
+                "magic", f"what was sent begins with {magic!r}, which is no frame", "Something else uses this port."
+            )
         if version != VERSION:  # guard: wire-version-checked
             age = "a later" if version > VERSION else "an earlier"
-            _fail(
-                "version",
-                f"the frame is of version {version}, this node speaks {VERSION}: {age} version of lastgood sent it",
-                "Install the same version on all nodes.",
-            )
+            what = f"the frame is of version {version}, this node speaks {VERSION}: {age} version of lastgood sent it"
+            raise self._invalid("version", what, SAME_VERSION)
         if length > self._limit:  # guard: wire-body-bounded
-            _fail("length", f"the frame announces {length} bytes, more than the limit of {self._limit}")
+            raise self._invalid("length", f"the frame announces {length} bytes, more than the limit of {self._limit}")
         return int(length) + TAG_BYTES
 
     def decode(self, header: bytes, rest: bytes) -> Message:
@@ -79,20 +78,18 @@ class FrameReader:
         body, tag = rest[:-TAG_BYTES], rest[-TAG_BYTES:]
         expected = hmac.digest(self._key, header + body, "sha256")
         if not hmac.compare_digest(tag, expected):  # guard: wire-tag-checked
-            _fail("tag", "the frame was changed on its way, or is not from this connection")
+            raise self._invalid("tag", "the frame was changed on its way, or is not from this connection")
         number = HEADER.unpack(header)[3]
         if number != self._number:  # guard: wire-number-checked
             fault = "repeated" if number < self._number else "out of order"
-            _fail("number", f"frame {number} is {fault}: frame {self._number} was expected")
+            raise self._invalid("number", f"frame {number} is {fault}: frame {self._number} was expected")
         self._number += 1
         try:
             message: Message = _DECODER.decode(body)
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:  # guard: wire-any-body-refused
-            raise FrameInvalid(
-                f"the frame holds no message of this version: {error}", safe=SAFE, reason="message"
-            ) from error
+            what = f"the frame holds no message of this version: {error}"
+            raise self._invalid("message", what, SAME_VERSION) from error
         return message
 
-
-def _fail(reason: str, what: str, todo: str = REPEAT) -> NoReturn:
-    raise FrameInvalid(what, safe=SAFE, todo=todo, reason=reason)
+    def _invalid(self, reason: str, what: str, todo: str = REPEAT) -> FrameInvalid:
+        return FrameInvalid(f"from {self._peer}: {what}", safe=SAFE, todo=todo, reason=reason)

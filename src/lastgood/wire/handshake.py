@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import NamedTuple, NoReturn, TypeVar
 
 from ..errors import FrameInvalid, PeerRefused
-from .frames import HANDSHAKE_BODY_BYTES, PUBLIC_KEY, REPEAT, SAFE, FrameReader, FrameWriter
+from .frames import HANDSHAKE_BODY_BYTES, PUBLIC_KEY, REPEAT, SAFE, SAME_VERSION, FrameReader, FrameWriter
 from .keys import ConnectionKeys
 from .messages import SECRET_BYTES, Hello, Join, Message, Proof, Ready, Refusal, Welcome
 from .port import Peer
@@ -49,7 +49,8 @@ class _Handshake:
 
     def __init__(self, stream: Stream, deadline: Deadline) -> None:
         self._stream, self._deadline = stream, deadline
-        self._writer, self._reader = FrameWriter(PUBLIC_KEY), FrameReader(PUBLIC_KEY, HANDSHAKE_BODY_BYTES)
+        self._writer = FrameWriter(PUBLIC_KEY)
+        self._reader = FrameReader(PUBLIC_KEY, stream.name, HANDSHAKE_BODY_BYTES)
 
     def send(self, message: Message) -> None:
         self._stream.send([self._writer.encode(message)], self._deadline)
@@ -186,7 +187,7 @@ REFUSALS = {
         "Start the job again: each opening of a run makes a key, and its nodes exchange it. If this comes back, "
         "see what else listens at that address.",
     ),
-    "version": ("it has another version of lastgood", "Install the same version on all nodes."),
+    "version": ("it has another version of lastgood", SAME_VERSION),
     "certificate name": (
         "the name in its certificate is not that of the node",
         "Give each node a certificate with its name (LASTGOOD_NODE), or list the names that are accepted "
@@ -197,7 +198,7 @@ REFUSALS = {
 
 def refused(name: str, reason: str, where: str) -> PeerRefused:
     """The error of a handshake that one side ended. `where`: which side."""
-    what, todo = REFUSALS.get(reason, ("for an unknown reason", "Install the same version on all nodes."))
+    what, todo = REFUSALS.get(reason, ("for an unknown reason", SAME_VERSION))
     return PeerRefused(
         f"the connection with {name} was refused {where}: {what}", safe=NO_CONNECTION, todo=todo, reason=reason
     )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from ..errors import FrameInvalid
-from .frames import HEADER, SAFE, FrameReader, FrameWriter
+from .frames import HEADER, SAFE, SAME_VERSION, FrameReader, FrameWriter
 from .keys import KEYED_DIGESTS, ConnectionKeys, digest, hasher
 from .messages import Message
 from .port import FilePart
@@ -47,7 +47,7 @@ class Session:
         """the last one carries bulk bytes"""
         to_server, to_client = keys.frames_to_server, keys.frames_to_client
         self._writer = FrameWriter(to_client if server else to_server)
-        self._reader = FrameReader(to_server if server else to_client)
+        self._reader = FrameReader(to_server if server else to_client, control.name)
         self._send_key = keys.bulk_to_client if server else keys.bulk_to_server
         self._receive_key = keys.bulk_to_server if server else keys.bulk_to_client
 
@@ -124,7 +124,8 @@ class Session:
         """Fill `mv` with bulk bytes that were sent without a digest. Raises FrameInvalid for a mode whose digests are
         keyed, PeerDown or TimedOut."""
         if self._algorithm in KEYED_DIGESTS:  # guard: wire-keyed-digest-never-left-out
-            raise FrameInvalid(f"{len(mv)} bulk bytes from {self.name} have no digest", safe=SAFE, reason="digest")
+            what = f"{len(mv)} bulk bytes from {self.name} have no digest"
+            raise FrameInvalid(what, safe=SAFE, todo=SAME_VERSION, reason="digest")
         self._bulk.receive_into(mv, deadline)
 
     def discard_bulk(self, length: int, deadline: Deadline) -> None:

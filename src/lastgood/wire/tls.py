@@ -83,7 +83,10 @@ def certificate_error(name: str, error: OSError) -> LastgoodError:
     code = error.verify_code if isinstance(error, ssl.SSLCertVerificationError) else 0
     found = [row for row in ROWS if code in row.codes or error.reason in row.alerts]
     reason, todo = (found[0].reason, found[0].todo) if found else OTHER
-    where = "by the other side" if "ALERT" in (error.reason or "") else "here"
+    by_other = "ALERT" in (error.reason or "")
+    where = "by the other side" if by_other else "here"
+    if code or (by_other and found and found[0].codes):
+        where += f", because of the certificate of {'this' if by_other else 'that'} node"
     detail = error.verify_message if isinstance(error, ssl.SSLCertVerificationError) else error.reason
     return PeerRefused(
         f"TLS with {name} was refused {where}: {reason} ({detail})",

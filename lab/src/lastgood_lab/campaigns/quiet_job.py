@@ -2,9 +2,10 @@
 
     lastgood run ... -m lastgood_lab.campaigns.quiet_job FOLDER STEPS SEED
 
-Steps of a few milliseconds, data parallel; a first step that is long, as by a compilation; stalls of the data on one
-rank, below the documented limit; evaluations on rank 0 alone, named as a phase; for a third of the steps other work on
-the machine. FOLDER receives the run and, at the end, COUNTS. Judges nothing.
+Steps of a few milliseconds, data parallel, of a model that torch.compile compiles in the first step, and again in the
+middle, where the batches become smaller, which is named as a phase; stalls of the data on one rank, below the limit of
+a step; evaluations on rank 0 alone, named as a phase, many of them longer than that limit; for a third of the steps
+other work on the machine. FOLDER receives the run and, at the end, COUNTS. Judges nothing.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from torch import nn
 import lastgood
 
 COUNTS, RUN = "counts.json", "run"
-FIRST_STEP_SECONDS = 8.0
 STALL_SHARE, STALL_SECONDS = 0.002, (0.05, 2.0)
 """the share of the steps in which one rank waits for data, and how long"""
-EVALUATION_STEPS, EVALUATION_SECONDS = 500, (0.5, 6.0)
+EVALUATION_STEPS, EVALUATION_SECONDS = 500, (0.5, 20.0)
+BATCH, SMALLER_BATCH = 8, 5
 STEP_SECONDS = 0.003
 """of the data of each step; the rest is training"""
 SPIN = "while True: pass"
@@ -44,6 +45,8 @@ class Counts(msgspec.Struct):
     longest_stall_seconds: float = 0.0
     evaluations: int = 0
     evaluation_seconds: float = 0.0
+    longest_evaluation_seconds: float = 0.0
+    compile_seconds: list[float] = []
     busy_steps: int = 0
     seconds: float = 0.0
     loads: list[float] = []
@@ -64,7 +67,7 @@ def train(folder: Path, steps: int, seed: int) -> None:
     """Train all steps. All ranks draw the same stalls."""
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    model = nn.parallel.DistributedDataParallel(nn.Linear(64, 64))
+    model = nn.parallel.DistributedDataParallel(torch.compile(nn.Linear(64, 64)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     state, chance = {"model": model, "optimizer": optimizer}, random.Random(seed)
     counts, begun = Counts(), time.monotonic()
@@ -78,9 +81,13 @@ def train(folder: Path, steps: int, seed: int) -> None:
                 if step == 2 * steps // 3:
                     stack.close()
                 counts.busy_steps += steps // 3 <= step < 2 * steps // 3
-                time.sleep(_data_seconds(step == first + 1, rank, ranks, chance, counts))
+                time.sleep(_data_seconds(rank, ranks, chance, counts))
                 optimizer.zero_grad()
-                model(torch.randn(8, 64)).square().mean().backward()
+                size, before = BATCH if step < steps // 2 else SMALLER_BATCH, time.monotonic()
+                with ckpt.phase("compile") if step == steps // 2 else contextlib.nullcontext():
+                    model(torch.randn(size, 64)).square().mean().backward()
+                if step in (first + 1, steps // 2):
+                    counts.compile_seconds.append(time.monotonic() - before)
                 optimizer.step()
                 ckpt.step(step)
                 counts.steps += 1
@@ -93,11 +100,9 @@ def train(folder: Path, steps: int, seed: int) -> None:
     dist.destroy_process_group()
 
 
-def _data_seconds(is_first: bool, rank: int, ranks: int, chance: random.Random, counts: Counts) -> float:
+def _data_seconds(rank: int, ranks: int, chance: random.Random, counts: Counts) -> float:
     """How long this rank waits for the data of a step."""
     stalls, who, seconds = chance.random() < STALL_SHARE, chance.randrange(ranks), chance.uniform(*STALL_SECONDS)
-    if is_first:
-        return FIRST_STEP_SECONDS
     if not stalls:
         return STEP_SECONDS
     counts.stalls += 1
@@ -111,6 +116,7 @@ def _evaluate(chance: random.Random, counts: Counts) -> None:
     time.sleep(seconds)
     counts.evaluations += 1
     counts.evaluation_seconds += seconds
+    counts.longest_evaluation_seconds = max(counts.longest_evaluation_seconds, seconds)
     counts.loads.append(os.getloadavg()[0])
 
 
