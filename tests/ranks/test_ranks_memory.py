@@ -194,6 +194,17 @@ def test_a_lost_node_loses_nothing_that_was_copied(tmp_path: Path, memory: Path,
     assert all(one["closing_seconds"] < PATIENCE for one in found), "no rank waits for what nobody asks"
 
 
+@pytest.mark.parametrize("options", [(2, None, False), (1, "2+1", False)], ids=["copies", "parity"])
+def test_with_too_many_lost_nodes_the_run_goes_on_from_its_home(tmp_path: Path, memory: Path, options) -> None:
+    nodes, home = ["a", "b", "c"], tmp_path / "home"
+    killed(nodes, memory, home, 6, False, *options)
+    for lost in ("a", "b"):
+        shutil.rmtree(folder(home, lost, memory))
+    found = world(3, trained, nodes, memory, home, 9, False, True, *options)
+    assert [one["step"] for one in found] == [4, 4, 4] and steps(home)[-1] == 9
+    assert [one["losses"] for one in found] == [one[4:] for one in losses(3)]
+
+
 @pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disks"])
 def test_the_agents_read_what_the_ranks_have_saved(tmp_path: Path, memory: Path, disks: Path, on_disk: bool) -> None:
     """Files on disks of the nodes were read by the ranks, although each node had an agent."""

@@ -16,8 +16,9 @@ import lastgood
 from agents import ended, until
 from harness import one_place, reported, steps
 from lastgood import errors
+from lastgood.format import commit
 from lastgood.io import memory_files
-from lastgood.run import access, memory_place, outcomes, places
+from lastgood.run import access, memory_place, outcomes, place_list
 from training import Training
 
 EVERY = lastgood.Every(steps=1)
@@ -311,7 +312,7 @@ def test_newer_saves_in_memory_that_is_not_looked_at_are_reported(run: Run, tmp_
     shutil.rmtree(run.memory)
     with lastgood.Checkpointer(moved, Training().state) as ckpt:
         ckpt.restore()
-    assert places.listed(access.for_reading(moved)) == [str(moved)]
+    assert place_list.listed(access.for_reading(moved)) == [str(moved)]
 
 
 def test_a_directory_has_one_memory_however_it_is_written(tmp_path: Path, monkeypatch) -> None:
@@ -351,6 +352,51 @@ def test_a_listing_of_a_run_names_what_is_newer_in_memory(run: Run, call) -> Non
     assert subprocess.run([sys.executable, "-c", KILLED, path, str(run.home)]).returncode == -signal.SIGKILL
     code, out, _ = call("ls", str(run.home))
     assert code == 0 and "holds step 7, which is newer: a start with this tier restores it" in " ".join(out.split())
+
+
+def test_going_on_without_newer_memory_is_reported(run: Run, call) -> None:
+    """A run was opened without its tier in memory, which held a newer step, and trained on. The next opening with that
+    tier took the step at home, deleted the newer one without a word, and the listings had promised the newer one: both
+    incarnations had the same order."""
+    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    assert subprocess.run([sys.executable, "-c", KILLED, path, str(run.home)]).returncode == -signal.SIGKILL
+    training = Training()
+    with reported("step 7 of this run, which is newer and is not looked at here.*before a save here abandons it"):
+        ckpt = lastgood.Checkpointer(run.home, training.state, cadence=EVERY)
+    with ckpt:
+        first = ckpt.restore().step
+        training.step()
+        ckpt.step(first + 1)
+    memory = commit.survey(access.for_reading(f"memory://{run.memory}"))
+    assert commit.survey(access.for_reading(run.home)).order > memory.order
+    for command in ("ls", "tiers"):
+        out = " ".join(call(command, str(run.home))[1].split())
+        assert f"a restore takes step {first + 1} " in out and "a start with this tier restores it" not in out
+    with reported(f"step 7, which is newer than step {first + 1}, but the run went on without it.*restore.step=7."):
+        ckpt = run.opened()
+    with ckpt:
+        assert ckpt.restore(step=7).step == 7
+
+
+def test_memory_of_a_deleted_run_is_named(run: Run, call) -> None:
+    """Commands said that there is nothing, and to check the path, although a start would have gone on from memory."""
+    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    assert subprocess.run([sys.executable, "-c", KILLED, path, str(run.home)]).returncode == -signal.SIGKILL
+    shutil.rmtree(run.home)
+    code, _, err = call("verify", str(run.home))
+    assert code == 3 and f"memory://{run.memory} has saves of a run with this path" in " ".join(err.split())
+
+
+def test_a_listing_of_a_renamed_run_promises_nothing(run: Run, tmp_path: Path, call) -> None:
+    """It said that a start restores what lies in memory under the path from before, which a start does not look at."""
+    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    assert subprocess.run([sys.executable, "-c", KILLED, path, str(run.home)]).returncode == -signal.SIGKILL
+    run.home.rename(tmp_path / "renamed")
+    assert "step 7 of this run, which is newer and is not looked at here" in " ".join(
+        call("ls", str(tmp_path / "renamed"))[1].split()
+    )
+    out = " ".join(call("tiers", str(tmp_path / "renamed"))[1].split())
+    assert "which a start by this path does not see" in out and "a restore takes step 7" not in out
 
 
 def test_what_only_memory_has_is_loaded_verified_shown_and_exported(run: Run, tmp_path: Path, call, call_json) -> None:

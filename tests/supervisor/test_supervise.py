@@ -305,12 +305,13 @@ def test_a_requested_end_names_no_rank_as_failed(tmp_path: Path, number: int) ->
     assert job.returncode == 128 + number and "failed first" not in errors
 
 
-def test_no_rank_outlives_a_killed_supervisor(tmp_path: Path) -> None:
+@pytest.mark.parametrize("option", ["--spawn", "--preload=json"])
+def test_no_rank_outlives_a_killed_supervisor(tmp_path: Path, option: str) -> None:
     name = script(
         tmp_path,
         "import os, time, sys; open(sys.argv[1] + os.environ['RANK'], 'w').write(str(os.getpid())); time.sleep(600)",
     )
-    job = subprocess.Popen([*SUPERVISOR, "--spawn", "--nproc-per-node", "2", name, str(tmp_path / "pid")])
+    job = subprocess.Popen([*SUPERVISOR, option, "--nproc-per-node", "2", name, str(tmp_path / "pid")])
     pids = [tmp_path / "pid0", tmp_path / "pid1"]
     until(lambda: all(one.exists() and one.read_text() for one in pids))
     job.kill()

@@ -70,7 +70,11 @@ def run(
     served = serve(place.url, linger_seconds)
     kept = os.path.isdir(folder)
     if not served:
-        raise TierDown(f"{folder} has an agent already", safe="It goes on.", todo="lastgood agent status shows it.")
+        raise TierDown(
+            f"{folder} has an agent already",
+            safe="Nothing was touched.",
+            todo="`lastgood agent status` shows its state.",
+        )
     if absent and not kept and (nothing := _nothing_at(run)):  # guard: agent-without-run-fails
         raise NotARun(f"{nothing.what}, and no training process has made it", safe=nothing.safe, todo=nothing.todo)
     text = "nothing was removed; the next opening of the run continues from it" if kept else "its memory is removed"
@@ -118,6 +122,8 @@ def stop(run: Run, as_json: Json = False) -> Answer:
     folder = _place_of(run).root
     process = agent_link.process_of(folder)
     if process is None:
+        if (nothing := _nothing_at(run)) is not None:
+            raise nothing
         raise NotARun(f"{folder} has no agent", safe="Nothing was touched.", todo=_without_agent(folder))
     request = agent_messages.Request(protocol=agent_link.PROTOCOL, call="end")
     try:

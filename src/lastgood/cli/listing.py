@@ -14,7 +14,7 @@ from ..format.commit import Survey
 from ..policy import restore
 from ..ports import Tier
 from ..records import GenerationId
-from ..run import access, places
+from ..run import access, place_list
 from ..run.left_behind import Left, newer_in_memory
 from ..units import size
 from .answer import Answer
@@ -70,7 +70,7 @@ def listing(tier: Tier, survey: Survey) -> dict[str, Any]:
         "lastgood": points and named(points),
         "restores": takes and named(takes),
         "generations": rows,
-        "newer_in_memory": [one._asdict() for one in newer_in_memory(places.listed(tier), [tier])],
+        "newer_in_memory": [one._asdict() for one in newer_in_memory(place_list.listed(tier), [tier])],
     }
 
 

@@ -23,7 +23,7 @@ from ..limits import CHUNK_BYTES, WORKERS
 from ..policy import restore
 from ..ports import Tier
 from ..records import GenerationId, intact
-from ..run import access, copying, places
+from ..run import access, copying, place_list
 from ..run.left_behind import given_back
 from ..run.reader import read_on
 from ..run.scrubber import Scrubbed, Scrubber
@@ -117,7 +117,7 @@ def sources(tier: Tier, run_id: str, others: Sequence[str]) -> list[Tier]:
                 safe="Nothing was touched.",
                 todo="Give places of the same run.",
             )
-    for place in places.listed(tier):
+    for place in place_list.listed(tier):
         if place in (tier.place, *(one.place for one in found)):
             continue
         if note := given_back(place):

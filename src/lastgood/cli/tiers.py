@@ -14,7 +14,8 @@ from ..errors import LastgoodError, Refused, Unavailable
 from ..format import commit
 from ..policy import restore
 from ..policy.places import merged
-from ..run import access, copying, places
+from ..ports import Tier
+from ..run import access, copying, memory_place, paths, place_list
 from ..run.left_behind import given_back
 from ..units import size, span
 from .answer import Answer
@@ -46,7 +47,8 @@ def held(run: str, others: list[str]) -> dict[str, Any]:
     Raises Refused if one of `others` holds another run, and what opening `run` raises.
     """
     first = access.for_reading(run)
-    names = list(dict.fromkeys([*(places.listed(first) or [first.place]), first.place, *others]))
+    listed = _listed(first)
+    names = list(dict.fromkeys([*listed, first.place, *others]))
     surveys, errors, notes = {}, dict[str, str](), dict[str, str]()
     for name in names:
         if name not in others and (note := given_back(name)):
@@ -67,7 +69,10 @@ def held(run: str, others: list[str]) -> dict[str, Any]:
         errors[name] = what
         del surveys[name]
     whole = merged(list(surveys.values()))
-    takes = next(iter(restore.choose(whole, None).candidates), None)
+    for name in _of_another_path(first.place, listed) & surveys.keys() - {*others}:
+        notes[name] = f"{plural(len(surveys[name].generations), 'generation')}, which a start by this path does not see"
+    seen = merged([one for name, one in surveys.items() if name not in notes])
+    takes = next(iter(restore.choose(seen, None).candidates), None)
     now = time.time()
     rows = []
     for at in newest_first(whole, {*whole.generations, *whole.broken}):
@@ -85,7 +90,7 @@ def held(run: str, others: list[str]) -> dict[str, Any]:
                 },
             }
         )
-    listed = [
+    rows_of_places = [
         {
             "place": name,
             "generations": len(surveys[name].generations) if name in surveys else None,
@@ -95,7 +100,23 @@ def held(run: str, others: list[str]) -> dict[str, Any]:
         }
         for name in names
     ]
-    return {"run": whole.run, "places": listed, "restores": takes and named(takes), "generations": rows}
+    return {"run": whole.run, "places": rows_of_places, "restores": takes and named(takes), "generations": rows}
+
+
+def _listed(tier: Tier) -> list[str]:
+    """The places that the run of this one names, this one by its own name: the list may have it through a link."""
+    here = paths.identity(tier.place)
+    return [tier.place if paths.identity(one) == here else one for one in place_list.listed(tier)]
+
+
+def _of_another_path(place: str, listed: list[str]) -> set[str]:
+    """The memory among the `listed` places of a run that a start by the path of the run does not look at, because it
+    belongs to an earlier path. `place`: the place that was asked for."""
+    durable = [one for one in listed if not paths.in_memory(one)]
+    last = place if place not in listed else durable[-1] if durable else place
+    if paths.in_memory(last):
+        return set()
+    return {one for one in listed if paths.in_memory(one) and one not in (place, memory_place.url_of(last))}
 
 
 def held_view(data: Mapping[str, Any]) -> RenderableType:

@@ -186,7 +186,7 @@ class Ending:
         elif step > self._progress.resumed_step or self._pipeline.outcomes.failures:
             newest = newest_durable(self._pipeline)
             copies = self._pipeline.places.copies
-            lacks = copies.lacking() if copies is not None else ""
+            lacks = copies.lacking() if copies is not None else in_memory_only(self._pipeline, newest)
             self._pipeline.outcomes.report_end(newest.step if newest else None, step, lacks)
 
     def _report_unused(self) -> None:
@@ -207,6 +207,15 @@ def newest_durable(pipeline: Pipeline) -> Generation | None:
         return known.newest_restorable()
     found = [newest for one in known.below if (newest := one.newest_restorable()) is not None]
     return max(found, key=lambda one: (one.commit.order, one.step), default=None)
+
+
+def in_memory_only(pipeline: Pipeline, durable: Generation | None) -> str:
+    """What becomes of the newest good save in memory, where that is newer than the newest `durable` one; else empty."""
+    known = pipeline.run.known
+    newest = known.newest_restorable()
+    if not paths.in_memory(known.tier.place) or newest is None or (durable and durable.step >= newest.step):
+        return ""
+    return f"step {newest.step} is in memory, and its agent copies it to the places below now"
 
 
 def refresh(pipeline: Pipeline) -> None:

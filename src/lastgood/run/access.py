@@ -76,7 +76,7 @@ def for_reading(path: str | os.PathLike[str]) -> Tier:
     objects = _objects(root) if kind == "objects" else None
     names = set(objects.list("")) or None if objects else _names_at(root, kind == "slots")
     if names is None:
-        raise NotARun(f"there is nothing at {root}", safe="Nothing was touched.", todo=paths.runs_near(root))
+        raise NotARun(f"there is nothing at {root}", safe="Nothing was touched.", todo=memory_place.runs_near(place))
     if not names & {layout.HEADER, *_GENERATIONS}:
         raise NotARun(
             f"{root} is not a run of lastgood: it has no {layout.HEADER}",
@@ -339,7 +339,7 @@ def _locked(root: str) -> RunLocked:
         return RunLocked(
             f"{root} is open for writing in this process already",
             safe="Nothing was touched.",
-            todo="close() the earlier Checkpointer first: a notebook cell that is run twice opens the run twice.",
+            todo="close() the earlier Checkpointer, of a notebook cell that ran twice; if it is lost, end the process.",
         )
     owner = f"process {holder}" if holder else "another process"
     return RunLocked(

@@ -199,7 +199,9 @@ class AgentLink:
         if error:
             named = class_named(error.partition(":")[0], PeerDown)
             kind = named if issubclass(named, Damaged | NoSpace) else PeerDown  # guard: damage-is-no-outage
-            raise kind(f"the agent of {self._folder} could not {what}: {error}", safe="It is kept here.")
+            raise kind(
+                f"the agent of {self._folder} could not {what}: {error}", safe="It is kept here, and sent again later."
+            )
 
     def _served(self, serve: Serve) -> str:
         """Ask the agent to serve other nodes. Returns why it does not, or "". Raises OSError if it has ended."""

@@ -127,9 +127,9 @@ def compare(place: str, state_bytes: int, bound_states: int, held_bytes: int, fr
     has = f"{place} has room for {fit} {states} of {size(state_bytes)} ({size(free)} free, {size(held_bytes)} held)"
     if paths.in_memory(place):
         reporting.warning(
-            f"{has}, and the run may take {bound_states}. What does not fit is written to the first directory below, "
-            "at the speed of its disk; without one such a save fails. Give the job more memory (in a container also a "
-            "larger /dev/shm), or keep fewer saves in flight (in_flight=1)."
+            f"{has}, besides a margin that stays free, and the run may take {bound_states}. What does not fit is "
+            "written to the first directory below, at the speed of its disk; without one such a save fails. Give the "
+            "job more memory (in a container also a larger /dev/shm), or keep fewer saves in flight (in_flight=1)."
         )
         return
     if fit < LEAST_STATES:

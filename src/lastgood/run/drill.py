@@ -29,7 +29,7 @@ from ..policy import restore
 from ..ports import Tier
 from ..records import Generation
 from ..units import size
-from . import access, agent_link, copying, drill_nodes, drill_scratch, memory_place, paths, places, read_places
+from . import access, agent_link, copying, drill_nodes, drill_scratch, memory_place, paths, place_list, read_places
 from .drill_acts import Act, Original, Reading, Stage
 from .drill_peers import PeerRead, read_peers
 from .drill_scratch import ScratchPlace
@@ -69,7 +69,7 @@ def drill(run: str, scratch_folder: str | None, announce: Callable[[str], object
     tier = access.for_reading(run)
     parent, name = drill_scratch.parent_folder(run, scratch_folder), drill_scratch.name_of(run)
     front, no_front = front_of(run, tier)
-    _require_outside(parent, [run, *places.listed(tier), *([front.url] if front is not None else [])])
+    _require_outside(parent, [run, *place_list.listed(tier), *([front.url] if front is not None else [])])
     folder = front.root if front is not None else ""
     own = access.for_reading(front.url) if front is not None and os.path.isdir(os.path.join(folder, "gen")) else None
     beside = front.url if front is not None and front.kind == "directory" and not no_front else None
@@ -168,7 +168,7 @@ def front_of(run: str, tier: Tier) -> tuple[Place | None, str]:
 
     None if the run has no such place. With it: why no copies can be made there, or "".
     """
-    listed = places.listed(tier)
+    listed = place_list.listed(tier)
     durable = [one for one in listed if not paths.in_memory(one)]
     # Only the first place has an agent. AGENT.json in another one is of an earlier opening, when that was the first.
     for one in (one for one in durable[:-1] if one == listed[0]):  # guard: drill-front-is-the-first-place

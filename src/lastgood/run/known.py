@@ -109,6 +109,8 @@ class KnownRun:
         """generations that lack the files of a rank, because its node was replaced: they get no mark"""
         self.below: Sequence[KnownRun] = ()
         """the same run in the places to which generations are copied from here, the nearest first"""
+        self.left_order = 0
+        """the highest order of the incarnations in memory of this machine that this opening does not look at"""
         self.unread = 0
         """the number of commits since the newest verified one"""
         self.lock = threading.RLock()

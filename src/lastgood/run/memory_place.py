@@ -78,6 +78,15 @@ def folders() -> list[str]:
     return []
 
 
+def runs_near(place: paths.Place) -> str:
+    """As `paths.runs_near`; but the memory of this machine comes first, if a run with this path was saved there."""
+    folder = folder_of(place.root) if place.kind == "directory" else ""
+    if not (os.path.isdir(os.path.join(folder, "gen")) and is_private(folder)):
+        return paths.runs_near(place.root)
+    url = f"{paths.MEMORY}{folder}"
+    return f"{url} has saves of a run with this path: `lastgood ls {url}` lists them, and a start goes on from them."
+
+
 def spill_folder(root: str, environ: Mapping[str, str] = os.environ) -> str:
     """The folder, in the directory `root` of a run on a disk, for files of this machine that do not fit into memory.
 

@@ -22,17 +22,17 @@ from ..coordination.rounds import RankGroup
 from ..coordination.single_rank import AnyRanks, AnyTopic, SingleRank
 from ..engine import guard
 from ..engine.arena import Arena
-from ..errors import LastgoodError, Refused, Unavailable, Unreadable
+from ..errors import Refused, Unavailable, Unreadable
 from ..events import Event
 from ..format import commit, layout
 from ..limits import WORKERS
 from ..policy.places import holder
 from ..ports import Tier
-from ..records import Finding, Generation, GenerationId, PlaceList, RunHeader, intact, judged
+from ..records import Finding, Generation, GenerationId, RunHeader, intact, judged
 from . import access, copying, node_copies, node_opening, node_parity, node_transfer, paths
 from .follower import Follower
 from .known import Environment
-from .left_behind import newer_in_memory
+from .left_behind import abandoned
 from .lower_place import LowerPlace
 from .node_copies import CopyMaker, CopySender, Maker, NodeCopies, NothingMaker
 from .node_disks import NodeDisks, NodeView
@@ -40,6 +40,7 @@ from .node_parity import NodeRebuild, ParityBuilder, ParityMaker, sets_among
 from .node_transfer import Carried, Carrier, Chunks, NodeTransfers
 from .outcomes import Outcomes
 from .part_copies import OtherRanks, PartServer
+from .place_list import note
 from .place_scrub import Scrubbing
 from .planned_save import RunOptions
 from .rank_requests import RequestServer
@@ -76,7 +77,12 @@ class Places:
         for place in below:
             place.catch_up()
         if isinstance(front, RunWriter):
-            _note([self.front.tier, *(one.tier for one in below)])
+            tiers = [front.tier, *(one.tier for one in below)]
+            front.known.left_order = note(tiers)
+            if paths.in_memory(front.tier.place):
+                text = abandoned(front.tier.place, front.known.survey, front.known.everywhere)
+                if text:
+                    reporting.threat(text)
 
     # ---- reading -------------------------------------------------------------------------------------------
 
@@ -413,32 +419,6 @@ def _run_of(tier: Tier) -> str | None:
     """The id of the run in a place; None if it is empty. Lists the generations only if the header cannot be read."""
     header = commit.read_hint(tier, layout.HEADER, tier.list("").get(layout.HEADER), RunHeader)
     return header.run if header else copying.run_of(commit.survey(tier))
-
-
-def listed(tier: Tier) -> list[str]:
-    """The paths and URLs of all places of the run of which `tier` is one, as the last opening has noted them there."""
-    found = commit.read_hint(tier, layout.PLACES, tier.list("").get(layout.PLACES), PlaceList)
-    return found.places if found else []
-
-
-def _note(tiers: Sequence[Tier]) -> None:
-    """Write the list of all places to each of them. It is a hint: where it cannot be written, nothing is lost.
-
-    Memory of this machine that an earlier opening has noted, and that holds newer saves, is reported, and stays noted.
-    """
-    before = listed(tiers[-1])
-    if len(tiers) == 1 and not before:
-        return
-    left = newer_in_memory(before, tiers)
-    for one in left:  # guard: memory-left-behind-reported
-        reporting.threat(one.described())
-    record = PlaceList(format=layout.FORMAT, places=[*(one.place for one in tiers), *(one.place for one in left)])
-    for tier in tiers:
-        if tier.newest_only or listed(tier) == record.places:  # slots have no room for it
-            continue
-        with contextlib.suppress(LastgoodError):
-            tier.delete(layout.PLACES)
-            tier.put_new(layout.PLACES, layout.encode(record))
 
 
 def _environment_of(place: str, front: Environment) -> Environment:

@@ -135,7 +135,9 @@ class RunWriter:
                 # In the place from which it was restored.
                 held = places[holder([one.survey.generations for one in places], parent) or 0]
                 commit.confirm(held.tier, parent)  # guard: parent-durable-before-continuing
-            order = 1 + max(above, *(one.survey.order for one in places))  # guard: incarnation-order-ascends
+            # Also above what lies in memory that this opening does not look at: one of the two is the newer one.
+            left = self.known.left_order  # guard: order-above-memory-left-behind
+            order = 1 + max(above, left, *(one.survey.order for one in places))  # guard: incarnation-order-ascends
             order = claims.common_order([one.tier for one in places], order)
             ident = self.known.environment.new_id()
             self.known.begin(Incarnation(format=layout.FORMAT, order=order, id=ident, parent=parent))

@@ -14,7 +14,7 @@ from ..errors import LastgoodError, NoSpace, Refused
 from ..format import commit, layout
 from ..policy import restore
 from ..records import GenerationId
-from ..run import access, memory_place, node_staging, paths, places, staged
+from ..run import access, memory_place, node_staging, paths, place_list, staged
 
 
 class Reserve:
@@ -45,7 +45,7 @@ class Reserve:
         at = next(iter(restore.choose(survey, None).candidates), None)
         if at is None or (at == self._staged and self._has(at)):  # guard: removed-copy-is-staged-anew
             return
-        if not any(map(paths.in_memory, places.listed(tier))):  # guard: staged-only-for-memory
+        if not any(map(paths.in_memory, place_list.listed(tier))):  # guard: staged-only-for-memory
             raise Refused(
                 f"the last job that opened {self._run} had no tier in memory, and would not read it",
                 safe="Nothing was copied.",

@@ -1,8 +1,8 @@
-"""Mutants of the safeguards of readers of a run from which training deletes generations meanwhile."""
+"""Mutants of the safeguards of readers of a run that changes meanwhile, and of runs that lie in memory beside that."""
 
 from __future__ import annotations
 
-from .change import Instead, Never, Remove, Swap
+from .change import Always, Instead, Never, Remove, Swap
 from .record import Mutant, table
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -36,5 +36,15 @@ MUTANTS: tuple[Mutant, ...] = (
             Swap(" or (at == wanted[-1] and not rows)", ""),
         ),
         ("a replay begins without its generation", "replay-needs-its-generation", Never()),
+    ),
+    *table(
+        "left behind",
+        ("memory_runs",),
+        (
+            "what lies in memory has an equal order",
+            "order-above-memory-left-behind",
+            Swap("self.known.left_order", "0"),
+        ),
+        ("an abandoned save in memory is not reported", "abandoned-save-in-memory-reported", Always()),
     ),
 )
