@@ -48,7 +48,7 @@ from . import late_copies
 from .client import Client
 from .drain import Drained, committed, drained
 from .nodes import Nodes
-from .works import Done, Works
+from .works import Done, Works, text_of
 
 FIRST_SECONDS = 2.0
 """How long a new agent waits for the training process that has started it to attach."""
@@ -230,7 +230,7 @@ class Server:
             assert client.sending is not None
             ended, client.sending = client.sending, None
             problem = ended.exception()
-            self._send(client, f"{type(problem).__name__}: {problem}" if problem else ended.result())
+            self._send(client, text_of(problem) if problem else ended.result())
 
     def _answer_workers(self) -> None:
         """Answer those whose work has ended, and those who wait until works that were abandoned have stopped."""
@@ -238,7 +238,7 @@ class Server:
             assert client.work is not None
             ended, client.work = client.work, None
             problem = ended.exception()
-            self._send(client, done=Done(error=f"{type(problem).__name__}: {problem}") if problem else ended.result())
+            self._send(client, done=Done(error=text_of(problem)) if problem else ended.result())
         self._answer_waiting()
 
     def _answer_end(self, error: str, failures: int = FAILURES_TO_END) -> None:

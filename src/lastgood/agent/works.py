@@ -14,6 +14,7 @@ Invariants
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -41,6 +42,14 @@ AT_ONCE = 2
 """So many works are done at the same time. Each has threads and buffers of its own. One scrub comes beside them, which
 may be slow on purpose, and one writing of parity, repair, or reading of what was repaired, which waits for a disk: the
 loop may wait for a reading."""
+
+
+def text_of(error: BaseException) -> str:
+    """What a training process is told of an error, the name of its class first."""
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+        text += "; it has too little memory: raise the limit of its control group, or of its container"
+    return text
 
 
 class Done(NamedTuple):
@@ -104,7 +113,7 @@ class Works:
         except Cancelled:
             return Done(error="it was stopped")
         except (LastgoodError, OSError) as error:
-            return Done(error=f"{type(error).__name__}: {error}")
+            return Done(error=text_of(error))
 
     def _worked(self, work: Work, stopped: Event, asker: socket.socket) -> Done:
         def stop() -> bool:  # the thread that receives may go on later than this one: it would set `stopped` too late
