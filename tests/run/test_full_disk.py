@@ -294,14 +294,14 @@ def test_the_first_step_compares_the_bounds_of_places_below(tmp_path: Path, monk
     below = tmp_path / "below"
     monkeypatch.setattr(disk_space, "room_bytes", lambda place: 70_000 if place == str(below) else 1 << 30)
     tiers = [lastgood.Tier(tmp_path / "front"), lastgood.Tier(below, retention=lastgood.Keep(last=2))]
-    with lastgood.Checkpointer(f"slots://{tmp_path}/home", {"w": torch.zeros(2_500)}, tiers=tiers) as ckpt:
+    with lastgood.Checkpointer(tmp_path / "home", {"w": torch.zeros(2_500)}, tiers=tiers) as ckpt:
         ckpt.step(1)
     lines = [one for one in caplog.messages if " takes " in one or "has room" in one]
     assert lines[0].startswith(f"{tmp_path}/front takes ")
     assert ", and 3 more while copies wait for a slow place below" in lines[0]
     bound, room = (one for one in lines if one.startswith(f"{below} "))
     assert "takes at most (2 kept + 2 copied) x" in bound and "has room for 1 state" in room
-    assert sum(one.startswith(f"slots://{tmp_path}/home takes ") for one in lines) == 1
+    assert sum(one.startswith(f"{tmp_path}/home takes ") for one in lines) == 1
 
 
 def test_a_hung_place_below_holds_no_save_for_its_bound(tmp_path: Path, monkeypatch) -> None:

@@ -372,10 +372,39 @@ def test_going_on_without_newer_memory_is_reported(run: Run, call) -> None:
     for command in ("ls", "tiers"):
         out = " ".join(call(command, str(run.home))[1].split())
         assert f"a restore takes step {first + 1} " in out and "a start with this tier restores it" not in out
-    with reported(f"step 7, which is newer than step {first + 1}, but the run went on without it.*restore.step=7."):
+    with reported(f"step 7, but the run went on without it, to step {first + 1}, .*go back to it now: restore.step=7."):
         ckpt = run.opened()
     with ckpt:
         assert ckpt.restore(step=7).step == 7
+
+
+def test_a_branch_in_memory_that_is_newer_with_a_lower_step_counts(run: Run) -> None:
+    """A run went back to step 5 on purpose, and had step 6 in memory when it was killed. The next opening, without that
+    tier, took step 7 at home, which had been left, without a word, and its incarnation had the same order."""
+    with run.opened(home_every=1) as ckpt:
+        ckpt.restore()
+        for step in (5, 6, 7):
+            run.training.step()
+            ckpt.save(step).result()
+    ended(str(run.memory))
+    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    back = KILLED.replace("ckpt.restore()", "ckpt.restore(step=5)").replace("range(1, 8)", "range(6, 7)")
+    assert subprocess.run([sys.executable, "-c", back, path, str(run.home)]).returncode == -signal.SIGKILL
+    training = Training()
+    with (
+        reported("step 6 of this run, which is newer and is not looked at here"),
+        lastgood.Checkpointer(run.home, training.state, cadence=EVERY) as ckpt,
+    ):
+        assert ckpt.restore().step == 7
+        training.step()
+        ckpt.step(8)
+    memory = commit.survey(access.for_reading(f"memory://{run.memory}"))
+    assert commit.survey(access.for_reading(run.home)).order > memory.order
+    assert lastgood.load(run.home).restored.step == 8
+    with reported("step 6, but the run went on without it, to step 8"):
+        ckpt = run.opened()
+    with ckpt:
+        assert ckpt.restore().step == 8
 
 
 def test_memory_of_a_deleted_run_is_named(run: Run, call) -> None:

@@ -612,12 +612,13 @@ def test_a_tier_with_a_mistake_is_refused(tier, text):
         ({"tiers": lastgood.Tier("x")}, "Give a list"),
         ({"tiers": [lastgood.Tier("x/run")]}, "given as two places"),
         ({"tiers": [lastgood.Tier("x"), lastgood.Tier("slots:///y")]}, "slots below"),
+        ({"path": "slots:///x/run", "tiers": [lastgood.Tier("x")]}, "slots below"),  # they received no copy, ever
     ],
 )
 def test_tiers_that_contradict_each_other_are_refused(options, text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(errors.Refused, match=text):
-        lastgood.Checkpointer("x/run", Training().state, **options)
+        lastgood.Checkpointer(**{"path": "x/run", "state": Training().state} | options)
     assert not any(tmp_path.iterdir())
 
 

@@ -266,7 +266,7 @@ def test_a_run_without_a_good_generation_ends_with_one_report(tmp_path: Path, tr
     done = supervised("--nproc-per-node", 2, training, run, 12)
     assert done.returncode == GAVE_UP and done.stderr.count("lastgood: attempt") == 1
     assert "end: it would fail in the same way again" in done.stderr and all(one.exists() for one in files)
-    assert f"it has saved and restored no step. Every good save of {run} is still there" in done.stderr
+    assert f"it has restored no step. Every good save of {run} is still there" in done.stderr
 
 
 def test_a_signal_ends_the_job_with_a_last_save(tmp_path: Path, training: str) -> None:
@@ -325,7 +325,7 @@ def test_a_script_that_fails_at_import_is_given_up_with_one_report(tmp_path: Pat
     found = supervised(option, script(tmp_path, "import no_such_module"))
     assert found.returncode == GAVE_UP
     assert found.stderr.count("lastgood: attempt") == 1
-    assert "given up. No run was opened, so nothing was changed. Mend what the error says" in found.stderr
+    assert "given up. No run of lastgood was opened. Mend what the error says" in found.stderr
     assert "ModuleNotFoundError: No module named 'no_such_module', before a state was restored" in found.stderr
     assert "runpy" not in found.stderr, "frames that the user did not write are left out"
 

@@ -13,9 +13,10 @@ from rich.text import Text
 
 from .. import reporting
 from ..agent.server import serve
-from ..errors import NotARun, Refused, TierDown
+from ..errors import LastgoodError, NotARun, Refused, TierDown
 from ..format import commit, layout
-from ..run import access, agent_link, agent_messages, copying, memory_place, node_staging, paths
+from ..run import access, agent_link, agent_messages, copying, memory_place, node_staging, paths, place_list
+from ..run.left_behind import newer_in_memory
 from ..units import size
 from .answer import Answer
 from .arguments import AnyStep, Json, Run, ranks_of
@@ -122,10 +123,10 @@ def stop(run: Run, as_json: Json = False) -> Answer:
     folder = _place_of(run).root
     process = agent_link.process_of(folder)
     if process is None:
-        if (nothing := _nothing_at(run)) is not None:
+        if paths.parsed(run).root != folder and (nothing := _nothing_at(run)) is not None:
             raise nothing
         raise NotARun(f"{folder} has no agent", safe="Nothing was touched.", todo=_without_agent(folder))
-    request = agent_messages.Request(protocol=agent_link.PROTOCOL, call="end")
+    request, left_out = agent_messages.Request(protocol=agent_link.PROTOCOL, call="end"), _left_out(run, folder)
     try:
         answer = agent_link.answered(folder, request, stop=lambda: False, ends_hung=False)
     except ValueError as error:  # it has answered, in another version
@@ -150,8 +151,19 @@ def stop(run: Run, as_json: Json = False) -> Answer:
         ids = [at for one in answer.given_up if (at := layout.parse_folder(one)) is not None]
         steps = ", ".join(str(at.step) for at in ids)
         text += f"; a save of which this node has no COMMIT was removed too (step {steps})"
+    text += left_out if removed else ""
     data = {"folder": folder, "removed": removed, "deleted": answer.deleted, "given_up": answer.given_up}
     return Answer(data, Text(clean(f"{folder}: {text}")))
+
+
+def _left_out(run: str, folder: str) -> str:
+    """That a save in memory is not copied, because the run went on without it; else empty. Raises nothing."""
+    with contextlib.suppress(LastgoodError):
+        tier = access.for_reading(run)
+        for one in newer_in_memory(place_list.listed(tier), [tier]):
+            if one.place == f"{paths.MEMORY}{folder}" and one.abandoned:
+                return f"; step {one.step}, which the run went on without, was in memory only, and is gone"
+    return ""
 
 
 def _without_agent(folder: str) -> str:
@@ -242,7 +254,7 @@ def _nothing_at(run: str) -> NotARun | None:
         access.for_reading(run)
     except NotARun as error:
         return error
-    except TierDown:
+    except LastgoodError:
         pass
     return None
 

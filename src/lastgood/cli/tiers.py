@@ -71,8 +71,8 @@ def held(run: str, others: list[str]) -> dict[str, Any]:
     whole = merged(list(surveys.values()))
     for name in _of_another_path(first.place, listed) & surveys.keys() - {*others}:
         notes[name] = f"{plural(len(surveys[name].generations), 'generation')}, which a start by this path does not see"
-    seen = merged([one for name, one in surveys.items() if name not in notes])
-    takes = next(iter(restore.choose(seen, None).candidates), None)
+    seen = [one for name, one in surveys.items() if name not in notes]
+    takes = next(iter(restore.choose(merged(seen), None).candidates), None) if seen else None
     now = time.time()
     rows = []
     for at in newest_first(whole, {*whole.generations, *whole.broken}):

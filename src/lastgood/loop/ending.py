@@ -186,8 +186,8 @@ class Ending:
         elif step > self._progress.resumed_step or self._pipeline.outcomes.failures:
             newest = newest_durable(self._pipeline)
             copies = self._pipeline.places.copies
-            lacks = copies.lacking() if copies is not None else in_memory_only(self._pipeline, newest)
-            self._pipeline.outcomes.report_end(newest.step if newest else None, step, lacks)
+            lacks, volatile = copies.lacking() if copies is not None else "", in_memory_only(self._pipeline, newest)
+            self._pipeline.outcomes.report_end(newest.step if newest else None, step, lacks, volatile)
 
     def _report_unused(self) -> None:
         """Report that nothing was saved, unless an exception ends the run, or a state was restored and not changed."""
@@ -209,13 +209,13 @@ def newest_durable(pipeline: Pipeline) -> Generation | None:
     return max(found, key=lambda one: (one.commit.order, one.step), default=None)
 
 
-def in_memory_only(pipeline: Pipeline, durable: Generation | None) -> str:
-    """What becomes of the newest good save in memory, where that is newer than the newest `durable` one; else empty."""
+def in_memory_only(pipeline: Pipeline, durable: Generation | None) -> int | None:
+    """The step of the newest good save in memory, where that is newer than the newest `durable` one; else None."""
     known = pipeline.run.known
-    newest = known.newest_restorable()
-    if not paths.in_memory(known.tier.place) or newest is None or (durable and durable.step >= newest.step):
-        return ""
-    return f"step {newest.step} is in memory, and its agent copies it to the places below now"
+    newest = known.newest_restorable() if paths.in_memory(known.tier.place) else None
+    if newest is None or (durable and (durable.commit.order, durable.step) >= (newest.commit.order, newest.step)):
+        return None
+    return newest.step
 
 
 def refresh(pipeline: Pipeline) -> None:

@@ -261,8 +261,6 @@ class Options:
         require(listed, f"tiers={self.tiers!r}", 'Give a list: tiers=[lastgood.Tier("/nvme/gpt")].')
         lower = [one.url for one in self.tiers[1:] if one.node_local]
         require(not lower, f"memory or shared=False for {lower[:1]}, which is not the first tier", "Put it first.")
-        below = [one for one in self.tiers[1:] if paths.parsed(one.url).kind == "slots"]
-        require(not below, "slots below another place", "Give slots as the first tier, or a directory.")
 
     @property
     def keep(self) -> Keep:
@@ -339,6 +337,8 @@ class Options:
             for one in self.tiers
         ]
         places.append(PlaceOptions(path=path, keep=self.retention, parity=self.parity))
+        below = [one.path for one in places[1:] if paths.parsed(one.path).kind == "slots"]
+        require(not below, f"{below[:1]}: slots below another place", "Give slots as the first tier, or a directory.")
         urls = [paths.parsed(one.path).url for one in places]
         twice = sorted({url for url in urls if urls.count(url) > 1})
         require(not twice, f"{', '.join(twice)} is given as two places of the run", "Give each place once.")

@@ -42,7 +42,7 @@ def require_seconds(timeout: Any) -> None:
 def require_positive(**numbers: float) -> None:
     """Raise Refused with the name of the first of `numbers` that is not finite and above 0."""
     for name, one in numbers.items():
-        require(is_positive(one), f"{name}={one}", "Give a number above 0.")
+        require(0 < one < math.inf, f"{name}={one}", "Give a number above 0.")  # a NaN is neither
 
 
 def require(holds: bool, what: str, todo: str) -> None:

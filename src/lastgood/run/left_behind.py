@@ -21,20 +21,20 @@ from .read_places import is_whole
 
 
 class Left(NamedTuple):
-    """Memory that holds newer saves. `step`: the newest good one there. `whole`: not only this node's part of it.
-    `order`: the highest of the incarnations there. `looked_at`: whether an opening of the run by its path, with a tier
-    in memory, looks at it. `abandoned`: whether the run went on without that save."""
+    """Memory of a run that an opening does not look at, and that holds newer saves. `step`: its newest good one.
+    `whole`: not only this node's part of it. `order`: the highest of the incarnations there. `by_path`: whether a start
+    by the path of the run, with its tier in memory, looks at it. `abandoned`: whether the run went on without it."""
 
     place: str
     step: int
     whole: bool
     order: int
-    looked_at: bool
+    by_path: bool
     abandoned: bool
 
     def listed(self) -> str:
         """What a listing of the run says of it. A run that is in training is usually ahead in memory."""
-        if not self.looked_at or self.abandoned:
+        if not self.by_path or self.abandoned:
             return self.described()
         if not self.whole:
             return (
@@ -52,14 +52,16 @@ class Left(NamedTuple):
         held = "holds" if self.whole else "holds this node's part of"
         elsewhere = f"`lastgood copy {self.place} TARGET` brings it elsewhere; " if self.whole else ""
         if self.abandoned:
-            what = f"which is newer, but the run went on without it. restore(step={self.step}) goes back to it"
+            what = (
+                f"which is newer, but the run went on without it. restore(step={self.step}) goes back to it, in a "
+                "start by the path and with the tier with which it was saved"
+            )
         else:
-            what = "which is newer and is not looked at here. To go on from it"
-        return (
-            f"{self.place} {held} step {self.step} of this run, {what}, if you open the run by the path and with the "
-            f"tier with which it was saved{'' if self.abandoned else ', before a save here abandons it'}; {elsewhere}"
-            f"rm -r {folder} gives it up."
-        )
+            what = (
+                "which is newer and is not looked at here. To go on from it, open the run by the path and with the "
+                "tier with which it was saved, before a save here abandons it"
+            )
+        return f"{self.place} {held} step {self.step} of this run, {what}; {elsewhere}rm -r {folder} gives it up."
 
 
 def given_back(place: str) -> str:
@@ -72,52 +74,69 @@ def given_back(place: str) -> str:
     )
 
 
+def beside(listed: Collection[str], looked_at: Sequence[Tier]) -> list[str]:
+    """The memory of this machine that may hold saves of a run: among its `listed` places, and that of its path. Without
+    those that are `looked_at`. Raises nothing."""
+    found = {one for one in listed if paths.in_memory(one)}
+    with contextlib.suppress(LastgoodError):  # LASTGOOD_MEMORY may be no path
+        found.add(memory_place.url_of(_path(listed, looked_at)))
+    roots = {one: paths.parsed(one).root for one in sorted(found - {one.place for one in looked_at})}
+    return [one for one, root in roots.items() if os.path.isdir(root) and memory_place.is_private(root)]
+
+
 def newer_in_memory(listed: Collection[str], looked_at: Sequence[Tier]) -> list[Left]:
-    """The memory of this machine among the `listed` places of a run that holds a newer good save than those that are
-    looked at, the last place last. Raises nothing."""
-    known, found = {one.place for one in looked_at}, list[Left]()
-    others = [one for one in listed if paths.in_memory(one) and one not in known]
-    roots = {one: paths.parsed(one).root for one in others}
-    others = [one for one, root in roots.items() if os.path.isdir(root) and memory_place.is_private(root)]
-    if not others:
-        return []
-    here = [one for one in map(_survey, looked_at) if one is not None]
-    run, newest = next((one.run for one in here if one.run), None), max(map(_newest, here), default=-1)
-    its_memory = memory_place.url_of(looked_at[-1].place)
+    """The memory of this machine, among `beside`, that holds a save that is newer than those that are looked at: a step
+    that a start with it restores, or a higher one. Raises nothing."""
+    here, found = list[commit.Survey](), list[Left]()
+    for tier in looked_at if (others := beside(listed, looked_at)) else ():
+        with contextlib.suppress(LastgoodError):
+            here.append(commit.survey(tier))
+    run = next((one.run for one in here if one.run), None)
+    highest = max((at.step for one in here for at in choose(one, None).candidates), default=-1)
     for place in others:
         with contextlib.suppress(LastgoodError):
             there = commit.survey(access.for_reading(place))
-            if there.run != run or (step := _newest(there)) <= newest:
+            newest = max(choose(there, None).candidates, default=None)
+            if newest is None or there.run != run:
                 continue
-            at = max(choose(there, None).candidates)
-            takes = next(iter(choose(merged([there, *here]), None).candidates), None)
-            whole = is_whole(there, there.generations[at])
-            found.append(Left(place, step, whole, there.order, place == its_memory, takes != at))
+            takes = next(iter(choose(merged([*here, there]), None).candidates), None)
+            restores = takes == newest and not any(newest in one.generations for one in here)
+            if restores or newest.step > highest:
+                by_path = place == memory_place.url_of(_path(listed, looked_at))
+                whole = is_whole(there, there.generations[newest])
+                found.append(Left(place, newest.step, whole, there.order, by_path, not restores))
     return found
 
 
+def order_beside(listed: Collection[str], looked_at: Sequence[Tier]) -> int:
+    """The highest order of the incarnations of a run in the memory of `beside`; 0 if there is none. Raises nothing."""
+    order, run = 0, None
+    for place in beside(listed, looked_at):
+        with contextlib.suppress(LastgoodError):
+            run = run or commit.survey(looked_at[-1]).run
+            there = commit.survey(access.for_reading(place))
+            order = max(order, there.order if there.run == run else 0)
+    return order
+
+
 def abandoned(place: str, there: commit.Survey, everywhere: commit.Survey) -> str:
-    """What to say of the newest good save in memory that is opened, if the run went on without it from an older step;
-    else empty. `place`: the memory, which holds `there`. `everywhere`: what all places hold."""
+    """What to say of the newest good save in memory that is opened, if the run went on without it; else empty.
+
+    `place`: the memory, which holds `there`. `everywhere`: what all places hold.
+    """
     takes = next(iter(choose(everywhere, None).candidates), None)
-    at = max(choose(there, None).candidates, default=None)
+    at = next(iter(choose(there, None).candidates), None)
     # guard: abandoned-save-in-memory-reported
-    if at is None or takes is None or at.step <= takes.step or at in lineage(everywhere).chain:
+    if at is None or takes is None or at in lineage(everywhere).chain:
         return ""
     return (
-        f"{place} holds step {at.step}, which is newer than step {takes.step}, but the run went on without it, "
-        f"so it is deleted with the next saves. To keep it, go back to it now: restore(step={at.step})."
+        f"{place} holds step {at.step}, but the run went on without it, to step {takes.step}, which a restore takes. "
+        f"So step {at.step} is deleted with the next saves. To keep it, go back to it now: restore(step={at.step})."
     )
 
 
-def _survey(tier: Tier) -> commit.Survey | None:
-    """What a place holds; None if it cannot be read."""
-    try:
-        return commit.survey(tier)
-    except LastgoodError:
-        return None
-
-
-def _newest(survey: commit.Survey) -> int:
-    """The step of the newest good generation; -1: there is none."""
-    return max((at.step for at in choose(survey, None).candidates), default=-1)
+def _path(listed: Collection[str], looked_at: Sequence[Tier]) -> str:
+    """The path of a run: its last place on a disk or in a store, if the one that was asked for is among its places."""
+    last = looked_at[-1].place
+    durable = [one for one in listed if not paths.in_memory(one)]
+    return durable[-1] if durable and last in listed else last

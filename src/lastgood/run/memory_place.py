@@ -9,6 +9,7 @@ A tmpfs outlives the processes that write to it, and nothing of it reaches a dis
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import re
 import secrets
@@ -19,6 +20,7 @@ from collections.abc import Mapping
 import msgspec
 
 from ..errors import LastgoodError, NotWritable, Refused
+from ..format import layout
 from ..io import checksum, memory_moves, os_errors
 from ..io.files import PosixFiles
 from ..io.machine import NODE, host, machine
@@ -80,11 +82,13 @@ def folders() -> list[str]:
 
 def runs_near(place: paths.Place) -> str:
     """As `paths.runs_near`; but the memory of this machine comes first, if a run with this path was saved there."""
-    folder = folder_of(place.root) if place.kind == "directory" else ""
-    if not (os.path.isdir(os.path.join(folder, "gen")) and is_private(folder)):
-        return paths.runs_near(place.root)
-    url = f"{paths.MEMORY}{folder}"
-    return f"{url} has saves of a run with this path: `lastgood ls {url}` lists them, and a start goes on from them."
+    with contextlib.suppress(LastgoodError):  # LASTGOOD_MEMORY may be no path
+        folder = folder_of(place.root) if place.kind == "directory" else ""
+        if folder and is_private(folder) and glob.glob(os.path.join(glob.escape(folder), "gen", "*", layout.COMMIT)):
+            url = f"{paths.MEMORY}{folder}"
+            lists = f"`lastgood ls {url}` lists them"
+            return f"{url} has saves of a run with this path: {lists}, and a start with that tier goes on from them."
+    return paths.runs_near(place.root)
 
 
 def spill_folder(root: str, environ: Mapping[str, str] = os.environ) -> str:

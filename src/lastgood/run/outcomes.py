@@ -148,11 +148,12 @@ class Outcomes:
                 todo="Remove the cause of the failures, or allow more time.",
             )
 
-    def report_end(self, newest: int | None, last: int, lacks: str = "") -> None:
+    def report_end(self, newest: int | None, last: int, lacks: str = "", in_memory: int | None = None) -> None:
         """Log the closing line, if a save failed or was overtaken, the `last` step of the loop is not durable, or the
         newest save lacks something.
 
-        `newest`: the newest durable step. `lacks`: what the newest save lacks; empty: nothing. A failed save that was
+        `newest`: the newest durable step. `lacks`: what the newest save lacks; empty: nothing. `in_memory`: the step of
+        a newer save that is in memory only; None: there is none. A failed save that was
         tried again at the exit counts as one save, with the number of attempts beside it.
         """
         if not self.failures and not self.overtaken_saves and newest == last and not lacks:
@@ -165,8 +166,10 @@ class Outcomes:
         if self.failures:
             again = f" ({self.failures} attempts)" if self.failures > self.failed_saves else ""
             text += f"; {_counted(self.failed_saves, 'save')} failed{again}: {self.last_failure}"
-        elif newest is not None and newest != last:
+        elif newest is not None and newest != last and in_memory != last:
             text += "; the state after it was not saved"
+        if in_memory is not None:
+            text += f"; step {in_memory} is in memory, from which the agent or the next opening copies it"
         if lacks:
             text += f"; {lacks}"
         lost = newest is None or self.consecutive_failures

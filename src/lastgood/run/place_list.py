@@ -10,7 +10,7 @@ from ..errors import LastgoodError
 from ..format import commit, layout
 from ..ports import Tier
 from ..records import PlaceList
-from .left_behind import newer_in_memory
+from .left_behind import newer_in_memory, order_beside
 
 
 def listed(tier: Tier) -> list[str]:
@@ -22,13 +22,13 @@ def listed(tier: Tier) -> list[str]:
 def note(tiers: Sequence[Tier]) -> int:
     """Write the list of all places to each of them. It is a hint: where it cannot be written, nothing is lost.
 
-    Memory of this machine that an earlier opening has noted, and that holds newer saves, is reported, and stays noted.
-    Returns the highest order of the incarnations there; 0 if there is no such memory.
+    Memory of this machine that these do not look at, and that holds newer saves, is reported, and stays noted. Returns
+    the highest order of the incarnations of the run there, newer or not; 0 if there is none.
     """
     before = listed(tiers[-1])
-    if len(tiers) == 1 and not before:
-        return 0
-    left = newer_in_memory(before, tiers)
+    order, left = order_beside(before, tiers), newer_in_memory(before, tiers)
+    if len(tiers) == 1 and not (before or left):
+        return order
     for one in left:  # guard: memory-left-behind-reported
         reporting.threat(one.described())
     record = PlaceList(format=layout.FORMAT, places=[*(one.place for one in tiers), *(one.place for one in left)])
@@ -38,4 +38,4 @@ def note(tiers: Sequence[Tier]) -> int:
         with contextlib.suppress(LastgoodError):
             tier.delete(layout.PLACES)
             tier.put_new(layout.PLACES, layout.encode(record))
-    return max((one.order for one in left), default=0)
+    return order

@@ -33,6 +33,7 @@ from ..storage.slots import Slots
 from . import claims, paths
 from .disk_space import RetryingTier
 from .known import Environment, KnownRun
+from .left_behind import order_beside
 from .marks import Marks
 from .mend import Mender
 from .node_disks import NodeDisks, own_disk
@@ -135,8 +136,9 @@ class RunWriter:
                 # In the place from which it was restored.
                 held = places[holder([one.survey.generations for one in places], parent) or 0]
                 commit.confirm(held.tier, parent)  # guard: parent-durable-before-continuing
-            # Also above what lies in memory that this opening does not look at: one of the two is the newer one.
-            left = self.known.left_order  # guard: order-above-memory-left-behind
+            # What lies in memory that this opening does not look at counts too: one of the two is the newer one.
+            # guard: order-above-memory-left-behind
+            left = max(self.known.left_order, order_beside((), [one.tier for one in places]))
             order = 1 + max(above, left, *(one.survey.order for one in places))  # guard: incarnation-order-ascends
             order = claims.common_order([one.tier for one in places], order)
             ident = self.known.environment.new_id()

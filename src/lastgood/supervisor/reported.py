@@ -204,9 +204,9 @@ def given_up(outcomes: Sequence[Outcome], run: str) -> str:
     had opened one."""
     then = "Mend what the error says, and start the same command again"
     if not run:
-        return f"the job is given up. No run was opened, so nothing was changed. {then}."
-    step = max(max(one.saved_step, one.restored_step or 0) for one in outcomes)
-    newest = f"the newest step that it has saved or restored is {step}" if step else "it has saved and restored no step"
+        return f"the job is given up. No run of lastgood was opened. {then}."
+    steps = [max(one.saved_step, one.restored_step) for one in outcomes if one.restored_step is not None]
+    newest = f"the newest step that it has saved or restored is {max(steps)}" if steps else "it has restored no step"
     return (
         f"the job is given up; {newest}. Every good save of {run} is still there. {then}: it goes on from the newest "
         f"good one. `lastgood attempts {run} --json` has each attempt, with its whole error."
