@@ -56,6 +56,7 @@ from ..ports import Tier
 from ..records import GenerationId, Incarnation, Seal
 from ..run import access
 from ..run.content import Content
+from ..run.left_behind import order_beside
 from ..run.reader import RunReader
 from ..run.save import RankPart, RankWriter, ReadyChunks, SaveRequest, write_part
 from ..run.writer import RunWriter
@@ -126,7 +127,7 @@ class Writer(StorageWriter):
         """At the coordinator: choose the generation of this save, record its incarnation, and send it to all ranks."""
         with _opened(self.path, self._digest) as run:
             chain = run.lineage()
-            run.begin(chain[0].id if chain else None)
+            run.begin(chain[0].id if chain else None, order_beside((), [run.known.tier]))
             wanted = _step(self.checkpoint_id)
             self._at = run.admit(wanted if wanted is not None else chain[0].step + 1 if chain else 0)
             run.record_incarnation()  # `finish` opens the run again, and continues this incarnation

@@ -25,6 +25,7 @@ from ..policy import restore
 from ..ports import File
 from ..records import Generation
 from ..run import access
+from ..run.left_behind import order_beside
 from ..run.save import ReadyChunks, SaveRequest
 from ..run.watched import CountBytes, Watched
 from ..run.writer import RunWriter
@@ -120,7 +121,7 @@ def bring(source: Foreign, run: str, step: int, count_bytes: CountBytes, take_ov
                 todo=f"Import into another run, or as a later step: --step {newest.step + 1}.",
             )
         parent = next(iter(writer.lineage()), None)
-        writer.begin(parent.id if parent else None)
+        writer.begin(parent.id if parent else None, order_beside((), [disk]))
         images = layout.images(source.tensors)
         chunk_bytes = min(CHUNK_BYTES, round_up(max(image.length for image in images)))
         arena = Arena(2 * WORKERS * chunk_bytes, chunk_bytes)

@@ -17,6 +17,7 @@ from ..limits import CHUNK_BYTES, STEP_LIMIT, WORKERS
 from ..policy.arguments import is_whole, require
 from ..records import Generation
 from ..run import access, read_places
+from ..run.left_behind import order_beside
 from ..run.save import ReadyChunks, SaveRequest
 from ..run.writer import RunWriter
 from ..snapshot import staging
@@ -60,7 +61,7 @@ def save_once(
     with access.for_writing(path, "atomic_dirsync") as disk, ThreadPoolExecutor(WORKERS, "lastgood-write") as workers:
         run = RunWriter(disk, workers)
         newest = next(iter(run.lineage()), None)
-        run.begin(newest.id if newest else None)
+        run.begin(newest.id if newest else None, order_beside((), [disk]))
         tensors = captured.tensors
         images = staging.lay_out(tensors, finite(captured, exempt=untrained(state, captured)))
         arena = Arena(2 * WORKERS * CHUNK_BYTES, CHUNK_BYTES)

@@ -33,7 +33,6 @@ from ..storage.slots import Slots
 from . import claims, paths
 from .disk_space import RetryingTier
 from .known import Environment, KnownRun
-from .left_behind import order_beside
 from .marks import Marks
 from .mend import Mender
 from .node_disks import NodeDisks, own_disk
@@ -137,8 +136,7 @@ class RunWriter:
                 held = places[holder([one.survey.generations for one in places], parent) or 0]
                 commit.confirm(held.tier, parent)  # guard: parent-durable-before-continuing
             # What lies in memory that this opening does not look at counts too: one of the two is the newer one.
-            # guard: order-above-memory-left-behind
-            left = max(self.known.left_order, order_beside((), [one.tier for one in places]))
+            left = self.known.left_order  # guard: order-above-memory-left-behind
             order = 1 + max(above, left, *(one.survey.order for one in places))  # guard: incarnation-order-ascends
             order = claims.common_order([one.tier for one in places], order)
             ident = self.known.environment.new_id()

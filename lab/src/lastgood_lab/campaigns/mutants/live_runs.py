@@ -43,7 +43,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "what lies in memory has an equal order",
             "order-above-memory-left-behind",
-            Instead("left = 0"),
+            Swap("self.known.left_order", "0"),
         ),
         ("an abandoned save in memory is not reported", "abandoned-save-in-memory-reported", Always()),
     ),
