@@ -16,8 +16,9 @@ import lastgood
 from agents import ended, until
 from harness import one_place, reported, steps
 from lastgood import errors
-from lastgood.format import commit
+from lastgood.format import commit, layout
 from lastgood.io import memory_files
+from lastgood.records import PlaceList
 from lastgood.run import access, memory_place, outcomes, place_list
 from training import Training
 
@@ -407,6 +408,17 @@ def test_a_branch_in_memory_that_is_newer_with_a_lower_step_counts(run: Run) -> 
         ckpt = run.opened()
     with ckpt:
         assert ckpt.restore().step == 9
+
+
+def test_a_list_of_places_that_names_none_does_no_harm(run: Run, call) -> None:
+    """The list is a hint. With a text in it that is no place the run could not be opened any more."""
+    lastgood.save(run.home, Training().state, step=1)
+    listed = PlaceList(format=layout.FORMAT, places=["memory://x", str(run.home)])
+    (run.home / layout.PLACES).write_bytes(layout.encode(listed))
+    assert call("ls", str(run.home))[0] == 0
+    assert call("tiers", str(run.home))[0] == 5, "that place cannot be read"
+    run.train(2)
+    assert call("tiers", str(run.home))[0] == 0
 
 
 def test_memory_of_a_deleted_run_is_named(run: Run, call) -> None:

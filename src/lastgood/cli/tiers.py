@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -105,8 +106,12 @@ def held(run: str, others: list[str]) -> dict[str, Any]:
 
 def _listed(tier: Tier) -> list[str]:
     """The places that the run of this one names, this one by its own name: the list may have it through a link."""
-    here = paths.identity(tier.place)
-    return [tier.place if paths.identity(one) == here else one for one in place_list.listed(tier)]
+    found = place_list.listed(tier)
+    for index, one in enumerate(found):
+        with contextlib.suppress(LastgoodError):  # a damaged list
+            if paths.identity(one) == paths.identity(tier.place):
+                found[index] = tier.place
+    return found
 
 
 def _of_another_path(place: str, listed: list[str]) -> set[str]:

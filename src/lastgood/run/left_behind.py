@@ -66,7 +66,10 @@ class Left(NamedTuple):
 
 def given_back(place: str) -> str:
     """That a place of a run in memory is not on this machine, for people; empty where it is, and for other places."""
-    if not paths.in_memory(place) or os.path.lexists(paths.parsed(place).root):
+    try:
+        if not paths.in_memory(place) or os.path.lexists(paths.parsed(place).root):
+            return ""
+    except LastgoodError:  # a damaged list of places
         return ""
     return (
         "not in the memory of this machine: it is given back after a clean end, once the places below have all of it; "
@@ -80,8 +83,13 @@ def beside(listed: Collection[str], looked_at: Sequence[Tier]) -> list[str]:
     found = {one for one in listed if paths.in_memory(one)}
     with contextlib.suppress(LastgoodError):  # LASTGOOD_MEMORY may be no path
         found.add(memory_place.url_of(_path(listed, looked_at)))
-    roots = {one: paths.parsed(one).root for one in sorted(found - {one.place for one in looked_at})}
-    return [one for one, root in roots.items() if os.path.isdir(root) and memory_place.is_private(root)]
+    there = list[str]()
+    for place in sorted(found - {one.place for one in looked_at}):
+        with contextlib.suppress(LastgoodError):  # the list of places is a hint, and may hold anything
+            root = paths.parsed(place).root
+            if os.path.isdir(root) and memory_place.is_private(root):
+                there.append(place)
+    return there
 
 
 def newer_in_memory(listed: Collection[str], looked_at: Sequence[Tier]) -> list[Left]:
