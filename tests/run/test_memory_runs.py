@@ -69,10 +69,14 @@ os.kill(os.getpid(), 9)
 """
 
 
-def test_a_killed_process_loses_no_save_that_was_in_memory_only(run: Run) -> None:
+def killed(run: Run, program: str = KILLED) -> None:
+    """Train in a process that kills itself, and leaves its newest steps in memory."""
     path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
-    killed = subprocess.run([sys.executable, "-c", KILLED, path, str(run.home)])
-    assert killed.returncode == -signal.SIGKILL
+    assert subprocess.run([sys.executable, "-c", program, path, str(run.home)]).returncode == -signal.SIGKILL
+
+
+def test_a_killed_process_loses_no_save_that_was_in_memory_only(run: Run) -> None:
+    killed(run)
     assert steps(run.memory)[-1] == 7 and 7 not in steps(run.home)
     found = run.train(9)
     assert found.step == 7 and list(found.sources) == [f"memory://{run.memory}"]
@@ -302,8 +306,7 @@ def test_the_home_of_another_run_is_refused_beside_its_old_memory(run: Run) -> N
 
 def test_newer_saves_in_memory_that_is_not_looked_at_are_reported(run: Run, tmp_path: Path) -> None:
     """A run that was renamed, or opened without its tier, went back without a word, and lost its memory later."""
-    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
-    assert subprocess.run([sys.executable, "-c", KILLED, path, str(run.home)]).returncode == -signal.SIGKILL
+    killed(run)
     moved = tmp_path / "moved"
     run.home.rename(moved)
     for _ in range(2):
@@ -349,8 +352,7 @@ def test_memory_that_was_removed_under_a_job_is_made_anew(run: Run) -> None:
 
 def test_a_listing_of_a_run_names_what_is_newer_in_memory(run: Run, call) -> None:
     """It said that nothing was committed yet, although the memory of the machine had the newest step."""
-    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
-    assert subprocess.run([sys.executable, "-c", KILLED, path, str(run.home)]).returncode == -signal.SIGKILL
+    killed(run)
     code, out, _ = call("ls", str(run.home))
     assert code == 0 and "holds step 7, which is newer: a start with this tier restores it" in " ".join(out.split())
 
@@ -359,8 +361,7 @@ def test_going_on_without_newer_memory_is_reported(run: Run, call) -> None:
     """A run was opened without its tier in memory, which held a newer step, and trained on. The next opening with that
     tier took the step at home, deleted the newer one without a word, and the listings had promised the newer one: both
     incarnations had the same order."""
-    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
-    assert subprocess.run([sys.executable, "-c", KILLED, path, str(run.home)]).returncode == -signal.SIGKILL
+    killed(run)
     training = Training()
     with reported("step 7 of this run, which is newer and is not looked at here.*before a save here abandons it"):
         ckpt = lastgood.Checkpointer(run.home, training.state, cadence=EVERY)
@@ -388,9 +389,7 @@ def test_a_branch_in_memory_that_is_newer_with_a_lower_step_counts(run: Run) -> 
             run.training.step()
             ckpt.save(step).result()
     ended(str(run.memory))
-    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
-    back = KILLED.replace("ckpt.restore()", "ckpt.restore(step=5)").replace("range(1, 8)", "range(6, 7)")
-    assert subprocess.run([sys.executable, "-c", back, path, str(run.home)]).returncode == -signal.SIGKILL
+    killed(run, KILLED.replace("ckpt.restore()", "ckpt.restore(step=5)").replace("range(1, 8)", "range(6, 7)"))
     training = Training()
     with (
         reported("step 6 of this run, which is newer and is not looked at here"),
@@ -423,8 +422,7 @@ def test_a_list_of_places_that_names_none_does_no_harm(run: Run, call) -> None:
 
 def test_memory_of_a_deleted_run_is_named(run: Run, call) -> None:
     """Commands said that there is nothing, and to check the path, although a start would have gone on from memory."""
-    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
-    assert subprocess.run([sys.executable, "-c", KILLED, path, str(run.home)]).returncode == -signal.SIGKILL
+    killed(run)
     shutil.rmtree(run.home)
     code, _, err = call("verify", str(run.home))
     assert code == 3 and f"memory://{run.memory} has saves of a run with this path" in " ".join(err.split())
@@ -432,8 +430,7 @@ def test_memory_of_a_deleted_run_is_named(run: Run, call) -> None:
 
 def test_a_listing_of_a_renamed_run_promises_nothing(run: Run, tmp_path: Path, call) -> None:
     """It said that a start restores what lies in memory under the path from before, which a start does not look at."""
-    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
-    assert subprocess.run([sys.executable, "-c", KILLED, path, str(run.home)]).returncode == -signal.SIGKILL
+    killed(run)
     run.home.rename(tmp_path / "renamed")
     assert "step 7 of this run, which is newer and is not looked at here" in " ".join(
         call("ls", str(tmp_path / "renamed"))[1].split()
@@ -444,9 +441,8 @@ def test_a_listing_of_a_renamed_run_promises_nothing(run: Run, tmp_path: Path, c
 
 def test_what_only_memory_has_is_loaded_verified_shown_and_exported(run: Run, tmp_path: Path, call, call_json) -> None:
     """`lastgood.load` returned an older step than `restore()`, and the commands said that nothing was committed."""
-    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
     lastgood.save(run.home, Training().state, step=0)
-    assert subprocess.run([sys.executable, "-c", KILLED, path, str(run.home)]).returncode == -signal.SIGKILL
+    killed(run)
     assert lastgood.load(run.home).restored.step == 7
     assert lastgood.load(run.home, step=0).restored.step == 0, "what the home has is read there"
     opened = lastgood.open(run.home)
@@ -468,8 +464,7 @@ def test_what_only_memory_has_is_loaded_verified_shown_and_exported(run: Run, tm
 def test_a_part_in_memory_is_named_where_the_home_has_nothing(run: Run, tmp_path: Path, call) -> None:
     """On a node of several, before the first save at home: `lastgood.load` returned without a word, and the commands
     said that nothing had been committed."""
-    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
-    assert subprocess.run([sys.executable, "-c", KILLED, path, str(run.home)]).returncode == -signal.SIGKILL
+    killed(run)
     (manifest,) = run.memory.glob("gen/000000000007-*/r00000.manifest.json")
     manifest.unlink()
     for older in {*run.home.glob("gen"), *run.memory.glob("gen/*")} - {manifest.parent}:  # home may have none yet
@@ -497,9 +492,8 @@ def test_the_memory_of_another_run_is_not_loaded(run: Run) -> None:
 def test_what_another_user_may_have_put_into_memory_is_not_loaded(run: Run, call) -> None:
     """Any user can make the folder of another one in /dev/shm who has none there. A copy of the run with a newer step
     of other weights was loaded from it in place of the newest step at home."""
-    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
     lastgood.save(run.home, Training().state, step=0)
-    assert subprocess.run([sys.executable, "-c", KILLED, path, str(run.home)]).returncode == -signal.SIGKILL
+    killed(run)
     run.memory.parent.chmod(0o770)
     assert lastgood.load(run.home).restored.step < 7 and lastgood.open(run.home).generation().step < 7
     assert "which is newer" not in call("ls", str(run.home))[1]

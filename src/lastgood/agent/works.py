@@ -45,7 +45,7 @@ loop may wait for a reading."""
 
 
 def text_of(error: BaseException) -> str:
-    """What a training process is told of an error, the name of its class first."""
+    """The text of an error in an answer: the name of its class, and its message."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         text += "; it has too little memory: raise the limit of its control group, or of its container"

@@ -17,7 +17,7 @@ from ..policy import restore
 from ..policy.places import merged
 from ..ports import Tier
 from ..run import access, copying, memory_place, paths, place_list
-from ..run.left_behind import given_back
+from ..run.left_behind import given_back, path_of
 from ..units import size, span
 from .answer import Answer
 from .arguments import Json, Run
@@ -117,8 +117,7 @@ def _listed(tier: Tier) -> list[str]:
 def _of_another_path(place: str, listed: list[str]) -> set[str]:
     """The memory among the `listed` places of a run that a start by the path of the run does not look at, because it
     belongs to an earlier path. `place`: the place that was asked for."""
-    durable = [one for one in listed if not paths.in_memory(one)]
-    last = place if place not in listed else durable[-1] if durable else place
+    last = path_of(listed, place)
     if paths.in_memory(last):
         return set()
     return {one for one in listed if paths.in_memory(one) and one not in (place, memory_place.url_of(last))}

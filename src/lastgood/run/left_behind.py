@@ -22,13 +22,12 @@ from .read_places import is_whole
 
 class Left(NamedTuple):
     """Memory of a run that an opening does not look at, and that holds newer saves. `step`: its newest good one.
-    `whole`: not only this node's part of it. `order`: the highest of the incarnations there. `by_path`: whether a start
-    by the path of the run, with its tier in memory, looks at it. `abandoned`: whether the run went on without it."""
+    `whole`: not only this node's part of it. `by_path`: whether a start by the path of the run, with its tier in
+    memory, looks at it. `abandoned`: whether the run went on without it."""
 
     place: str
     step: int
     whole: bool
-    order: int
     by_path: bool
     abandoned: bool
 
@@ -77,18 +76,21 @@ def given_back(place: str) -> str:
     )
 
 
-def beside(listed: Collection[str], looked_at: Sequence[Tier]) -> list[str]:
-    """The memory of this machine that may hold saves of a run: among its `listed` places, and that of its path. Without
-    those that are `looked_at`. Raises nothing."""
+def beside(listed: Collection[str], looked_at: Sequence[Tier]) -> dict[str, commit.Survey]:
+    """The memory of this machine that holds a run, among its `listed` places and that of its path, with what it holds.
+    Without the places that are `looked_at`. Raises nothing."""
     found = {one for one in listed if paths.in_memory(one)}
     with contextlib.suppress(LastgoodError):  # LASTGOOD_MEMORY may be no path
-        found.add(memory_place.url_of(_path(listed, looked_at)))
-    there = list[str]()
+        found.add(memory_place.url_of(path_of(listed, looked_at[-1].place)))
+    run, there = "", dict[str, commit.Survey]()
     for place in sorted(found - {one.place for one in looked_at}):
         with contextlib.suppress(LastgoodError):  # the list of places is a hint, and may hold anything
             root = paths.parsed(place).root
             if os.path.isdir(root) and memory_place.is_private(root):
-                there.append(place)
+                run = run or next((run for run in map(_run_of, looked_at) if run), "")
+                survey = commit.survey(access.for_reading(place))
+                if survey.run == run:
+                    there[place] = survey
     return there
 
 
@@ -99,32 +101,22 @@ def newer_in_memory(listed: Collection[str], looked_at: Sequence[Tier]) -> list[
     for tier in looked_at if (others := beside(listed, looked_at)) else ():
         with contextlib.suppress(LastgoodError):
             here.append(commit.survey(tier))
-    run = next((one.run for one in here if one.run), None)
     highest = max((at.step for one in here for at in choose(one, None).candidates), default=-1)
-    for place in others:
-        with contextlib.suppress(LastgoodError):
-            there = commit.survey(access.for_reading(place))
-            newest = max(choose(there, None).candidates, default=None)
-            if newest is None or there.run != run:
-                continue
-            takes = next(iter(choose(merged([*here, there]), None).candidates), None)
-            restores = takes == newest and not any(newest in one.generations for one in here)
-            if restores or newest.step > highest:
-                by_path = place == memory_place.url_of(_path(listed, looked_at))
-                whole = is_whole(there, there.generations[newest])
-                found.append(Left(place, newest.step, whole, there.order, by_path, not restores))
+    for place, there in others.items():
+        newest = max(choose(there, None).candidates, default=None)
+        if newest is None:
+            continue
+        takes = next(iter(choose(merged([*here, there]), None).candidates), None)
+        restores = takes == newest and not any(newest in one.generations for one in here)
+        if restores or newest.step > highest:
+            by_path = place == memory_place.url_of(path_of(listed, looked_at[-1].place))
+            found.append(Left(place, newest.step, is_whole(there, there.generations[newest]), by_path, not restores))
     return found
 
 
 def order_beside(listed: Collection[str], looked_at: Sequence[Tier]) -> int:
     """The highest order of the incarnations of a run in the memory of `beside`; 0 if there is none. Raises nothing."""
-    order, run = 0, None
-    for place in beside(listed, looked_at):
-        with contextlib.suppress(LastgoodError):
-            run = run or commit.survey(looked_at[-1]).run
-            there = commit.survey(access.for_reading(place))
-            order = max(order, there.order if there.run == run else 0)
-    return order
+    return max((one.order for one in beside(listed, looked_at).values()), default=0)
 
 
 def abandoned(place: str, there: commit.Survey, everywhere: commit.Survey) -> str:
@@ -143,8 +135,15 @@ def abandoned(place: str, there: commit.Survey, everywhere: commit.Survey) -> st
     )
 
 
-def _path(listed: Collection[str], looked_at: Sequence[Tier]) -> str:
-    """The path of a run: its last place on a disk or in a store, if the one that was asked for is among its places."""
-    last = looked_at[-1].place
+def path_of(listed: Collection[str], place: str) -> str:
+    """The path of a run: the last of its `listed` places on a disk or in a store, if `place` is among them; else that,
+    because the run was moved there."""
     durable = [one for one in listed if not paths.in_memory(one)]
-    return durable[-1] if durable and last in listed else last
+    return durable[-1] if durable and place in listed else place
+
+
+def _run_of(tier: Tier) -> str | None:
+    """The id of the run in a place; None if it is empty or cannot be read."""
+    with contextlib.suppress(LastgoodError):
+        return commit.survey(tier).run
+    return None
