@@ -68,6 +68,7 @@ prove: long
 	$(BIN)/python -m lastgood_lab.campaigns.kills --tier memory
 	$(BIN)/python -m lastgood_lab.campaigns.memory_kills
 	$(BIN)/python -m lastgood_lab.campaigns.memory_soak
+	$(BIN)/python -m lastgood_lab.campaigns.memory_soak --copies
 	$(BIN)/python -m lastgood_lab.campaigns.node_commit
 	$(BIN)/python -m lastgood_lab.campaigns.node_commit --parity --schedules 100000
 	$(BIN)/python -m lastgood_lab.campaigns.nodes

@@ -169,6 +169,7 @@ class Damaged(LastgoodError):
     """
 
     exit_code = 4
+    FIELDS = "blob", "offset", "chunk", "tensor"
 
     def __init__(
         self,

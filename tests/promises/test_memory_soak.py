@@ -12,10 +12,12 @@ from lastgood_lab.campaigns.memory_soak import Sample, Soak
 pytestmark = pytest.mark.slow
 
 
-def test_saves_whose_agents_are_killed_are_all_committed(tmp_path: Path, memory: Path) -> None:
-    found = memory_soak.soak(tmp_path, memory, 50, 1, seed=1)
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_saves_whose_agents_are_killed_are_all_committed(tmp_path: Path, memory: Path, nodes: int) -> None:
+    found = memory_soak.soak(tmp_path, memory, 50, 1, seed=1, nodes=nodes)
     assert not found.problems
     assert found.saves >= 50 and found.killed == 1
+    assert bool(found.copied) == (nodes == 2), "on two nodes each save is copied to the other one"
     assert all(found.samples.values())
 
 

@@ -36,7 +36,7 @@ from typing import Any
 import msgspec
 
 from .. import errors, reporting
-from ..errors import Cancelled, LastgoodError, RankFailed, StepDiffers, TierDown, TimedOut
+from ..errors import Cancelled, Damaged, LastgoodError, RankFailed, StepDiffers, TierDown, TimedOut
 from ..limits import (
     COORDINATOR_TIMEOUTS,
     QUICK_STORE_SECONDS,
@@ -430,10 +430,12 @@ def encode_error(error: BaseException) -> dict[str, Any]:
     """An error as a message."""
     what = error.what if isinstance(error, LastgoodError) else f"{type(error).__name__}: {error}"
     safe, todo = (error.safe, error.todo) if isinstance(error, LastgoodError) else ("", "")
-    return {"error": type(error).__name__, "what": what, "safe": safe, "todo": todo}
+    fields = {name: getattr(error, name) for name in Damaged.FIELDS} if isinstance(error, Damaged) else {}
+    return {"error": type(error).__name__, "what": what, "safe": safe, "todo": todo, **fields}
 
 
 def decode_error(message: Mapping[str, Any]) -> LastgoodError:
     """The error of a message: of its own class if that is a LastgoodError made from texts alone, else RankFailed."""
     kind = errors.class_named(message["error"], RankFailed)
-    return kind(message["what"], safe=message.get("safe", ""), todo=message.get("todo", ""))
+    fields = {name: message[name] for name in Damaged.FIELDS if name in message and issubclass(kind, Damaged)}
+    return kind(message["what"], safe=message.get("safe", ""), todo=message.get("todo", ""), **fields)
