@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import shutil
 import signal
 import threading
@@ -460,6 +461,28 @@ def test_a_copy_under_way_is_finished_although_newer_ones_wait(bucket, tmp_path,
         first.result()
         ckpt.wait()
     assert not [one for one in texts if "Missing" in one]
+
+
+@pytest.mark.slow
+def test_memory_stays_within_its_bound_while_copies_are_slow(bucket, memory, proxy, caplog):
+    """The bound was reported, and never compared with what memory takes while saves are made faster than a bucket takes
+    them."""
+    caplog.set_level("INFO")
+    proxy.before = lambda request: request.method == "PUT" and threading.Event().wait(0.3)
+    training, taken = Training(), list[int]()
+    tiers = [lastgood.Tier("memory://", cadence=EVERY)]
+    with lastgood.Checkpointer(bucket, training.state, tiers=tiers, cadence=EVERY) as ckpt:
+        ckpt.restore()
+        for step in range(1, 61):
+            training.step()
+            ckpt.step(step).committed()
+            taken.append(sum(1 for _ in memory.glob("lastgood-*/*/gen/*/*.safetensors")))
+        proxy.before = None
+        ckpt.wait()
+    found = re.search(r"memory://\S+ takes at most \((\d) kept \+ (\d) in flight \+ 2\).*, and (\d) more", caplog.text)
+    assert found is not None
+    bound = sum(map(int, found.groups())) + 2
+    assert 3 < max(taken) <= bound, "more than without a place below"
 
 
 def test_a_generation_whose_copy_failed_is_overtaken(places, monkeypatch):
