@@ -414,7 +414,7 @@ class Asked:
     def ask(self, request: msgspec.Struct) -> None:
         self._answers = [NodeFiles(one).served(msgspec.to_builtins(request), lambda: False) for one in self._disks]
 
-    def answers(self) -> list[object]:
+    def answers(self, least_seconds: float = 0.0) -> list[object]:
         return self._answers
 
 
@@ -452,7 +452,7 @@ def test_nothing_is_rebuilt_where_another_node_can_not_be(cluster: Cluster, monk
     (record,) = cluster.folder(1).glob("s*-00003.parity-*.json")
     record.unlink()  # node 3 needs it, and node 2 does not
     asked = list[object]()
-    monkeypatch.setattr(node_parity, "ask_all", lambda requests, request, own: asked.append(request))
+    monkeypatch.setattr(node_parity, "ask_all", lambda requests, request, *_: asked.append(request))
     links = NodeLinks(AgentLink("memory:///none"), PeerTable(job=JOB, key=KEY, nodes=cluster.nodes), cluster.peers)
     others = Asked([cluster.disk(rank) for rank in range(1, NODES)])
     disks = NodeDisks(cluster.disk(0), Nodes(tuple(range(NODES))), others, links)  # type: ignore[arg-type]

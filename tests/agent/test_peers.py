@@ -37,7 +37,7 @@ from lastgood.run import access
 from lastgood.run.agent_link import PROTOCOL, AgentLink, asked, connected, listening, status, write_spec
 from lastgood.run.agent_messages import AgentSpec, Request, Send, Serve, Work
 from lastgood.run.known import Environment, Holds, KnownRun
-from lastgood.run.node_copies import CopyRequest, CopySender, NodeCopies, ask_all
+from lastgood.run.node_copies import CopyRequest, CopySender, NodeCopies
 from lastgood.run.node_disks import NodeDisks, NodeLinks, Nodes, NodeView
 from lastgood.run.node_parity import ParityBuilder, ParityRequest
 from lastgood.run.outcomes import Outcomes
@@ -58,6 +58,7 @@ from lastgood.run.peers import (
     Reading,
 )
 from lastgood.run.planned_save import RunOptions
+from lastgood.run.rank_requests import ask_all
 from lastgood.run.watched import Sources
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
@@ -895,7 +896,7 @@ def test_why_copies_failed_here_comes_before_what_another_node_reports() -> None
         def ask(self, request: object) -> None:
             asked.append(request)
 
-        def answers(self, timeout_seconds: float) -> None:
+        def answers(self, least_seconds: float) -> None:
             raise errors.PeerDown("the other node reports why")
 
     def here() -> None:

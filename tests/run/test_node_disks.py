@@ -38,7 +38,7 @@ class Answering:
     def ask(self, request: FileRequest) -> None:
         self._request = request
 
-    def answers(self) -> list[object]:
+    def answers(self, least_seconds: float = 0.0) -> list[object]:
         return [one.served(self._request, lambda: False) for one in self._files]
 
 

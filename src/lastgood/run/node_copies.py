@@ -26,6 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -44,7 +45,7 @@ from .node_disks import NodeDisks
 from .outage import Outage
 from .outcomes import Outcomes
 from .peers import PeerNode, PeerOrder, PeerTable
-from .rank_requests import Requests
+from .rank_requests import Requests, ask_all
 from .thread_pools import EXIT_POLL_SECONDS, interpreter_is_ending
 from .verify import Stop, never
 
@@ -118,7 +119,8 @@ class CopyMaker:
         ]
         if orders:
             request = CopyRequest(at=generation.id, orders=orders)
-            ask_all(self._requests, request, lambda: self._own.served(msgspec.to_builtins(request), stop))
+            own = partial(self._own.served, msgspec.to_builtins(request), stop)
+            ask_all(self._requests, request, own, SEND_SECONDS)
 
     def outlives(self, generation: Generation) -> bool:
         return bool(left_out(self._disks, self._table)) and lies_on(self._disks, self._table, generation)
@@ -323,25 +325,6 @@ class NodeCopies:
                     seconds, size = time.monotonic() - begun, generation.bytes
                     self._source.emit("copied", generation.id, seconds=seconds, size=size, detail=self.place)
             self._changed.notify_all()
-
-
-def ask_all(requests: Requests, request: Record, here: Callable[[], None]) -> None:
-    """Let all leaders do their part of a request, this one too. Raises the error of this node, or the first of another.
-
-    Answers are waited for in any case, so that the next request meets idle servers.
-    """
-    requests.ask(request)
-    problem: LastgoodError | None = None
-    try:
-        here()
-    except LastgoodError as error:
-        problem = error
-    try:
-        requests.answers(SEND_SECONDS)
-    except LastgoodError as error:
-        problem = problem or error  # guard: own-error-of-copies-first
-    if problem is not None:
-        raise problem
 
 
 def placed(nodes: Sequence[PeerNode]) -> list[Node]:

@@ -33,7 +33,7 @@ from ..storage.slots import Slots
 from .agent_link import AgentLink
 from .packed import PackedTier
 from .peers import Peers, PeerTable
-from .rank_requests import Requests, RequestServer
+from .rank_requests import Requests, RequestServer, ask_all
 from .verify import Stop
 
 SUBJECT = "disks"
@@ -311,22 +311,7 @@ class NodeDisks:
             here()
             return
         with self._turn:
-            self._requests.ask(request)
-            try:
-                here()
-            finally:
-                failed = _outcome(self._requests)
-            if failed is not None:
-                raise failed
-
-
-def _outcome(requests: Requests) -> LastgoodError | None:
-    """The error of the answers, which are waited for in any case, so that the next request meets idle servers."""
-    try:
-        requests.answers()
-    except LastgoodError as error:
-        return error
-    return None
+            ask_all(self._requests, request, here)
 
 
 class NodeView:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import msgspec
@@ -36,12 +37,12 @@ from ..policy.stripes import StripeSet, neighbours, stripe_sets
 from ..ports import Tier
 from ..records import Generation, GenerationId, Record
 from . import rebuilding
-from .agent_link import AgentLink
+from .agent_link import SEND_SECONDS, AgentLink
 from .agent_messages import Work
-from .node_copies import ask_all, left_out, lies_on, place_of, placed
+from .node_copies import left_out, lies_on, place_of, placed
 from .node_disks import NodeDisks
 from .peers import PeerDisk, PeerTable, StripeMember, StripeOrder
-from .rank_requests import Requests
+from .rank_requests import Requests, ask_all
 from .verify import Stop, never
 
 SUBJECT, REBUILD_SUBJECT = "parity", "rebuild"
@@ -154,7 +155,8 @@ class ParityMaker:
     def make(self, generation: Generation, stop: Stop) -> None:
         request = self._missing(generation)
         if request.files:
-            ask_all(self._requests, request, lambda: self._own.served(msgspec.to_builtins(request), stop))
+            own = partial(self._own.served, msgspec.to_builtins(request), stop)
+            ask_all(self._requests, request, own, SEND_SECONDS)
 
     def outlives(self, generation: Generation) -> bool:
         without = left_out(self._disks, self._table)
@@ -240,7 +242,8 @@ class NodeRebuild:
         self._require(generation, [one for one in nowhere if layout.blob_name(one) not in files])
         request = RebuildRequest(at=generation.id, root=generation.root, ranks=ranks)
         if ranks:
-            ask_all(self._requests, request, lambda: self._own.served(msgspec.to_builtins(request), stop))
+            own = partial(self._own.served, msgspec.to_builtins(request), stop)
+            ask_all(self._requests, request, own, SEND_SECONDS)
         return names
 
     def _require(self, generation: Generation, ranks: Sequence[int]) -> None:

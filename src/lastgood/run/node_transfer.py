@@ -19,7 +19,6 @@ Invariants
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -37,7 +36,7 @@ from ..storage.slot_file import aligned
 from .node_disks import FETCHED, NodeDisks, NodeTier
 from .peer_reads import OTHER_NODES
 from .peers import RANK_FILE, PeerNode
-from .rank_requests import Requests
+from .rank_requests import Requests, ask_all
 from .verify import Stop, never
 
 SUBJECT = "transfers"
@@ -280,15 +279,8 @@ class NodeTransfers:
 
     def _transferred(self, one: Transfer, stop: Stop) -> dict[str, dict[str, int]]:
         """Let all leaders do a transfer, this one too. Returns as `Carried.copied`."""
-        self._requests.ask(one)
-        try:
-            own = self._carrier.carry(one, stop)
-        except LastgoodError:
-            with contextlib.suppress(LastgoodError):
-                self._requests.answers()  # waited for, so that the next request meets idle servers
-            raise
-        leaders = map(str, self._disks.nodes.others)
-        return {"0": own} | dict(zip(leaders, self._requests.answers(), strict=True))
+        own, others = ask_all(self._requests, one, lambda: self._carrier.carry(one, stop))
+        return {"0": own} | dict(zip(map(str, self._disks.nodes.others), others, strict=True))
 
 
 def lacking(

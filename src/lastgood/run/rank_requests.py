@@ -23,18 +23,19 @@ import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from ..coordination.rounds import RankGroup, decode_error, encode_error
-from ..errors import Cancelled, TierDown, TimedOut
+from ..errors import Cancelled, LastgoodError, TierDown, TimedOut
 from ..limits import COORDINATOR_TIMEOUTS
 from ..records import Record
 from .thread_pools import interpreter_is_ending
 from .verify import Stop, never
 
+T = TypeVar("T")
 POLL_SECONDS = 0.2
 """How soon a rank that waits for a request notices that it is to end."""
 SUCCESSOR_POLL_SECONDS = 1.0
@@ -107,6 +108,24 @@ class Requests:
         """Tell the servers that nothing more is asked. Without a store they time out."""
         with contextlib.suppress(TierDown):
             self._group.post(f"{self._keys}/{self._asked}", None)
+
+
+def ask_all(
+    requests: Requests, request: Record, here: Callable[[], T], least_seconds: float = 0.0
+) -> tuple[T, list[Any]]:
+    """Let all servers answer a request while this process does its own part, `here`. Returns what both returned.
+
+    Answers are waited for in any case, so that the next request meets idle servers. Raises the error of this process,
+    or the first one of another. `least_seconds`: as for `Requests.answers`.
+    """
+    requests.ask(request)
+    try:
+        own = here()
+    except BaseException:
+        with contextlib.suppress(LastgoodError):  # guard: own-error-of-copies-first
+            requests.answers(least_seconds)
+        raise
+    return own, requests.answers(least_seconds)
 
 
 class Service(Protocol):

@@ -57,7 +57,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "why copies failed here is hidden by what another node reports",
             "own-error-of-copies-first",
-            Instead("raise"),
+            Swap("LastgoodError", "KeyError"),
         ),
         ("a part in memory is not named", "part-in-memory-reported", Instead("pass")),
         ("a file from another node counts twice", "received-file-counts-once", Swap("buffered=False", "buffered=True")),
