@@ -7,10 +7,12 @@ import time
 
 import msgspec
 import pytest
+import torch.distributed as dist
 
-from boards import Board
+from boards import Board, ThreadedBoard
 from lastgood.coordination.rounds import RankGroup
 from lastgood.errors import Cancelled, TierDown, TimedOut
+from lastgood.ranks.torch_store import Clients, GroupStore
 from lastgood.run import rank_requests
 from lastgood.run.node_disks import FileRequest
 from lastgood.run.rank_requests import Requests, RequestServer
@@ -75,6 +77,59 @@ def test_a_rank_that_is_closed_does_not_wait_for_a_lost_store():
     begun = time.monotonic()
     server.close()
     assert time.monotonic() - begun < 15
+
+
+class Deaf(ThreadedBoard):
+    """Its first wait for keys never sees them, as one whose connection was lost without a word."""
+
+    waits = 0
+
+    def get(self, keys, timeout_seconds, cancelled=lambda: False, poll_seconds=None):
+        self.waits += 1
+        if self.waits == 1:
+            while not cancelled():
+                time.sleep(0)
+            raise TimedOut("the wait was cancelled")
+        return super().get(keys, timeout_seconds, cancelled, poll_seconds)
+
+
+class Echo:
+    """A `Service` that returns the name that it is asked for."""
+
+    def served(self, request, stop):
+        return request["name"]
+
+
+def test_a_request_is_served_whose_wait_has_lost_its_connection():
+    board = Deaf()
+    requests = Requests(RankGroup(0, 2, board, "run", 5.0), "disks", [1])
+    server = RequestServer(RankGroup(1, 2, board, "run", 0.05), "disks", Echo())
+    try:
+        requests.ask(FileRequest(call="list", name="gen"))
+        assert requests.answers() == ["gen"] and board.waits > 1
+    finally:
+        server.leave()
+        server.close()
+
+
+def test_a_rank_that_is_asked_for_nothing_prints_nothing(capfd):
+    """torch's client logs two lines for each wait that runs out. A job of several ranks wrote them every two minutes,
+    for each place of its run and on each rank but the first, for as long as it ran."""
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = GroupStore(Clients(lambda: dist.TCPStore("127.0.0.1", host.port, is_master=False)), 20.0)
+    polled = threading.Semaphore(0)
+
+    class Quick(Board):
+        def has(self, keys):
+            polled.release()
+            return store.has(keys)
+
+    server = RequestServer(RankGroup(1, 2, store, "run", 0.2, Quick()), "disks", Echo())
+    for _ in range(3):
+        assert polled.acquire(timeout=20), "the store is asked once in each timeout"
+    Requests(RankGroup(0, 2, store, "run"), "disks", [1]).end()
+    server.close()
+    assert "waitForInput" not in capfd.readouterr().err
 
 
 class Endless:

@@ -38,6 +38,9 @@ from .verify import Stop, never
 T = TypeVar("T")
 POLL_SECONDS = 0.2
 """How soon a rank that waits for a request notices that it is to end."""
+IDLE_SECONDS = 20 * 86_400.0
+"""How long one call to the store waits for a request. torch's client logs two lines for each wait that runs out, which
+a job would repeat for as long as it runs; it takes at most 24 days."""
 SUCCESSOR_POLL_SECONDS = 1.0
 """How often a rank that serves a request polls for the next one, which shows that nobody waits for this one."""
 
@@ -169,7 +172,9 @@ class RequestServer:
         number = 0
         while (asked := self._next(number)) is not None:
             try:
-                answer = self._service.served(asked["request"], self._stop_of(number))
+                # Once the next request is there, the coordinator has given this one up.
+                stop = self._stop_once_there(number + 1, SUCCESSOR_POLL_SECONDS)
+                answer = self._service.served(asked["request"], stop)
                 post: dict[str, Any] = {"answer": msgspec.to_builtins(answer)}
             except Exception as error:  # noqa: BLE001 - the coordinator raises it
                 post = encode_error(error)
@@ -179,18 +184,18 @@ class RequestServer:
             if self._closing_since is not None:
                 self._closing_since = time.monotonic()
 
-    def _stop_of(self, number: int) -> Stop:
-        """Ends the work on a request, also once the next one is there: the coordinator has given this one up then."""
+    def _stop_once_there(self, number: int, poll_seconds: float) -> Stop:
+        """Is true once this rank serves no more, or once this request is in the store, which is asked so often."""
         polled_at = time.monotonic()
 
         def stop() -> bool:
             nonlocal polled_at
             now = time.monotonic()
-            if self._is_over() or now - polled_at < SUCCESSOR_POLL_SECONDS:
+            if self._is_over() or now - polled_at < poll_seconds:
                 return self._is_over()
             polled_at = now
             with contextlib.suppress(TierDown):
-                return self._ranks.quick.has(f"{self._keys}/{number + 1}")  # guard: abandoned-request-ends
+                return self._ranks.quick.has(f"{self._keys}/{number}")  # guard: abandoned-request-ends
             return False
 
         return stop
@@ -198,10 +203,11 @@ class RequestServer:
     def _next(self, number: int) -> Any:
         """Wait for a request; None: this rank serves no more."""
         while not self._is_over():
+            # A request that is there, and for which this call still waits, is one whose connection was lost.
+            missed = self._stop_once_there(number, self._ranks.timeout_seconds)
             try:
-                (post,) = self._ranks.receive(
-                    [f"{self._keys}/{number}"], self._ranks.timeout_seconds, self._is_over, POLL_SECONDS
-                )
+                keys = [f"{self._keys}/{number}"]
+                (post,) = self._ranks.receive(keys, IDLE_SECONDS, missed, POLL_SECONDS)  # guard: lost-wait-renewed
                 return post
             except TimedOut:
                 continue

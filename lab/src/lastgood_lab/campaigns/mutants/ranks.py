@@ -107,6 +107,11 @@ MUTANTS: tuple[Mutant, ...] = (
             "finding-confirms-nothing",
             Swap("not any(self._requests.answers(most_seconds=seconds, stop=stop))", "True"),
         ),
+        (
+            "a rank whose connection was lost in a wait serves no more",
+            "lost-wait-renewed",
+            Swap("missed", "self._is_over"),
+        ),
         ("what nobody waits for is read to its end", "abandoned-request-ends", Instead("return False")),
         ("files of other nodes are verified through the store", "parts-elsewhere-read-there", Never()),
         ("a plan is used after a rank's structure has changed", "stale-plan-refused", Remove()),
