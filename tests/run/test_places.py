@@ -19,9 +19,10 @@ from lastgood import errors
 from lastgood.format import commit, layout
 from lastgood.policy.places import holder, merged
 from lastgood.policy.restore import lineage, never_committed
-from lastgood.run import access, lower_place
+from lastgood.run import access, copying, lower_place
 from lastgood.run.claims import common_order
 from lastgood.run.known import KnownRun
+from lastgood.run.writer import RunWriter
 from lastgood.storage import object_store
 from lastgood.testing.faulty_files import Fault
 from lastgood_lab import corrupt
@@ -643,6 +644,53 @@ def test_tiers_that_contradict_each_other_are_refused(options, text, tmp_path, m
     with pytest.raises(errors.Refused, match=text):
         lastgood.Checkpointer(**{"path": "x/run", "state": Training().state} | options)
     assert not any(tmp_path.iterdir())
+
+
+def test_each_of_two_saves_in_flight_reaches_all_places(places, monkeypatch):
+    """What was due was one step, the later of the two: the earlier save was committed first, was not copied, and its
+    `result()` returned as if it were in all places."""
+    begun, publish = threading.Event(), RunWriter.publish
+
+    def after_the_next_has_begun(run: RunWriter, *arguments: object, **named: object) -> object:
+        assert begun.wait(60)
+        return publish(run, *arguments, **named)
+
+    monkeypatch.setattr(RunWriter, "publish", after_the_next_has_begun)
+    with places.opened(retention=lastgood.Keep(last=9)) as ckpt:
+        ckpt.restore()
+        saves = [ckpt.save(step) for step in (1, 2)]
+        begun.set()
+        for save in saves:
+            save.result()
+            assert str(places.last) in save.where()
+
+
+def test_saves_after_a_rewind_are_copied_before_what_it_left_behind(places, monkeypatch):
+    """They have lower steps. While the place below was down they were given up one after another, and what the rewind
+    had left behind was copied when it was back: with the front lost, the steps since the rewind were lost too."""
+    complete, down = copying.complete, threading.Event()
+
+    def refused(*arguments: object) -> object:
+        if down.is_set():
+            raise errors.TierDown("the place below is down")
+        return complete(*arguments)
+
+    monkeypatch.setattr(copying, "complete", refused)
+    monkeypatch.setattr(lower_place, "PAUSES_SECONDS", (0.05,))
+    with places.opened(retention=lastgood.Keep(last=2), save_on_exit=False) as ckpt:
+        ckpt.restore()
+        ckpt.step(1).result()
+        down.set()
+        for step in range(2, 8):
+            ckpt.step(step).committed()
+        ckpt.restore(step=1)
+        for step in range(2, 5):
+            ckpt.step(step).committed()
+        down.clear()
+        ckpt.wait()
+    shutil.rmtree(places.front)
+    with places.opened() as ckpt:
+        assert ckpt.restore().step == 4
 
 
 def test_a_copy_that_was_due_before_a_rewind_is_not_awaited_after_it(tmp_path, faulty_files):

@@ -76,9 +76,11 @@ class LowerPlace:
         writer.verifier.others, writer.verifier.agent = self._others, source.agent
         self._changed = threading.Condition()
         self._waiting: dict[GenerationId, Future[None]] = {}
+        self._orders: dict[GenerationId, int] = {}
+        """the order of the branch of each of them"""
         self._pinned: set[GenerationId] = set()
-        self._owed: int | None = None
-        """the step from which on the next committed generation is copied; None: no copy is due"""
+        self._owed: set[int] = set()
+        """steps of which a copy is due: of the generation of the step, or of a later one if none is committed for it"""
         self._under_way: GenerationId | None = None
         """the generation of the last attempt, which reads it unless that attempt has failed"""
         self._outage = Outage(source, writer.tier.place, outcomes)
@@ -114,21 +116,21 @@ class LowerPlace:
     def owe(self, step: int) -> None:
         """Note that a copy is due: of the first generation of this step, or a later one, that is committed."""
         with self._changed:
-            self._owed = step if self._owed is None else max(step, self._owed)
+            self._owed.add(step)
 
     def forget_owed(self) -> None:
         """No copy is due until `owe` is called again."""
         with self._changed:
-            self._owed = None  # guard: rewind-owes-nothing
+            self._owed.clear()  # guard: rewind-owes-nothing
 
     def offer(self, generation: Generation, pinned: bool) -> Future[None] | None:
         """Called when a generation was committed. Copies it if a copy is due; returns as `add`, None if none is due."""
         keep, one = self.writer.keep, generation.commit
         with self._changed:
-            due = self._owed is not None and generation.step >= self._owed
+            due = {step for step in self._owed if step <= generation.step}  # guard: each-owed-copy-made
             if not due and not wanted(keep, one.step, one.milestone, one.metrics):
                 return None
-            self._owed = None if due else self._owed
+            self._owed -= due
         return self.add(generation, pinned)
 
     def add(self, generation: Generation, pinned: bool) -> Future[None]:
@@ -139,13 +141,14 @@ class LowerPlace:
         at, keep = generation.id, self.writer.keep
         with self._changed:
             copied = self._waiting.setdefault(at, Future())
+            self._orders[at] = generation.commit.order
             if self._copying == at:  # guard: label-during-copy-copied-again
                 self._again = True  # the copy may have passed the labels already
             self._source.held.add(at, self)  # guard: waiting-generation-held
             if pinned or wanted(keep, at.step, generation.commit.milestone, generation.commit.metrics):
                 self._pinned.add(at)
             kept = self._pinned | {self._under_way}  # guard: copy-under-way-not-overtaken
-            others = sorted(one for one in self._waiting if one not in kept)
+            others = [one for one in self._oldest_first() if one not in kept]
             for old in others[: -keep.last]:  # guard: waiting-copies-bounded
                 self._end(old, Overtaken(f"{old} was not copied to {self.tier.place}: newer generations are waiting"))
             self._changed.notify_all()
@@ -204,7 +207,7 @@ class LowerPlace:
             self.writer.note_catalog(CATALOG_LEAST)
         self._workers.shutdown()
         with self._changed:
-            missing = sorted(self._waiting)
+            missing = self._oldest_first()
             if not missing:
                 return
             named = f"{missing[-1]}" + (f" and {plural(len(missing) - 1, 'older one')}" if len(missing) > 1 else "")
@@ -285,7 +288,7 @@ class LowerPlace:
         with self._changed:
             if not self._waiting:
                 return
-            at = max(self._waiting)  # the newest is worth most
+            at = self._oldest_first()[-1]  # the newest is worth most
             self._copying, self._again = at, False
         failed: Exception | None = None
         try:
@@ -346,9 +349,13 @@ class LowerPlace:
             self.writer.verifier.protect(there, code, arena, lambda: self._stopped)
         self.writer.clean()
 
+    def _oldest_first(self) -> list[GenerationId]:
+        """What waits. The newest is of the newest branch, whose steps may be lower after a rewind. The lock is held."""
+        return sorted(self._waiting, key=lambda at: (self._orders[at], at))  # guard: newest-branch-copied-first
+
     def _end(self, at: GenerationId, error: Exception | None) -> None:
         """Note that a generation waits no more. The lock is held."""
-        copied = self._waiting.pop(at, None)
+        copied, _ = self._waiting.pop(at, None), self._orders.pop(at, None)
         self._pinned.discard(at)
         self._source.held.discard(at, self)
         if copied is not None:

@@ -334,6 +334,12 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         ("what changes during the copy is saved", "change-during-the-copy-not-saved", Never()),
         ("a copy that was due before a rewind is awaited after it", "rewind-owes-nothing", Remove()),
+        (
+            "of two saves in flight one is copied",
+            "each-owed-copy-made",
+            Swap("in self._owed", "in sorted(self._owed)[-1:]"),
+        ),
+        ("copies follow the steps of abandoned branches", "newest-branch-copied-first", Swap("self._orders[at], ", "")),
         ("a run is made where the directory is not seen", "no-run-made-for-survivors", Remove()),
         ("a rank that has not completed the step is left out", "every-rank-has-noted-the-step", Never()),
         ("one of several different states is saved for all", "survivor-is-a-replica", Never()),
