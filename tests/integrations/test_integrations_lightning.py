@@ -87,6 +87,15 @@ def test_a_finished_training_is_saved_and_not_trained_again(tmp_path):
     assert not again.seen and torch.equal(again.line.weight, first.line.weight)
 
 
+def test_an_epoch_that_ended_early_is_named_when_training_goes_on(tmp_path, caplog):
+    """The rest of its batches was left out without a word."""
+    first = fit(LastgoodCallback(tmp_path / "run"), max_epochs=-1, max_steps=8)
+    assert "had ended an epoch" not in caplog.text
+    again = fit(LastgoodCallback(tmp_path / "run"), max_epochs=-1, max_steps=14)
+    assert caplog.text.count("ended an epoch after 2 of its 6 batches") == 1
+    assert len(first.seen) == 16 and sorted(again.seen) == list(range(12)), "the next epoch, from its beginning"
+
+
 class Hooked(Net):
     """Uses Lightning's own entries of a checkpoint in both hooks, as it may in a `.ckpt` of Lightning's."""
 
@@ -141,6 +150,33 @@ def test_a_sentinel_sees_the_loss_of_each_step(tmp_path):
         fit(callback, Broken(), batch=1, accumulate_grad_batches=2)
     good = [one for one in lastgood.open(tmp_path / "run").generations() if one.restorable]
     assert good and all(one.commit.metrics["loss"] > 0.0 for one in good)
+
+
+class Odd(Net):
+    """Has a loss of None in the batch `skips`, and of NaN in `breaks`."""
+
+    def __init__(self, skips=-1, breaks=-1):
+        super().__init__()
+        self._skips, self._breaks = skips, breaks
+
+    def training_step(self, batch, index):
+        loss = super().training_step(batch, index)
+        return None if index == self._skips else loss * (float("nan") if index == self._breaks else 1.0)
+
+
+def test_a_sentinel_sees_the_loss_of_the_last_step_too(tmp_path):
+    """A training whose last loss was NaN ended as a success."""
+    callback = LastgoodCallback(tmp_path / "run", sentinel=lastgood.Sentinel())
+    with pytest.raises(TrainingDiverged, match="step 6"):
+        fit(callback, net=Odd(breaks=5), max_epochs=1)
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.parametrize("skips", [0, 2])
+def test_a_batch_that_the_module_skips_ends_no_training_with_a_sentinel(tmp_path, skips):
+    """The training ended with Refused, with a remedy that no module can follow, and again after each restart."""
+    fit(LastgoodCallback(tmp_path / "run", sentinel=lastgood.Sentinel(every=1)), net=Odd(skips=skips), max_epochs=1)
+    assert max(one.step for one in lastgood.open(tmp_path / "run").generations()) == 6
 
 
 @pytest.mark.parametrize("fails", [False, True])

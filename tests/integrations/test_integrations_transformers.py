@@ -87,6 +87,17 @@ def test_a_finished_training_is_saved_and_not_trained_again(tmp_path):
     assert torch.equal(again.model.line.weight, first.model.line.weight)
 
 
+def test_a_training_that_ended_in_mid_epoch_is_not_trained_again(tmp_path):
+    """Each start of the same script trained one step more, and pushed an older generation out."""
+    for _ in range(2):
+        one = trainer(tmp_path, LastgoodCallback(tmp_path / "run", every_steps=2), max_steps=5)
+        one.train()
+        assert one.state.global_step == 5
+    more = trainer(tmp_path, LastgoodCallback(tmp_path / "run", every_steps=2), max_steps=7)
+    more.train()
+    assert more.state.global_step == 7
+
+
 def test_a_training_that_a_callback_stopped_stays_stopped(tmp_path):
     trainer(tmp_path, LastgoodCallback(tmp_path / "run"), Steps(stop_at=7)).train()
     steps = Steps()
@@ -160,6 +171,20 @@ def test_a_sentinel_sees_the_loss_of_each_step(tmp_path):
         trainer(tmp_path, callback, Broken(), gradient_accumulation_steps=2, batch=1).train()
     good = [one for one in lastgood.open(tmp_path / "run").generations() if one.restorable]
     assert good and all(one.commit.metrics["loss"] > 0.0 for one in good)
+
+
+class NotANumber(Resuming):
+    def training_step(self, model, inputs, *args):
+        if self.state.global_step == 11:
+            inputs["labels"] = inputs["labels"] * float("nan")
+        return super().training_step(model, inputs, *args)
+
+
+def test_a_sentinel_sees_the_loss_of_the_last_step_too(tmp_path):
+    """A training whose last loss was NaN ended as a success."""
+    callback = LastgoodCallback(tmp_path / "run", sentinel=lastgood.Sentinel())
+    with pytest.raises(TrainingDiverged, match="step 12"):
+        trainer(tmp_path, callback, kind=NotANumber).train()
 
 
 def test_a_trainer_without_the_mixin_is_refused_before_it_trains(tmp_path):

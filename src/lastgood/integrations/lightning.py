@@ -76,6 +76,7 @@ class LastgoodCallback(Callback):
         self._adds_loss = False  # whether anything uses the loss
         self._loss: Any = 0.0  # of the step that is trained, added up over its batches
         self._batches = 0
+        self._newest_loss: Any = None  # of a step; that of one whose batches the module skips, by returning None
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         if trainer.fast_dev_run:
@@ -125,10 +126,14 @@ class LastgoodCallback(Callback):
         if self._rng is not None:
             load_rng(self._rng)
             self._rng = None
-        if trainer.global_step > self._newest:
-            self._newest = trainer.global_step
-            if self.checkpointer.step(trainer.global_step, metrics=self._metrics()) is not None:
-                self._saved = trainer.global_step
+        self._step(self.checkpointer, trainer.global_step)
+
+    def _step(self, checkpointer: Checkpointer, n: int) -> None:
+        """Call `Checkpointer.step`, once for each step; not before there is a loss, if it is wanted."""
+        if n > self._newest:
+            self._newest, metrics = n, self._metrics()
+            if (metrics or not self._adds_loss) and checkpointer.step(n, metrics=metrics) is not None:
+                self._saved = n
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
@@ -139,7 +144,9 @@ class LastgoodCallback(Callback):
         """The metrics of the step that was trained."""
         loss, batches = self._loss, self._batches
         self._loss, self._batches = 0.0, 0
-        return {LOSS: loss / batches} if batches else {}
+        if batches:
+            self._newest_loss = loss / batches
+        return {} if self._newest_loss is None else {LOSS: self._newest_loss}
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         if self._progress is not None:
@@ -155,8 +162,10 @@ class LastgoodCallback(Callback):
         self._phase.close()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        if self.checkpointer is not None and trainer.global_step > self._saved:
-            self.checkpointer.save(trainer.global_step, metrics=self._metrics())
+        if self.checkpointer is not None:
+            self._step(self.checkpointer, trainer.global_step)  # a Sentinel looks at the last one too
+            if trainer.global_step > self._saved:
+                self.checkpointer.save(trainer.global_step)
         self._close(None)  # before the strategy moves the module to another device
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
@@ -168,7 +177,7 @@ class LastgoodCallback(Callback):
     def _close(self, error: BaseException | None) -> None:
         self._phase.close()
         checkpointer, self.checkpointer, self._progress = self.checkpointer, None, None
-        self._adds_loss, self._loss, self._batches = False, 0.0, 0
+        self._adds_loss, self._loss, self._batches, self._newest_loss = False, 0.0, 0, None
         if checkpointer is not None:
             checkpointer.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 
@@ -180,6 +189,7 @@ class _Progress:
         self._trainer, self.loader = trainer, loader
         self._shape = {"batches_per_epoch": len(loader), "processes": trainer.world_size}
         self._at_batch: dict[str, Any] | None = None  # state of the loops at the save, to be set when the batch begins
+        self._cut = ""  # which epoch the training had ended in the middle of, if it had
         self._means: dict[
             str, dict[str, Any]
         ] = {}  # what was logged in this epoch before the restore, as Lightning reduces it
@@ -188,6 +198,9 @@ class _Progress:
 
     def begin_batch(self) -> None:
         """A batch begins. At the first one after a restore into the middle of an epoch, set the counters again."""
+        if self._cut:
+            reporting.warning(f"{self._cut}: it is not continued, and the next epoch begins")
+            self._cut = ""
         if self._at_batch is not None:
             _set_counters(self._trainer.fit_loop, self._at_batch)
             _forget_restart(self._trainer.fit_loop)
@@ -217,17 +230,18 @@ class _Progress:
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
-        epochs, batches = trainer.fit_loop.epoch_progress.current, trainer.fit_loop.epoch_loop.batch_progress.current
-        in_epoch = epochs.started > epochs.processed
+        epochs, progress = trainer.fit_loop.epoch_progress.current, trainer.fit_loop.epoch_loop.batch_progress
+        in_epoch, completed = epochs.started > epochs.processed, progress.current.completed
         connector = trainer._logger_connector
         return {
             "shape": self._shape,
             "loops": {**trainer.fit_loop.state_dict(), "state_dict": {}},
             "in_epoch": in_epoch,
+            "cut_after": 0 if in_epoch or progress.is_last_batch else completed,
             "order": {
                 "seed": self.loader.order.seed,
                 "epoch": trainer.current_epoch,
-                "batches": batches.completed if in_epoch else 0,
+                "batches": completed if in_epoch else 0,
             },
             "should_stop": trainer.should_stop,
             "timed_out": _out_of_time(trainer),
@@ -255,6 +269,9 @@ class _Progress:
         for name, metric in self._torchmetrics().items():
             _write_metric(metric, saved["torchmetrics"].get(name, {}))
         self._means = saved["means"]
+        if cut_after := saved.get("cut_after", 0):
+            all_batches = saved["shape"]["batches_per_epoch"]
+            self._cut = f"the training had ended an epoch after {cut_after} of its {all_batches} batches"
         self.loader.load_state_dict(saved["order"])
         self._load_loops(saved["loops"], saved["in_epoch"])
 

@@ -124,9 +124,18 @@ class LastgoodCallback(TrainerCallback):
 
     def save_last(self, step: int) -> None:
         """Save the state after the last step, if it is not saved yet."""
-        if self.checkpointer is not None and step > self._saved:
-            self.checkpointer.save(step, metrics=self._metrics())
-            self._newest = self._saved = step
+        if self.checkpointer is not None:
+            self._step(self.checkpointer, step)  # a Sentinel looks at the last one too
+            if step > self._saved:
+                self.checkpointer.save(step)
+                self._saved = step
+
+    def _step(self, checkpointer: Checkpointer, n: int) -> None:
+        """Call `Checkpointer.step`, once for each step."""
+        if n > self._newest:
+            self._newest = n
+            if checkpointer.step(n, metrics=self._metrics()) is not None:
+                self._saved = n
 
     def _detach(self) -> None:
         self.checkpointer = self._progress = self._rng = self._loss = None
@@ -147,10 +156,8 @@ class LastgoodCallback(TrainerCallback):
         if self._rng is not None:
             load_rng(self._rng)
             self._rng = None
-        if self.checkpointer is not None and state.global_step > self._newest:
-            self._newest = state.global_step
-            if self.checkpointer.step(state.global_step, metrics=self._metrics()) is not None:
-                self._saved = state.global_step
+        if self.checkpointer is not None:
+            self._step(self.checkpointer, state.global_step)
 
 
 class LastgoodTrainerMixin:
@@ -228,7 +235,8 @@ class LastgoodTrainerMixin:
         trainer: Any = self
         if self._lastgood is None:
             return super()._run_epoch(epoch=epoch, **kwargs)  # type: ignore[misc]
-        if trainer.control.should_training_stop:  # the restored state was saved after a callback had stopped it
+        # The restored state was saved after a callback had stopped it, or after the last step, in mid-epoch.
+        if trainer.control.should_training_stop or trainer.state.global_step >= trainer.state.max_steps:
             return None
         if self._lastgood.resumed:  # any true value makes the Trainer skip batches; `_load_rng_state` ignores this one
             kwargs["resume_from_checkpoint"] = self._lastgood.checkpointer
