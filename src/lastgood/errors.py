@@ -85,7 +85,8 @@ class StateMismatch(Refused):
         super().__init__(
             "\n".join(lines),
             safe="\nNothing was loaded; the live state is untouched.",
-            todo="Build the same state, map old names with rename={old: new}, or load what fits with strict=False. "
+            todo="Build the same state, map old names with rename={old: new}, where a dot at the end of both means all "
+            "names below; or load what fits with strict=False, which leaves the rest as it is here. "
             "Build a tensor that has grown since, such as an embedding, in its stored shape, restore, then resize it.",
         )
 

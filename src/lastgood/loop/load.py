@@ -324,6 +324,10 @@ def report(found: Restored, verb: str, for_all: bool = True) -> None:
     if found.stepped_over and for_all:  # guard: stepped-over-reported-once
         reasons = "\n".join(f"  step {at}: {reason}" for at, reason in found.stepped_over)
         reporting.threat(f"{verb} step {found.step}, stepping over\n{reasons}")
+    if found.skipped and for_all:  # guard: skipped-entries-reported
+        more = f" and {len(found.skipped) - 3} more" if len(found.skipped) > 3 else ""
+        listed = "; ".join(found.skipped[:3])
+        reporting.warning(f"{verb} step {found.step} without what does not fit, which stays as it was: {listed}{more}")
     if found.misread:
         reporting.warning(
             f"step {found.step} is good, and was misread at first: {found.misread} Check memory, cable, controller."

@@ -39,6 +39,7 @@ from ..run.save_handle import Save
 from ..snapshot.unchanged import changed, changed_values, is_same, require_unchanged
 from ..state.capture import Captured
 from ..state.live_check import Numbers
+from ..state.parameter_versions import ParameterWatch
 from .adaptive_interval import Pace
 from .bounds import Bounds
 from .copy_pace import CopyPace
@@ -95,6 +96,7 @@ class Saver:
         state, options = self._request.state, self._options
         self.last, self.first_step, self._restored = None, None, restored
         self._numbers = Numbers(state, options.include, options.exclude)
+        self._watch = ParameterWatch(state if self._ranks.is_coordinator else {}, n)
         self.announcements: Announcements | None = None
         """with several ranks: what rank 0 publishes some steps ahead"""
         self.schedule: Schedule
@@ -207,6 +209,7 @@ class Saver:
         self.schedule.begun(save, begun, now, waited)
         self._reports.enqueued(n, now - begun)
         self._numbers.saved(n, self._request.state)
+        self._watch.saved(n, self._request.state)
         return save
 
     def due(self, n: int, now: float) -> bool:

@@ -38,8 +38,10 @@ class Match:
         plan: Binder,
         puts: list[tuple[str, Put]],
         strict: bool,
+        unused: list[str],
     ) -> None:
         self._state, self._stored, self._puts, self._last, self._strict = state, stored, puts, plan.last, strict
+        self._unused = unused  # rules of a rename that rename nothing, for the error
         self._differences, self._tensors = plan.differences, plan.tensors
         self._sink = TensorSink(stored.tensors, plan.tensors.places, plan.tensors.takers, plan.tensors.boxed)
         self.unexpected = plan.differences.unexpected
@@ -69,7 +71,7 @@ class Match:
     def require_fit(self) -> None:
         """Raises StateMismatch with every difference, unless strict=False was asked for."""
         if self._strict and self.skipped:
-            missing, mismatched = self._differences.missing, self._differences.mismatched
+            missing, mismatched = self._differences.missing, self._differences.mismatched + self._unused
             raise StateMismatch(self._stored.step, missing, self.unexpected, mismatched)
 
     def apply(self, content: Content, settings: ReadSettings, verify_first: bool = True) -> None:
@@ -162,7 +164,7 @@ def match(
             plan.differences.has_no_place(path)
         _bind_rng(plan, values, stored, names)
     plan.modules.note_unclaimed()
-    return Match(state, stored, plan, puts, strict)
+    return Match(state, stored, plan, puts, strict, renaming.unused([*stored.tensors, *values]))
 
 
 def _bind_entries(

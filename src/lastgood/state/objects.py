@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from ..data.loader import Loader
@@ -114,8 +115,11 @@ class Kind:
     def differs(self, one: Any, data: Any) -> str:
         """Why this data cannot be loaded into this object; empty if it can, as far as it is known before the load.
 
-        Only a sampler knows which states it cannot continue from. Other objects show it only in `load`.
+        Only a sampler knows which states it cannot continue from, and a schedule of torch shows its class by what it
+        has. Other objects show it only in `load`.
         """
+        if isinstance(one, LRScheduler):
+            return _schedule_differs(one, data)
         return one.differs(data) if isinstance(one, ResumableSampler) else ""  # guard: order-checked-before-load
 
 
@@ -191,6 +195,18 @@ class _PythonRandom(Kind):
 
     def differs(self, one: random.Random, data: Any) -> str:
         return _random_differs(data)
+
+
+def _schedule_differs(one: LRScheduler, data: Any) -> str:
+    """Why data is that of another class. `load_state_dict` takes it, and the schedule has the attributes of both. Other
+    versions of torch have other private attributes, and classes of a user may have lost or got some."""
+    if not isinstance(data, dict) or not type(one).__module__.startswith("torch.optim."):
+        return ""
+    theirs, ours = ({key for key in keys if str(key)[:1] != "_"} for keys in (data, one.state_dict()))
+    if theirs <= ours or ours <= theirs:
+        return ""
+    names = (", ".join(sorted(map(str, only))) for only in (theirs - ours, ours - theirs))
+    return "a schedule with {} in the generation, with {} here".format(*names)  # guard: other-schedule-refused
 
 
 def _bit_generator_differs(live: Any, data: Any) -> str:

@@ -1,4 +1,7 @@
-"""Whether parameters have changed since an earlier call, as far as torch's version counters show. Copies nothing."""
+"""Whether parameters have changed since an earlier call, as far as torch's version counters show. Copies nothing.
+
+`ParameterWatch` reports a state whose parameters never change although steps of it are saved.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .. import reporting
 from .objects import find_objects
+
+UNCHANGED_SAVES, UNCHANGED_STEPS = 3, 20
+"""After so many saves and steps without a change of a parameter it is reported. Mixed precision may pass over its first
+steps, until its scale is low enough."""
+SAMPLED = 32
+"""Of so many parameters two elements are compared as well: a CUDA graph that is replayed counts no version."""
 
 
 def version(state: Mapping[str, Any]) -> tuple[int, int]:
@@ -32,3 +42,59 @@ def _trained(state: Mapping[str, Any]) -> Iterator[torch.Tensor]:
             for entry in one.state.values():
                 if isinstance(entry, Mapping):
                     yield from (kept for kept in entry.values() if isinstance(kept, torch.Tensor))
+
+
+class ParameterWatch:
+    """Reports parameters that do not change while steps are saved: then the loop trains other objects than the state
+    has, and what is saved is not what it has trained. A notebook cell that is run again makes such ones.
+
+    `step`: of the state, which is looked at until its parameters have changed once, or were reported.
+    """
+
+    def __init__(self, state: Mapping[str, Any], step: int) -> None:
+        self._begun, self._saves = step, list[int]()
+        self._before = _seen(state)
+
+    def saved(self, step: int, state: Mapping[str, Any]) -> None:
+        """Note a save of `step`, in the training thread."""
+        if self._before is None:
+            return
+        self._saves.append(step)
+        if _seen(state) != self._before:
+            self._before = None
+        # guard: untrained-state-reported
+        elif len(self._saves) >= UNCHANGED_SAVES and step - self._begun >= UNCHANGED_STEPS:
+            self._before = None
+            reporting.threat(
+                f"no parameter of the state has changed from step {self._begun} to step {step}, in {len(self._saves)} "
+                "saves: does the loop train other objects than those that were given to the Checkpointer? A cell of a "
+                "notebook that is run again makes a new model and a new optimizer, which nothing saves: close() the "
+                "Checkpointer, and make it again from the objects of the loop. If nothing was trained in these steps, "
+                "nothing is wrong."
+            )
+
+
+def _seen(state: Mapping[str, Any]) -> tuple[object, ...] | None:
+    """What changes when a parameter of the state is trained; None if it has none that is trained."""
+    found = {id(one): one for one in _parameters(state)}
+    sampled = list(found.values())[:: max(1, len(found) // SAMPLED)]
+    return (version(state), *(_ends(one) for one in sampled)) if found else None
+
+
+def _parameters(state: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """The parameters of modules and optimizers that are trained."""
+    for one in find_objects(state).values():
+        if isinstance(one, nn.Module):
+            yield from (kept for kept in one.parameters() if kept.requires_grad)
+        elif isinstance(one, Optimizer):
+            yield from (kept for group in one.param_groups for kept in group["params"] if kept.requires_grad)
+
+
+def _ends(tensor: torch.Tensor) -> tuple[object, ...]:
+    """The first and the last element of a tensor, or of this rank's part of it. None of a tensor without memory."""
+    if nn.parameter.is_lazy(tensor):
+        return ()
+    local = getattr(tensor, "_local_tensor", tensor).detach()
+    if local.is_meta or not local.numel() or local.layout != torch.strided:
+        return ()
+    return local[(0,) * local.ndim].item(), local[(-1,) * local.ndim].item()

@@ -31,6 +31,18 @@ class Rename:
         """The live name of a top-level entry, to which a rule for `name.` applies too."""
         return self._rules.get(name) or self._rules.get(f"{name}.", f"{name}.")[:-1]
 
+    def unused(self, stored: Iterable[str]) -> list[str]:
+        """Why each rule renames nothing of these names, of tensors and entries, that renames nothing."""
+        known = [*stored]
+        found = []
+        for old in self._rules:
+            below = old if old.endswith(".") else f"{old}."
+            if old not in known and not any(one.startswith(below) for one in known):
+                found.append(f"rename {old!r}: nothing in the generation has this name")
+            elif old not in known and below != old:
+                found.append(f"rename {old!r}: this is the name of no tensor; {below!r} renames all below it")
+        return found
+
     def names(self, stored: Iterable[str]) -> dict[str, str]:
         """Live name -> stored name, of tensors. Raises Refused where two stored names get one live name."""
         return _inverse((self.name(old), old) for old in stored)

@@ -1,0 +1,88 @@
+"""Loops and states that do not belong together: other objects are trained, or other names and classes are stored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn, optim
+
+import lastgood
+from harness import reports
+from lastgood.errors import StateMismatch
+
+
+def made() -> tuple[nn.Module, optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    return model, optim.SGD(model.parameters(), lr=1e-3)
+
+
+def train(model: nn.Module, optimizer: optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_loop_that_trains_other_objects_is_reported(tmp_path: Path, again: bool) -> None:
+    """A cell of a notebook made model and optimizer again, and its new Checkpointer was refused, because the run was
+    open. The next cells trained the new model with the earlier Checkpointer, which saved the one from before, without a
+    word: 40 steps were lost."""
+    model, optimizer = made()
+    state = {"model": model, "optimizer": optimizer}
+    with reports() as texts, lastgood.Checkpointer(tmp_path, state, cadence=lastgood.Every(steps=5)) as ckpt:
+        ckpt.restore()
+        if again:
+            model, optimizer = made()
+        for step in range(1, 41):
+            train(model, optimizer)
+            ckpt.step(step)
+    assert sum("does the loop train other objects" in one for one in texts) == again
+
+
+def test_a_model_that_another_way_than_optimizers_trains_is_not_reported(tmp_path: Path) -> None:
+    """A CUDA graph that is replayed, or `.data`, counts no version of a tensor."""
+    model, _ = made()
+    with reports() as texts, lastgood.Checkpointer(tmp_path, {"model": model}, cadence=lastgood.Every(steps=5)) as ckpt:
+        ckpt.restore()
+        for step in range(1, 41):
+            for one in model.parameters():
+                one.data.mul_(0.99)
+            ckpt.step(step)
+    assert not any("other objects" in one for one in texts)
+
+
+class Renamed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 1)
+
+
+def test_a_rename_that_names_nothing_is_explained(tmp_path: Path) -> None:
+    """Without its dot a prefix renamed nothing, and the error was the same as without `rename`, whose advice it was."""
+    lastgood.save(tmp_path, {"model": made()[0]}, step=1)
+    rules = {"model.0": "model.first", "model.1.": "model.second.", "model.2.": "model.third."}
+    with pytest.raises(StateMismatch) as caught:
+        lastgood.load(tmp_path, {"model": Renamed()}, rename=rules)
+    assert "'model.0.' renames all below it" in str(caught.value)
+    assert "rename 'model.2.': nothing in the generation has this name" in str(caught.value)
+    assert "rename 'model.1.'" not in str(caught.value)
+
+
+def test_another_schedule_is_refused(tmp_path: Path) -> None:
+    """It took the attributes of the stored one beside its own, and training went on."""
+    optimizer = made()[1]
+    lastgood.save(tmp_path, {"schedule": optim.lr_scheduler.StepLR(optimizer, 5)}, step=1)
+    other = optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    with pytest.raises(StateMismatch, match=r"schedule: a schedule with gamma, step_size .* T_max, eta_min here"):
+        lastgood.load(tmp_path, {"schedule": other})
+
+
+def test_what_a_restore_leaves_out_is_reported(tmp_path: Path) -> None:
+    model = made()[0]
+    lastgood.save(tmp_path, {"model": model}, step=1)
+    with reports() as texts:
+        lastgood.load(tmp_path, {"model": made()[0].bfloat16()}, strict=False)
+    (text,) = [one for one in texts if "does not fit" in one]
+    assert "model.0.weight" in text and "1 more" in text
