@@ -81,6 +81,31 @@ def test_a_loss_that_is_not_finite_takes_the_loop_back(tmp_path: Path, bad: floa
     assert named == loop.sampler.order(0)[6:10].tolist(), "the samples of each bad step"
 
 
+def test_batches_of_another_order_are_not_left_out(tmp_path: Path) -> None:
+    """They were left out by their number. With another global batch, which an epoch may begin with, other samples were
+    left out, and the bad ones were trained again."""
+
+    def trained(global_batch: int) -> lastgood.ResumableSampler:
+        model, sampler = torch.nn.Linear(2, 2), lastgood.ResumableSampler(32, global_batch, seed=0)
+        state = {"model": model, "sampler": sampler}
+        with lastgood.Checkpointer(tmp_path, state, cadence=lastgood.Every(steps=8), sentinel=SENTINEL) as ckpt:
+            n = ckpt.restore().step
+            while sampler.position[0] < 2:
+                for _ in sampler.loader(list(range(32))):
+                    bad = global_batch == 4 and sampler.position == (1, 3)
+                    with torch.no_grad():
+                        model.weight += 1.0
+                    n += 1
+                    ckpt.step(n, metrics={"loss": math.nan if bad else 1.0})
+        return sampler
+
+    with pytest.raises(TrainingDiverged, match="step 12"):
+        trained(4)
+    with reports() as texts:
+        assert trained(8).skipped == []
+    assert sum("with other samples now, are not left out" in one for one in texts) == 1
+
+
 def test_a_generation_kept_for_people_names_its_batches_by_itself(tmp_path: Path, call) -> None:
     """Only the advice named them, which people delete once they have mended the cause."""
     loop = Loop(tmp_path, {6: math.nan})

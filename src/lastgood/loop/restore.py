@@ -362,8 +362,17 @@ class Restorer:
         """Leave out the batches that are to be skipped, if it is known to which sampler they belong."""
         samplers, left = instances_of(self._request.state, ResumableSampler), Counter[tuple[int, str]]()
         for one in found:
-            if one.skip is not None and len(samplers) == 1:
-                left[one.skip.epoch, one.why] += len(samplers[0].skip(one.skip.epoch, one.skip.first, one.skip.count))
+            if (skip := one.skip) is None or len(samplers) != 1:
+                continue
+            windows = samplers[0].order(skip.epoch)[skip.first : skip.first + skip.count]
+            # guard: windows-of-another-order-kept
+            if skip.samples and sorted(skip.samples) != sorted(windows.reshape(-1).tolist()):
+                reporting.warning(
+                    f"the order of epoch {skip.epoch} is another one since (global_batch or the dataset has changed), so "
+                    f"the batches from {skip.first} on, with other samples now, are not left out: {one.why}"
+                )
+                continue
+            left[skip.epoch, one.why] += len(samplers[0].skip(skip.epoch, skip.first, skip.count))
         for (epoch, why), samples in left.items():
             if samples and self._ranks.is_coordinator:
                 reporting.warning(f"{samples:,} samples are left out, from epoch {epoch}: {why}")

@@ -38,6 +38,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("another schedule is loaded as if it were this one", "other-schedule-refused", Instead('return ""')),
         ("a loop that trains other objects is not named", "untrained-state-reported", Never()),
         ("what a load leaves out is not named", "skipped-entries-reported", Never()),
+        ("windows of another order are left out", "windows-of-another-order-kept", Never()),
         ("another order is refused only after the load has begun", "order-checked-before-load", Instead('return ""')),
         ("the order of earlier epochs is forgotten", "earlier-epoch-orders-kept", Remove()),
         ("a step is counted again at each call", "step-counted-once", Always()),
