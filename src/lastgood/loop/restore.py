@@ -360,22 +360,27 @@ class Restorer:
 
     def _leave_out(self, found: list[Advice]) -> None:
         """Leave out the batches that are to be skipped, if it is known to which sampler they belong."""
-        samplers, left = instances_of(self._request.state, ResumableSampler), Counter[tuple[int, str]]()
+        samplers = instances_of(self._request.state, ResumableSampler)
+        left, kept = Counter[tuple[int, str]](), Counter[tuple[int, str]]()
         for one in found:
             if (skip := one.skip) is None or len(samplers) != 1:
                 continue
             windows = samplers[0].order(skip.epoch)[skip.first : skip.first + skip.count]
             # guard: windows-of-another-order-kept
             if skip.samples and sorted(skip.samples) != sorted(windows.reshape(-1).tolist()):
-                reporting.warning(
-                    f"the order of epoch {skip.epoch} is another one since (global_batch or the dataset has changed), so "
-                    f"the batches from {skip.first} on, with other samples now, are not left out: {one.why}"
-                )
-                continue
-            left[skip.epoch, one.why] += len(samplers[0].skip(skip.epoch, skip.first, skip.count))
+                kept[skip.epoch, one.why] += skip.count
+            else:
+                left[skip.epoch, one.why] += len(samplers[0].skip(skip.epoch, skip.first, skip.count))
+        if not self._ranks.is_coordinator:
+            return
         for (epoch, why), samples in left.items():
-            if samples and self._ranks.is_coordinator:
+            if samples:
                 reporting.warning(f"{samples:,} samples are left out, from epoch {epoch}: {why}")
+        for (epoch, why), batches in kept.items():
+            reporting.warning(
+                f"batches of epoch {epoch} that were to be left out ({batches:,}) have other samples now, because "
+                f"global_batch or the dataset has changed, and are trained: {why}"
+            )
 
     def _report_missing_parts(self) -> None:
         """Report, at rank 0, if no sampler of any rank has a part of the order."""
