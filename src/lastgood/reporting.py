@@ -73,4 +73,4 @@ def _writes_to_terminal(handler: logging.Handler, level: int) -> bool:
 
 def _print(text: str) -> None:
     with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be closed, or None
-        print(f"lastgood: {text}", file=sys.stderr)
+        sys.stderr.write(f"lastgood: {text}\n")  # in one call: lines of several processes must not run together

@@ -152,6 +152,17 @@ def test_a_sentinel_sees_the_loss_of_each_step(tmp_path):
     assert good and all(one.commit.metrics["loss"] > 0.0 for one in good)
 
 
+def test_the_last_save_has_the_loss_too(tmp_path):
+    """It was given to `step`, which had nothing to save, and not to the `save` that followed: the last generation could
+    be no best one."""
+    fit(
+        LastgoodCallback(tmp_path / "run", every_steps=4, retention=lastgood.Keep(best=("loss", "min", 1))),
+        max_epochs=1,
+    )
+    found = {one.step: one.commit.metrics for one in lastgood.open(tmp_path / "run").generations()}
+    assert found[6]["loss"] > 0.0
+
+
 class Odd(Net):
     """Has a loss of None in the batch `skips`, and of NaN in `breaks`."""
 

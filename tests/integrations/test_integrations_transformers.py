@@ -173,6 +173,13 @@ def test_a_sentinel_sees_the_loss_of_each_step(tmp_path):
     assert good and all(one.commit.metrics["loss"] > 0.0 for one in good)
 
 
+def test_the_last_save_has_the_loss_too(tmp_path):
+    callback = LastgoodCallback(tmp_path / "run", every_steps=5, retention=lastgood.Keep(best=("loss", "min", 1)))
+    trainer(tmp_path, callback).train()
+    found = {one.step: one.commit.metrics for one in lastgood.open(tmp_path / "run").generations()}
+    assert found[12]["loss"] > 0.0
+
+
 class NotANumber(Resuming):
     def training_step(self, model, inputs, *args):
         if self.state.global_step == 11:

@@ -143,7 +143,8 @@ def test_a_cause_has_a_budget_of_its_own() -> None:
     lost = Outcome(30, 35, -9, saved_step=34, cause="node")
     assert answer([lost, memory[0]], budget).restart and answer([*memory[:1], lost, lost, lost], budget).restart
     found = answer([memory[0], lost, memory[1]], budget)
-    assert found.act == "end" and found.why == "restarts after OutOfMemoryError: 1 allowed"
+    assert found.act == "end"
+    assert found.why == "of the restarts that --cause-restarts allows after OutOfMemoryError, 1, none is left"
     assert answer([replace(lost, cause="signal SIGBUS")], budget).act == "end"
 
 

@@ -93,6 +93,15 @@ class Deaf(ThreadedBoard):
         return super().get(keys, timeout_seconds, cancelled, poll_seconds)
 
 
+def test_a_rank_that_is_closed_does_not_wait_for_a_store_that_is_cut_off():
+    """Its wait for a request learns nothing from a host that is cut off without a word."""
+    board = Deaf()
+    server = RequestServer(RankGroup(1, 2, board, "run", 4.0), "disks", Nothing())
+    board.down, begun = True, time.monotonic()
+    server.close()
+    assert board.waits == 1 and time.monotonic() - begun < 7, "sooner than after two timeouts"
+
+
 class Echo:
     """A `Service` that returns the name that it is asked for."""
 

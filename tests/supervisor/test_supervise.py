@@ -257,6 +257,19 @@ def test_a_typo_in_the_script_costs_no_samples_and_no_generation(tmp_path: Path)
     assert attempt_log.read(access.for_reading(run))[-1].restored_step == 12
 
 
+def test_a_job_whose_run_is_taken_away_does_not_begin_anew(tmp_path: Path, training: str) -> None:
+    """The directory was moved, or its disk unmounted, and then a rank died: the job began a new run at step 0 in its
+    place, and ended with 0."""
+    run, away = tmp_path / "run", tmp_path / "away"
+    path = script(tmp_path, TRAINING.replace("raise ValueError", f"os.rename(run, {str(away)!r}); raise ValueError"))
+    done = supervised("--nproc-per-node", 1, path, run, 20, "raise:0:0:13")
+    assert done.returncode == GAVE_UP and "the run is not in its place any more" in done.stderr, done.stderr
+    assert f"saved or restored is 10. {run} is not in its place" in done.stderr and not run.exists()
+    away.rename(run)
+    done = supervised("--nproc-per-node", 1, path, run, 20)
+    assert done.returncode == 0 and attempt_log.read(access.for_reading(run))[-1].restored_step == 10
+
+
 def test_a_run_without_a_good_generation_ends_with_one_report(tmp_path: Path, training: str) -> None:
     run = tmp_path / "run"
     assert supervised("--nproc-per-node", 2, training, run, 6).returncode == 0

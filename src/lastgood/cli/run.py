@@ -27,4 +27,4 @@ def run(context: typer.Context) -> int:
 
 def _report(line: str) -> None:
     with contextlib.suppress(OSError):  # the reader of stderr may have ended: that ends no job
-        print(f"lastgood: {line}", file=sys.stderr, flush=True)
+        print(f"lastgood: {line}\n", end="", file=sys.stderr, flush=True)  # one write: see reporting.py

@@ -70,6 +70,7 @@ class LastgoodCallback(Callback):
         """open from `on_fit_start` to `on_train_end`"""
         self._progress: _Progress | None = None
         self._newest = 0  # newest step that `Checkpointer.step` was called for, or that was restored
+        self._given: dict[str, Any] = {}  # its metrics
         self._saved = 0  # newest step that was saved or restored
         self._rng: dict[str, Any] | None = None  # to be set before the first batch after a restore
         self._phase = ExitStack()  # in it while a validation runs
@@ -131,8 +132,8 @@ class LastgoodCallback(Callback):
     def _step(self, checkpointer: Checkpointer, n: int) -> None:
         """Call `Checkpointer.step`, once for each step; not before there is a loss, if it is wanted."""
         if n > self._newest:
-            self._newest, metrics = n, self._metrics()
-            if (metrics or not self._adds_loss) and checkpointer.step(n, metrics=metrics) is not None:
+            self._newest, self._given = n, self._metrics()
+            if (self._given or not self._adds_loss) and checkpointer.step(n, metrics=self._given) is not None:
                 self._saved = n
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -165,7 +166,7 @@ class LastgoodCallback(Callback):
         if self.checkpointer is not None:
             self._step(self.checkpointer, trainer.global_step)  # a Sentinel looks at the last one too
             if trainer.global_step > self._saved:
-                self.checkpointer.save(trainer.global_step)
+                self.checkpointer.save(trainer.global_step, metrics=self._given)
         self._close(None)  # before the strategy moves the module to another device
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:

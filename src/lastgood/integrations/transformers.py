@@ -68,6 +68,7 @@ class LastgoodCallback(TrainerCallback):
         self.checkpointer: Checkpointer | None = None
         """open while `train()` runs"""
         self._newest = 0  # newest step that `Checkpointer.step` was called for, or that was restored
+        self._given: dict[str, Any] = {}  # its metrics
         self._saved = 0  # newest step that was saved or restored
         self._rng: dict[str, Any] | None = None  # to be set before the first step after a restore
         self._progress: _Progress | None = None
@@ -127,14 +128,14 @@ class LastgoodCallback(TrainerCallback):
         if self.checkpointer is not None:
             self._step(self.checkpointer, step)  # a Sentinel looks at the last one too
             if step > self._saved:
-                self.checkpointer.save(step)
+                self.checkpointer.save(step, metrics=self._given)
                 self._saved = step
 
     def _step(self, checkpointer: Checkpointer, n: int) -> None:
         """Call `Checkpointer.step`, once for each step."""
         if n > self._newest:
-            self._newest = n
-            if checkpointer.step(n, metrics=self._metrics()) is not None:
+            self._newest, self._given = n, self._metrics()
+            if checkpointer.step(n, metrics=self._given) is not None:
                 self._saved = n
 
     def _detach(self) -> None:

@@ -176,6 +176,7 @@ class Saver:
                 safe="Nothing was written.",
                 todo="Save ascending steps; to go back, restore(step=...) first.",
             )
+        self._watch.saved(n, self._request.state)
         if self._ranks.size == 1:
             self._request.patterns.report(self._request.state)
         topic: AnyTopic | None = None
@@ -209,7 +210,6 @@ class Saver:
         self.schedule.begun(save, begun, now, waited)
         self._reports.enqueued(n, now - begun)
         self._numbers.saved(n, self._request.state)
-        self._watch.saved(n, self._request.state)
         return save
 
     def due(self, n: int, now: float) -> bool:

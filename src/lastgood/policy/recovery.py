@@ -44,6 +44,7 @@ _OF_A_PLACE = re.compile(
 whatever was trained. torch puts that of a DataLoader's worker behind a text and a traceback. The last line has what
 torch.save and numpy's tofile say of a short write."""
 ASKED = "the job was asked to end"
+RUN_MISSING = "the run is not in its place any more, and a restart would begin a new one at step 0"
 HANG = "hang"
 """the `cause` of an attempt in which ranks hung"""
 STORE = "store"
@@ -179,12 +180,12 @@ def answer(
         return Answer("end", "it would fail in the same way again")
     outcomes = [one for one in outcomes if one.code != PREEMPTED]  # guard: regrouping-is-no-failure
     if budget.restarts is not None and len(outcomes) > budget.restarts:  # guard: restarts-bounded
-        return Answer("end", f"{budget.restarts} restarts are allowed")
+        return Answer("end", f"of the restarts that --max-restarts allows, {budget.restarts}, none is left")
     if left_out:  # guard: broken-node-uses-no-budget
         return Answer("restart", left_out)
     for cause, most in budget.of_causes.items():
         if _is_of(last, cause) and sum(_is_of(one, cause) for one in outcomes) > most:  # guard: causes-have-budgets
-            return Answer("end", f"restarts after {cause}: {most} allowed")
+            return Answer("end", f"of the restarts that --cause-restarts allows after {cause}, {most}, none is left")
     outcomes = [*earlier, *outcomes]
     alike = _alike(outcomes)
     if len(alike) >= budget.without_progress:
@@ -260,7 +261,7 @@ def _remedy(alike: Sequence[Outcome], budget: Budget) -> Answer:
     withdraws = "back" in done and not trained  # guard: failure-without-it-clears-it
     ending = f"{what}{', also after ' if done else ''}{' and '.join(names[one] for one in done)}"
     if done and not withdraws:
-        ending += "; once the cause is mended, delete what the folder advice of the run says of it"
+        ending += "; once the cause is mended, delete the files about it in the folder advice of the run"
     return Answer("end", ending, withdraws=withdraws)
 
 

@@ -41,6 +41,8 @@ POLL_SECONDS = 0.2
 IDLE_SECONDS = 20 * 86_400.0
 """How long one call to the store waits for a request. torch's client logs two lines for each wait that runs out, which
 a job would repeat for as long as it runs; it takes at most 24 days."""
+POLLS_OF_A_WAIT = 4
+"""How often in a timeout between ranks it asks whether the request is there: who has asked waits for one timeout."""
 SUCCESSOR_POLL_SECONDS = 1.0
 """How often a rank that serves a request polls for the next one, which shows that nobody waits for this one."""
 
@@ -194,9 +196,12 @@ class RequestServer:
             if self._is_over() or now - polled_at < poll_seconds:
                 return self._is_over()
             polled_at = now
-            with contextlib.suppress(TierDown):
+            try:
                 return self._ranks.quick.has(f"{self._keys}/{number}")  # guard: abandoned-request-ends
-            return False
+            except TierDown:
+                if self._ending.is_set():  # guard: cut-off-store-ends-closing
+                    self._left.set()
+                return self._is_over()
 
         return stop
 
@@ -204,7 +209,7 @@ class RequestServer:
         """Wait for a request; None: this rank serves no more."""
         while not self._is_over():
             # A request that is there, and for which this call still waits, is one whose connection was lost.
-            missed = self._stop_once_there(number, self._ranks.timeout_seconds)
+            missed = self._stop_once_there(number, self._ranks.timeout_seconds / POLLS_OF_A_WAIT)
             try:
                 keys = [f"{self._keys}/{number}"]
                 (post,) = self._ranks.receive(keys, IDLE_SECONDS, missed, POLL_SECONDS)  # guard: lost-wait-renewed

@@ -73,7 +73,9 @@ class OptimizerBinder:
             if one.qualified not in stored:
                 continue
             (shape, order), short = theirs.params[stored[one.qualified]], f"{path}.state.{one.short}"
-            if why := self._shape_differs(one.parameter, list(shape), short):
+            if why := self._shape_differs(one.parameter, list(shape), short) or self._dtype_differs(
+                one.parameter, stored[one.qualified]
+            ):
                 walk.differences.differs(short, why)
             else:
                 data = saved.state.get(stored[one.qualified], ABSENT)
@@ -90,6 +92,14 @@ class OptimizerBinder:
             self._walk.last.append(check)
             return ""
         return "" if ours == stored else f"of a parameter of shape {stored} in the generation, {ours} here"
+
+    def _dtype_differs(self, parameter: torch.Tensor, stored: str) -> str:
+        """Why the state of a parameter that is not loaded itself is not loaded either; empty if it may be."""
+        theirs, ours = self._walk.stored.tensors.get(stored), tensors.dtype_name(parameter.dtype)
+        if theirs is None or theirs[0] == ours or self._own_loading.may_change_shape(parameter):
+            return ""
+        # guard: state-of-skipped-parameter-skipped
+        return f"of a parameter of {theirs[0]} in the generation, {ours} here"
 
     def _of_parameter(self, live: Optimizer, state: _ParameterState, path: str) -> Put:
         """How the state of one parameter is loaded."""

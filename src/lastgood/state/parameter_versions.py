@@ -56,7 +56,7 @@ class ParameterWatch:
         self._before = _seen(state)
 
     def saved(self, step: int, state: Mapping[str, Any]) -> None:
-        """Note a save of `step`, in the training thread."""
+        """Note that a save of `step` begins, in the training thread."""
         if self._before is None:
             return
         self._saves.append(step)
@@ -91,10 +91,11 @@ def _parameters(state: Mapping[str, Any]) -> Iterator[torch.Tensor]:
 
 
 def _ends(tensor: torch.Tensor) -> tuple[object, ...]:
-    """The first and the last element of a tensor, or of this rank's part of it. None of a tensor without memory."""
+    """The first and the last element of a tensor, or of this rank's part of it. None of a tensor without memory, and
+    of a subclass, which need not support that."""
     if nn.parameter.is_lazy(tensor):
         return ()
     local = getattr(tensor, "_local_tensor", tensor).detach()
-    if local.is_meta or not local.numel() or local.layout != torch.strided:
+    if type(local) is not torch.Tensor or local.is_meta or not local.numel() or local.layout != torch.strided:
         return ()
     return local[(0,) * local.ndim].item(), local[(-1,) * local.ndim].item()

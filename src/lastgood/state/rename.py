@@ -37,6 +37,8 @@ class Rename:
         found = []
         for old in self._rules:
             below = old if old.endswith(".") else f"{old}."
+            if below == old and old[:-1] in known:  # an entry without tensors
+                continue
             if old not in known and not any(one.startswith(below) for one in known):
                 found.append(f"rename {old!r}: nothing in the generation has this name")
             elif old not in known and below != old:

@@ -15,11 +15,12 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from .. import reporting
-from ..errors import LastgoodError
+from ..errors import LastgoodError, NotARun
 from ..io import os_errors
 from ..io.heartbeat import Progress
+from ..policy.recovery import Outcome
 from ..ports import Tier
-from ..run import advice, side_records
+from ..run import access, advice, side_records
 from ..run.advice import Advice
 from . import attempt_log
 from .attempt_log import Attempt, Begun
@@ -81,6 +82,12 @@ class AttemptRecords:
             wait([doing])  # what was begun is whole before anything else is done
         return doing.result()
 
+    def has_lost(self, run: str, outcomes: Sequence[Outcome], touch: Callable[[], None]) -> bool:
+        """Whether a run of which these attempts have saved or restored a step is not in its place any more, in which
+        this supervisor has recorded one: it was moved or deleted, or is not mounted. `touch`: as for `done`."""
+        had = any(one.saved_step or one.restored_step for one in outcomes)
+        return had and run in self._closed and self.done(partial(_is_missing, run), touch)
+
     def settled(self, touch: Callable[[], None]) -> None:
         """Wait until what is being written is written. `touch`: is called meanwhile."""
         self.done(int, touch)
@@ -132,6 +139,16 @@ class AttemptRecords:
         except LastgoodError as error:
             reporting.warning(f"the beginning of this attempt was not recorded in {run}: {error}")
             return 0
+
+
+def _is_missing(run: str) -> bool:
+    try:
+        access.for_reading(run)
+    except NotARun:
+        return True
+    except LastgoodError:
+        return False  # it cannot be told
+    return False
 
 
 def _closed(tier: Tier, begun: Begun) -> list[Attempt]:

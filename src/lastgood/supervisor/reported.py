@@ -15,7 +15,7 @@ from ..format import layout
 from ..io.heartbeat import Progress
 from ..policy import hang
 from ..policy.blame import Ended, first_cause, follows, lost_others
-from ..policy.recovery import PREEMPTED, STORE, Answer, Outcome
+from ..policy.recovery import PREEMPTED, REMEDIES, STORE, Answer, Outcome
 from ..records import GenerationId
 from ..run.advice import Advice, Skip
 from .attempt import Lived
@@ -199,14 +199,22 @@ def sentence(one: Attempt, number: int) -> str:
     return f"attempt {number}: {what}, {since}, after {one.seconds:.1f} s. {one.answer}."
 
 
-def given_up(outcomes: Sequence[Outcome], run: str) -> str:
+def given_up(outcomes: Sequence[Outcome], run: str, missing: bool) -> str:
     """One line about a job that is given up, for people: what is safe, and what to do. `run`: its URL; "" if no rank
-    had opened one."""
+    had opened one. `missing`: whether there is nothing at this URL any more."""
     then = "Mend what the error says, and start the same command again"
+    if any(one.followed in REMEDIES for one in outcomes):
+        then = "Mend what the error says, delete what advice/ of the run has about it (else its batches stay left out, "
+        then += "and its generation suspect), and start the same command again"
     if not run:
         return f"the job is given up. No run of lastgood was opened. {then}."
     steps = [max(one.saved_step, one.restored_step) for one in outcomes if one.restored_step is not None]
     newest = f"the newest step that it has saved or restored is {max(steps)}" if steps else "it has restored no step"
+    if missing:
+        return (
+            f"the job is given up; {newest}. {run} is not in its place any more: it was moved or deleted, or its disk "
+            "is not mounted. Bring it back, and start the same command again: it goes on from the newest good save."
+        )
     return (
         f"the job is given up; {newest}. Every good save of {run} is still there. {then}: it goes on from the newest "
         f"good one. `lastgood attempts {run} --json` has each attempt, with its whole error."
@@ -223,12 +231,15 @@ def without_save(last: Outcome, number: int, others_go_on: bool) -> str:
         ended = "ended"
     elif last.code == -signal.SIGKILL:
         ended = "did not all end in time (--shutdown-timeout)"
+    made_by = "lastgood.Preemption()"
+    if number not in (signal.SIGTERM, signal.SIGUSR1):  # to which it listens by default
+        made_by = f"lastgood.Preemption(signals=[..., signal.{_signal_name(number)}])"
     then = "If the job was not done, it goes on from its newest save when it is started again"
     if others_go_on:
         then = "The other nodes go on from the newest save of the job"
     return (
         f"asked to end by {_signal_name(number)}: the ranks {ended}, without exit code {PREEMPTED} of a last save, "
-        f"which a Checkpointer with preemption=lastgood.Preemption() makes; exit code {128 + number}. {then}"
+        f"which a Checkpointer with preemption={made_by} makes; exit code {128 + number}. {then}"
     )
 
 

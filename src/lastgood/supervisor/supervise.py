@@ -28,7 +28,7 @@ from ..io.machine import NODE
 from ..policy import quarantine
 from ..policy.health import described, leaves
 from ..policy.membership import Bounds, Next
-from ..policy.recovery import GAVE_UP, PREEMPTED, STORE, Answer, Outcome, answer, replayed_steps
+from ..policy.recovery import GAVE_UP, PREEMPTED, RUN_MISSING, STORE, Answer, Outcome, answer, replayed_steps
 from . import attempt_log, job_summary, leftovers, merged, reported, reserve, signals, staging, survivors
 from .arguments import Job
 from .attempt import FULL, Attempt, Lived, printable
@@ -252,6 +252,8 @@ class Supervisor:
         follows, follows_round, left_out = self._answered(
             nodes, reports, outcomes, began_on, leaving, follows_round, lived.asked
         )
+        missing = follows.restart and self._records.has_lost(run, outcomes, nodes.touch)
+        follows = Answer("end", RUN_MISSING) if missing else follows  # guard: lost-run-not-begun-anew
         outcomes[-1] = replace(outcomes[-1], followed=follows.act, left_out=left_out)
         replayed = replayed_steps(outcomes, self._records.completed_before)
         record = attempt_log.Attempt(
@@ -279,8 +281,8 @@ class Supervisor:
         if cause is not None or follows.restart:
             self._report(reported.sentence(record, len(outcomes)) + ("" if run else reported.stack(cause)))
         if cause is not None and not follows.restart and not leaving:
-            self._report(reported.given_up(outcomes, run))
-        self._records.end(run, record, partial(reported.advice, lived, record, follows), nodes.touch)
+            self._report(reported.given_up(outcomes, run, missing))
+        self._records.end("" if missing else run, record, partial(reported.advice, lived, record, follows), nodes.touch)
         return Verdict(
             outcomes=outcomes,
             act=follows.act,

@@ -37,6 +37,11 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         ("another schedule is loaded as if it were this one", "other-schedule-refused", Instead('return ""')),
         ("a loop that trains other objects is not named", "untrained-state-reported", Never()),
+        (
+            "the optimizer state of a parameter is loaded that is not",
+            "state-of-skipped-parameter-skipped",
+            Instead('return ""'),
+        ),
         ("what a load leaves out is not named", "skipped-entries-reported", Never()),
         ("windows of another order are left out", "windows-of-another-order-kept", Never()),
         ("another order is refused only after the load has begun", "order-checked-before-load", Instead('return ""')),

@@ -107,6 +107,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "finding-confirms-nothing",
             Swap("not any(self._requests.answers(most_seconds=seconds, stop=stop))", "True"),
         ),
+        ("a rank that closes waits for a store that is cut off", "cut-off-store-ends-closing", Never()),
         (
             "a rank whose connection was lost in a wait serves no more",
             "lost-wait-renewed",

@@ -333,6 +333,7 @@ MUTANTS: tuple[Mutant, ...] = (
             Instead("return True"),
         ),
         ("what changes during the copy is saved", "change-during-the-copy-not-saved", Never()),
+        ("a job whose run is lost begins anew at step 0", "lost-run-not-begun-anew", Swap("if missing", "if False")),
         ("a copy that was due before a rewind is awaited after it", "rewind-owes-nothing", Remove()),
         (
             "of two saves in flight one is copied",
