@@ -199,10 +199,10 @@ class _PythonRandom(Kind):
 
 def _schedule_differs(one: LRScheduler, data: Any) -> str:
     """Why data is that of another class. `load_state_dict` takes it, and the schedule has the attributes of both. Other
-    versions of torch have other private attributes, and classes of a user may have lost or got some."""
+    versions of torch have other private attributes, and `verbose`; classes of a user may have lost or got some."""
     if not isinstance(data, dict) or not type(one).__module__.startswith("torch.optim."):
         return ""
-    theirs, ours = ({key for key in keys if str(key)[:1] != "_"} for keys in (data, one.state_dict()))
+    theirs, ours = ({key for key in keys if str(key)[:1] != "_"} - {"verbose"} for keys in (data, one.state_dict()))
     if theirs <= ours or ours <= theirs:
         return ""
     names = (", ".join(sorted(map(str, only))) for only in (theirs - ours, ours - theirs))
