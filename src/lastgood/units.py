@@ -1,6 +1,8 @@
-"""Numbers as texts for people. Pure."""
+"""Numbers and lists as texts for people. Pure."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 def size(count: float) -> str:
@@ -23,3 +25,9 @@ def span(seconds: float) -> str:
 def plural(count: int, noun: str) -> str:
     """1 tensor, 2 tensors, 2 aliases."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}{'es' if noun.endswith('s') else 's'}"
+
+
+def shortened(texts: Sequence[str], most: int, separator: str = ", ") -> str:
+    """The first of these texts, and how many more there are: `a, b and 3 more`."""
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return separator.join(texts[:most]) + more

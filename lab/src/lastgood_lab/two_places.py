@@ -382,7 +382,7 @@ class TwoPlaces:
     def _note_copies(self) -> None:
         """Record what waits for its copy, and which copies were reported as done."""
         front, below = self.front.ledger, self.below.ledger
-        self.copies |= self.lower._waiting
+        self.copies |= {at: one.ended for at, one in self.lower._waiting.items()}
         for at, copied in list(self.copies.items()):
             if not copied.done():
                 continue

@@ -30,6 +30,7 @@ from ..records import Generation, intact
 from ..run import access, agent_link, copying, pack_copies, paths
 from ..run.agent_messages import AgentSpec, Copied, CopyTo
 from ..run.reader import read_all
+from ..units import shortened
 
 
 class Drained(NamedTuple):
@@ -207,4 +208,4 @@ def _copied_with(memory: Tier, target: Mendable, one: Generation, how: copying.C
 
 
 def _named(files: Sequence[str]) -> str:
-    return ", ".join(files[:3]) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
+    return shortened(files, 3)

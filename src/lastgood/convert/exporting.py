@@ -24,6 +24,7 @@ from ..limits import CHUNK_BYTES
 from ..ports import File, Tier
 from ..records import Generation
 from ..run.content import Content
+from ..units import shortened
 
 SHARD_BYTES = 5_000_000_000
 """of tensors, in one file of a folder of Hugging Face"""
@@ -134,7 +135,7 @@ def _chosen(content: Content, only: str | None) -> dict[str, str]:
             chosen = {only.rpartition(".")[2] or only: everything[only]}
     if not chosen:
         tops = sorted({name.partition(".")[0] for name in everything})
-        shown = ", ".join(tops[:10]) + (f" and {len(tops) - 10} more" if len(tops) > 10 else "")
+        shown = shortened(tops, 10)
         step = content.generation.step
         what = f"step {step} has no tensor under {only!r}" if only else f"step {step} has no tensor"
         raise NoSuchTensor(what, safe="Nothing was written.", todo=f"Its tensors are under: {shown or 'none'}.")

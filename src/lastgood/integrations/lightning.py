@@ -24,7 +24,7 @@ from ..extras import needed
 from ..loop.checkpointer import Checkpointer
 from ..state.adapters import adapters_entry
 from ..state.objects import load_rng, read_rng
-from .options import LOSS, checkpointer_options, require, require_one_restore, require_path, wants_loss
+from .options import LOSS, LoopSteps, checkpointer_options, require, require_one_restore, require_path, wants_loss
 from .order import OrderedLoader, order_seed
 
 with needed("lightning", "lastgood.integrations.lightning"):
@@ -69,9 +69,7 @@ class LastgoodCallback(Callback):
         self.checkpointer: Checkpointer | None = None
         """open from `on_fit_start` to `on_train_end`"""
         self._progress: _Progress | None = None
-        self._newest = 0  # newest step that `Checkpointer.step` was called for, or that was restored
-        self._given: dict[str, Any] = {}  # its metrics
-        self._saved = 0  # newest step that was saved or restored
+        self._steps = LoopSteps()
         self._rng: dict[str, Any] | None = None  # to be set before the first batch after a restore
         self._phase = ExitStack()  # in it while a validation runs
         self._adds_loss = False  # whether anything uses the loss
@@ -96,7 +94,7 @@ class LastgoodCallback(Callback):
             state["datamodule"] = trainer.datamodule
         self.checkpointer = Checkpointer(self.path, state, **self._options)
         found = self.checkpointer.restore()
-        self._newest = self._saved = found.step
+        self._steps.restored(found.step)
         self._rng = read_rng() if found.generation is not None else None
         # What a module returns that optimizes by itself need not be a loss.
         self._adds_loss = wants_loss(self._options) and pl_module.automatic_optimization
@@ -131,10 +129,13 @@ class LastgoodCallback(Callback):
 
     def _step(self, checkpointer: Checkpointer, n: int) -> None:
         """Call `Checkpointer.step`, once for each step; not before there is a loss, if it is wanted."""
-        if n > self._newest:
-            self._newest, self._given = n, self._metrics()
-            if (self._given or not self._adds_loss) and checkpointer.step(n, metrics=self._given) is not None:
-                self._saved = n
+        if not self._steps.is_new(n):
+            return
+        metrics = self._metrics()
+        if metrics or not self._adds_loss:
+            self._steps.step(checkpointer, n, metrics)
+        else:
+            self._steps.note(n, metrics)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
@@ -165,8 +166,7 @@ class LastgoodCallback(Callback):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if self.checkpointer is not None:
             self._step(self.checkpointer, trainer.global_step)  # a Sentinel looks at the last one too
-            if trainer.global_step > self._saved:
-                self.checkpointer.save(trainer.global_step, metrics=self._given)
+            self._steps.save_last(self.checkpointer, trainer.global_step)
         self._close(None)  # before the strategy moves the module to another device
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:

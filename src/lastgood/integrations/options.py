@@ -1,4 +1,5 @@
-"""What all integrations share: the options of their Checkpointer, and checks of arguments and of other checkpoints."""
+"""What all integrations share: the options of their Checkpointer, checks of arguments and of other checkpoints, and the
+steps of a loop that their Checkpointer has received."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Any
 
 from ..errors import NotARun, Refused
 from ..loop import replaying
+from ..loop.checkpointer import Checkpointer
 from ..loop.opened import open_run
 from ..loop.options import near_option, option_names
 from ..policy.cadence import Every
@@ -73,3 +75,35 @@ def require(holds: bool, what: str, todo: str) -> None:
     """Raise Refused with the texts `what` and `todo` unless `holds`."""
     if not holds:
         raise Refused(what, safe="Nothing was trained or loaded.", todo=todo)
+
+
+class LoopSteps:
+    """The steps of a framework's loop that a Checkpointer has received, and which of them are saved."""
+
+    def __init__(self) -> None:
+        self.restored(0)
+
+    def restored(self, step: int) -> None:
+        """The loop goes on after this step."""
+        self._newest = self._saved = step
+        self._metrics: dict[str, Any] = {}
+
+    def is_new(self, n: int) -> bool:
+        """Whether step `n` was not noted yet."""
+        return n > self._newest
+
+    def note(self, n: int, metrics: dict[str, Any]) -> None:
+        """Note a new step, and its metrics, for the last save."""
+        self._newest, self._metrics = n, metrics
+
+    def step(self, checkpointer: Checkpointer, n: int, metrics: dict[str, Any]) -> None:
+        """Note a new step, and call `Checkpointer.step` for it."""
+        self.note(n, metrics)
+        if checkpointer.step(n, metrics=metrics) is not None:
+            self._saved = n
+
+    def save_last(self, checkpointer: Checkpointer, n: int) -> None:
+        """Save the newest step, if it is not saved yet."""
+        if n > self._saved:
+            checkpointer.save(n, metrics=self._metrics)
+            self._saved = n

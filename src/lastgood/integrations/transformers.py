@@ -22,7 +22,7 @@ from ..extras import needed
 from ..loop.checkpointer import Checkpointer
 from ..state.adapters import adapters_entry
 from ..state.objects import load_rng, read_rng
-from .options import LOSS, checkpointer_options, require, require_one_restore, require_path, wants_loss
+from .options import LOSS, LoopSteps, checkpointer_options, require, require_one_restore, require_path, wants_loss
 from .order import OrderedLoader, order_seed
 
 with needed("transformers", "lastgood.integrations.transformers"):
@@ -67,9 +67,7 @@ class LastgoodCallback(TrainerCallback):
         self._options = checkpointer_options(every_steps, options)
         self.checkpointer: Checkpointer | None = None
         """open while `train()` runs"""
-        self._newest = 0  # newest step that `Checkpointer.step` was called for, or that was restored
-        self._given: dict[str, Any] = {}  # its metrics
-        self._saved = 0  # newest step that was saved or restored
+        self._steps = LoopSteps()
         self._rng: dict[str, Any] | None = None  # to be set before the first step after a restore
         self._progress: _Progress | None = None
         self._adds_loss = False  # whether anything uses the loss
@@ -103,7 +101,7 @@ class LastgoodCallback(TrainerCallback):
         self.checkpointer = lifetime.enter_context(Checkpointer(self.path, state, **self._options))
         lifetime.callback(self._detach)
         found = self.checkpointer.restore()
-        self._newest = self._saved = found.step
+        self._steps.restored(found.step)
         self._rng = read_rng() if self.resumed else None
         self._adds_loss = wants_loss(self._options)
         return found.step
@@ -127,16 +125,12 @@ class LastgoodCallback(TrainerCallback):
         """Save the state after the last step, if it is not saved yet."""
         if self.checkpointer is not None:
             self._step(self.checkpointer, step)  # a Sentinel looks at the last one too
-            if step > self._saved:
-                self.checkpointer.save(step, metrics=self._given)
-                self._saved = step
+            self._steps.save_last(self.checkpointer, step)
 
     def _step(self, checkpointer: Checkpointer, n: int) -> None:
         """Call `Checkpointer.step`, once for each step."""
-        if n > self._newest:
-            self._newest, self._given = n, self._metrics()
-            if checkpointer.step(n, metrics=self._given) is not None:
-                self._saved = n
+        if self._steps.is_new(n):
+            self._steps.step(checkpointer, n, self._metrics())
 
     def _detach(self) -> None:
         self.checkpointer = self._progress = self._rng = self._loss = None

@@ -39,6 +39,7 @@ from ..state.objects import seed_rng
 from ..state.patterns import Patterns
 from ..state.rename import Rename
 from ..state.rules import Stored
+from ..units import shortened
 
 SHARED = 1.5
 """If the ranks of a machine want more than this many times the bytes of a generation, they use its page cache."""
@@ -325,9 +326,8 @@ def report(found: Restored, verb: str, for_all: bool = True) -> None:
         reasons = "\n".join(f"  step {at}: {reason}" for at, reason in found.stepped_over)
         reporting.threat(f"{verb} step {found.step}, stepping over\n{reasons}")
     if found.skipped and for_all:  # guard: skipped-entries-reported
-        more = f" and {len(found.skipped) - 3} more" if len(found.skipped) > 3 else ""
-        listed = "; ".join(found.skipped[:3])
-        reporting.warning(f"{verb} step {found.step} without what does not fit, which stays as it was: {listed}{more}")
+        listed = shortened(found.skipped, 3, "; ")
+        reporting.warning(f"{verb} step {found.step} without what does not fit, which stays as it was: {listed}")
     if found.misread:
         reporting.warning(
             f"step {found.step} is good, and was misread at first: {found.misread} Check memory, cable, controller."

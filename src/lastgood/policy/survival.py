@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
+from ..units import shortened
+
 LISTED = 3
 """names and ranks in a reason"""
 
@@ -71,12 +73,9 @@ def why_not(step: int, noted: Mapping[int, Noted | None], written: Collection[Ho
 
 def changed_text(step: int, changed: Sequence[str]) -> str:
     """Why a rank of which these tensors have changed has nothing to save."""
-    more = f" and {len(changed) - LISTED} more" if len(changed) > LISTED else ""
-    return f"{', '.join(changed[:LISTED])}{more} changed after step {step} was completed"
+    return f"{shortened(changed, LISTED)} changed after step {step} was completed"
 
 
 def listed(ranks: Sequence[int]) -> str:
     """Ranks, as text."""
-    found = sorted(ranks)
-    more = f" and {len(found) - LISTED} more" if len(found) > LISTED else ""
-    return f"rank{'s' if len(found) > 1 else ''} {', '.join(map(str, found[:LISTED]))}{more}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {shortened([*map(str, sorted(ranks))], LISTED)}"

@@ -54,6 +54,7 @@ from ..run.save import Files
 from ..snapshot import staging
 from ..state.capture import Captured, Origin
 from ..state.patterns import refused
+from ..units import shortened
 from .partition import Item, Partition, own_bytes, partition, structure_digest, structure_list, written_bytes
 
 
@@ -284,8 +285,7 @@ class ReplicaCheck:
         trained = sorted(key for key in differing if origins.get(key, Origin.OTHER) is not Origin.OTHER)
         refused = self.topic.agree(trained, lambda posts: sorted({key for one in posts for key in one}))
         if refused:  # guard: differing-weights-refused
-            shown = ", ".join(f"{key} ({differing[key]})" for key in refused[:5])
-            shown += f" and {len(refused) - 5} more" if len(refused) > 5 else ""
+            shown = shortened([f"{key} ({differing[key]})" for key in refused], 5)
             raise ReplicaDiffers(
                 f"ranks hold different content of tensors that should be equal: {shown}",
                 safe="This save was dropped; every committed generation is untouched.",

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from typing import cast
+from typing import NamedTuple, cast
 
 from ..coordination.rounds import RankGroup
 from ..coordination.single_rank import AnyRanks
@@ -48,6 +48,13 @@ def pause_seconds(failures: int) -> float:
     return PAUSES_SECONDS[min(failures, len(PAUSES_SECONDS)) - 1]
 
 
+class _Copy(NamedTuple):
+    """A copy that waits. `order`: of the branch of its generation."""
+
+    order: int
+    ended: Future[None]
+
+
 class LowerPlace:
     """Copies generations of an open run from the place of `source` to that of `writer`, and scrubs them there.
 
@@ -75,9 +82,7 @@ class LowerPlace:
             self._others = OtherRanks(ranks, str(index), source.tier, lambda: self._stopped)
         writer.verifier.others, writer.verifier.agent = self._others, source.agent
         self._changed = threading.Condition()
-        self._waiting: dict[GenerationId, Future[None]] = {}
-        self._orders: dict[GenerationId, int] = {}
-        """the order of the branch of each of them"""
+        self._waiting: dict[GenerationId, _Copy] = {}
         self._pinned: set[GenerationId] = set()
         self._owed: set[int] = set()
         """steps of which a copy is due: of the generation of the step, or of a later one if none is committed for it"""
@@ -140,8 +145,7 @@ class LowerPlace:
         """
         at, keep = generation.id, self.writer.keep
         with self._changed:
-            copied = self._waiting.setdefault(at, Future())
-            self._orders[at] = generation.commit.order
+            copied = self._waiting.setdefault(at, _Copy(generation.commit.order, Future()))
             if self._copying == at:  # guard: label-during-copy-copied-again
                 self._again = True  # the copy may have passed the labels already
             self._source.held.add(at, self)  # guard: waiting-generation-held
@@ -152,7 +156,7 @@ class LowerPlace:
             for old in others[: -keep.last]:  # guard: waiting-copies-bounded
                 self._end(old, Overtaken(f"{old} was not copied to {self.tier.place}: newer generations are waiting"))
             self._changed.notify_all()
-        return copied
+        return copied.ended
 
     def catch_up(self) -> None:
         """After the opening: copy the newest good generation and those that retention selects, if they are not here.
@@ -351,15 +355,15 @@ class LowerPlace:
 
     def _oldest_first(self) -> list[GenerationId]:
         """What waits. The newest is of the newest branch, whose steps may be lower after a rewind. The lock is held."""
-        return sorted(self._waiting, key=lambda at: (self._orders[at], at))  # guard: newest-branch-copied-first
+        return sorted(self._waiting, key=lambda at: (self._waiting[at].order, at))  # guard: newest-branch-copied-first
 
     def _end(self, at: GenerationId, error: Exception | None) -> None:
         """Note that a generation waits no more. The lock is held."""
-        copied, _ = self._waiting.pop(at, None), self._orders.pop(at, None)
+        copied = self._waiting.pop(at, None)
         self._pinned.discard(at)
         self._source.held.discard(at, self)
         if copied is not None:
             if error is None:
-                copied.set_result(None)
+                copied.ended.set_result(None)
             else:
-                copied.set_exception(error)
+                copied.ended.set_exception(error)

@@ -36,6 +36,7 @@ from ..errors import Cancelled, Refused, TornSnapshot
 from ..format.layout import Image, Segment, Tensor, content_hasher, images, segments
 from ..io.uncached import Copy
 from ..state.tensors import as_bytes, dtype_name
+from ..units import shortened
 from .torn_check import ChunkSamples, Observation, Watch
 
 UNCACHED_BYTES = 256 << 10
@@ -384,9 +385,8 @@ def _current(streams: Iterable[torch.cuda.Stream]) -> ExitStack:
 
 def torn_error(names: set[str]) -> TornSnapshot:
     """The error for a save of which these tensors changed while they were copied."""
-    shown = ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     return TornSnapshot(
-        f"the state changed while it was copied: {shown}",
+        f"the state changed while it was copied: {shortened(sorted(names), 5)}",
         safe="This save was dropped; every committed generation is untouched.",
         todo='Call fence() before changing state outside of optimizer.step(), or use staging="blocking".',
     )

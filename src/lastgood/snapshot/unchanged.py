@@ -16,6 +16,7 @@ from ..errors import StepTaken
 from ..format.values import component
 from ..records import Manifest, Piece
 from ..state.capture import Captured, Origin
+from ..units import shortened
 from .staging import content_digest
 
 _LISTED = 3
@@ -48,9 +49,8 @@ def changed_values(state: Mapping[str, Any], captured: Captured, manifest: Manif
 def require_unchanged(step: int, names: Sequence[str]) -> None:
     """Raises StepTaken if there are any `names`: those of tensors that have changed since `step` was saved."""
     if names:
-        more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
         raise StepTaken(
-            f"step {step} is saved already, and the state has changed since: {', '.join(names[:_LISTED])}{more}",
+            f"step {step} is saved already, and the state has changed since: {shortened(names, _LISTED)}",
             safe="What was saved of this step is untouched; nothing was written.",
             todo="Save the new state under the number of its own step.",
         )

@@ -52,21 +52,22 @@ class ParameterWatch:
     """
 
     def __init__(self, state: Mapping[str, Any], step: int) -> None:
-        self._begun, self._saves = step, list[int]()
-        self._before = _seen(state)
+        self._begun, self._saves, self._version = step, 0, version(state)
+        self._elements = _elements(state)
+        """empty: nothing is looked at, or not any more"""
 
     def saved(self, step: int, state: Mapping[str, Any]) -> None:
         """Note that a save of `step` begins, in the training thread."""
-        if self._before is None:
+        if not self._elements:
             return
-        self._saves.append(step)
-        if _seen(state) != self._before:
-            self._before = None
+        self._saves += 1
+        if version(state) != self._version or _elements(state) != self._elements:
+            self._elements = []
         # guard: untrained-state-reported
-        elif len(self._saves) >= UNCHANGED_SAVES and step - self._begun >= UNCHANGED_STEPS:
-            self._before = None
+        elif self._saves >= UNCHANGED_SAVES and step - self._begun >= UNCHANGED_STEPS:
+            self._elements = []
             reporting.threat(
-                f"no parameter of the state has changed from step {self._begun} to step {step}, in {len(self._saves)} "
+                f"no parameter of the state has changed from step {self._begun} to step {step}, in {self._saves} "
                 "saves: does the loop train other objects than those that were given to the Checkpointer? A cell of a "
                 "notebook that is run again makes a new model and a new optimizer, which nothing saves: close() the "
                 "Checkpointer, and make it again from the objects of the loop. If nothing was trained in these steps, "
@@ -74,11 +75,10 @@ class ParameterWatch:
             )
 
 
-def _seen(state: Mapping[str, Any]) -> tuple[object, ...] | None:
-    """What changes when a parameter of the state is trained; None if it has none that is trained."""
-    found = {id(one): one for one in _parameters(state)}
-    sampled = list(found.values())[:: max(1, len(found) // SAMPLED)]
-    return (version(state), *(_ends(one) for one in sampled)) if found else None
+def _elements(state: Mapping[str, Any]) -> list[tuple[object, ...]]:
+    """Elements of some of the parameters that are trained; empty if none is."""
+    found = [*{id(one): one for one in _parameters(state)}.values()]
+    return [_ends(one) for one in found[:: max(1, len(found) // SAMPLED)]]
 
 
 def _parameters(state: Mapping[str, Any]) -> Iterator[torch.Tensor]:

@@ -33,8 +33,7 @@ class Rename:
 
     def unused(self, stored: Iterable[str]) -> list[str]:
         """Why each rule renames nothing of these names, of tensors and entries, that renames nothing."""
-        known = [*stored]
-        found = []
+        known, found = {*stored}, list[str]()
         for old in self._rules:
             below = old if old.endswith(".") else f"{old}."
             if below == old and old[:-1] in known:  # an entry without tensors

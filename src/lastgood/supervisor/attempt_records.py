@@ -147,7 +147,7 @@ def _is_missing(run: str) -> bool:
     except NotARun:
         return True
     except LastgoodError:
-        return False  # it cannot be told
+        return False  # a place that cannot be read does not show that
     return False
 
 

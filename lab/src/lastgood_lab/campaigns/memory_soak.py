@@ -129,7 +129,7 @@ def train(place: Place, node: Node, pipe: Connection) -> None:
 
 
 def is_over(pipe: Connection, node: Node) -> bool:
-    """Whether node 0 has been told to end. All nodes return the same."""
+    """Whether the training process of node 0 has received the request to end. All nodes return the same."""
     over = torch.tensor([int(node.rank == 0 and pipe.poll())])
     if node.nodes > 1:
         dist.broadcast(over, 0)

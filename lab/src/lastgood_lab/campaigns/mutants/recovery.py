@@ -340,7 +340,11 @@ MUTANTS: tuple[Mutant, ...] = (
             "each-owed-copy-made",
             Swap("in self._owed", "in sorted(self._owed)[-1:]"),
         ),
-        ("copies follow the steps of abandoned branches", "newest-branch-copied-first", Swap("self._orders[at], ", "")),
+        (
+            "copies follow the steps of abandoned branches",
+            "newest-branch-copied-first",
+            Swap("self._waiting[at].order, ", ""),
+        ),
         ("a run is made where the directory is not seen", "no-run-made-for-survivors", Remove()),
         ("a rank that has not completed the step is left out", "every-rank-has-noted-the-step", Never()),
         ("one of several different states is saved for all", "survivor-is-a-replica", Never()),
