@@ -19,9 +19,11 @@ from lastgood import errors
 from lastgood.format import commit, layout
 from lastgood.policy.places import holder, merged
 from lastgood.policy.restore import lineage, never_committed
+from lastgood.records import Generation, GenerationId
 from lastgood.run import access, copying, lower_place
 from lastgood.run.claims import common_order
 from lastgood.run.known import KnownRun
+from lastgood.run.lower_place import LowerPlace
 from lastgood.run.writer import RunWriter
 from lastgood.storage import object_store
 from lastgood.testing.faulty_files import Fault
@@ -646,16 +648,25 @@ def test_tiers_that_contradict_each_other_are_refused(options, text, tmp_path, m
     assert not any(tmp_path.iterdir())
 
 
-def test_each_of_two_saves_in_flight_reaches_all_places(places, monkeypatch):
+@pytest.mark.parametrize("ascending", [True, False])
+def test_each_of_two_saves_in_flight_reaches_all_places(ascending, places, monkeypatch):
     """What was due was one step, the later of the two: the earlier save was committed first, was not copied, and its
-    `result()` returned as if it were in all places."""
+    `result()` returned as if it were in all places. So did the earlier one that was committed after the later one:
+    the copy of the later one had taken the place of its own."""
     begun, publish = threading.Event(), RunWriter.publish
+    order, first, offer = ((1, 2) if ascending else (2, 1)), threading.Event(), LowerPlace.offer
 
-    def after_the_next_has_begun(run: RunWriter, *arguments: object, **named: object) -> object:
-        assert begun.wait(60)
-        return publish(run, *arguments, **named)
+    def in_order(run: RunWriter, at: GenerationId, *arguments: object, **named: object) -> object:
+        assert begun.wait(60) and (at.step == order[0] or first.wait(60))
+        return publish(run, at, *arguments, **named)
 
-    monkeypatch.setattr(RunWriter, "publish", after_the_next_has_begun)
+    def offered(place: LowerPlace, generation: Generation, pinned: bool) -> object:
+        copied = offer(place, generation, pinned)
+        first.set()
+        return copied
+
+    monkeypatch.setattr(RunWriter, "publish", in_order)
+    monkeypatch.setattr(LowerPlace, "offer", offered)
     with places.opened(retention=lastgood.Keep(last=9)) as ckpt:
         ckpt.restore()
         saves = [ckpt.save(step) for step in (1, 2)]
@@ -663,6 +674,7 @@ def test_each_of_two_saves_in_flight_reaches_all_places(places, monkeypatch):
         for save in saves:
             save.result()
             assert str(places.last) in save.where()
+    assert steps(places.last) == [1, 2]
 
 
 def test_saves_after_a_rewind_are_copied_before_what_it_left_behind(places, monkeypatch):

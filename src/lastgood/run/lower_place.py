@@ -85,7 +85,7 @@ class LowerPlace:
         self._waiting: dict[GenerationId, _Copy] = {}
         self._pinned: set[GenerationId] = set()
         self._owed: set[int] = set()
-        """steps of which a copy is due: of the generation of the step, or of a later one if none is committed for it"""
+        """steps of which a copy is due: of the generation of the step, or of a later one if that one fails"""
         self._under_way: GenerationId | None = None
         """the generation of the last attempt, which reads it unless that attempt has failed"""
         self._outage = Outage(source, writer.tier.place, outcomes)
@@ -119,7 +119,7 @@ class LowerPlace:
         return self.writer.tier
 
     def owe(self, step: int) -> None:
-        """Note that a copy is due: of the first generation of this step, or a later one, that is committed."""
+        """Note that a copy is due: of the generation of this step, or of a later one if that is overtaken or fails."""
         with self._changed:
             self._owed.add(step)
 
@@ -135,7 +135,9 @@ class LowerPlace:
             due = {step for step in self._owed if step <= generation.step}  # guard: each-owed-copy-made
             if not due and not wanted(keep, one.step, one.milestone, one.metrics):
                 return None
-            self._owed -= due
+            # A pinned save of an earlier step may be committed after this one: its own copy stays due.
+            in_flight = set(self._source.pinned)
+            self._owed -= due - {at.step for at in in_flight if at != generation.id}  # guard: later-commit-still-owed
         return self.add(generation, pinned)
 
     def add(self, generation: Generation, pinned: bool) -> Future[None]:

@@ -341,6 +341,11 @@ MUTANTS: tuple[Mutant, ...] = (
             Swap("in self._owed", "in sorted(self._owed)[-1:]"),
         ),
         (
+            "a save that is committed after a later one is not copied",
+            "later-commit-still-owed",
+            Swap("!= generation.id", "in ()"),
+        ),
+        (
             "copies follow the steps of abandoned branches",
             "newest-branch-copied-first",
             Swap("self._waiting[at].order, ", ""),
