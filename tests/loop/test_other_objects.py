@@ -54,6 +54,69 @@ def test_a_model_that_another_way_than_optimizers_trains_is_not_reported(tmp_pat
     assert not any("other objects" in one for one in texts)
 
 
+class Trainer:
+    """An object of a user that saves the optimizer with its own names."""
+
+    def __init__(self, optimizer: optim.Optimizer) -> None:
+        self.parts = [optimizer]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"optimizer": self.parts[0].state_dict()}
+
+    def load_state_dict(self, data: dict[str, Any]) -> None:
+        self.parts[0].load_state_dict(data["optimizer"])
+
+
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [
+        ("model", "AdamW"),
+        ("model optimizer", "StepLR"),
+        ("model optimizer schedule", ""),
+        ("model trainer schedule", ""),
+        ("head optimizer schedule", ""),
+    ],
+)
+def test_a_forgotten_optimizer_or_schedule_is_reported(tmp_path: Path, given: str, missing: str) -> None:
+    """After each restart its moments were zero again, and the learning rate that of the first epoch, without a word."""
+    model = made()[0]
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+    schedule = optim.lr_scheduler.StepLR(optimizer, 5)
+    names = {"model": model, "head": model[1], "optimizer": optimizer, "schedule": schedule}
+    state = {name: names.get(name) or Trainer(optimizer) for name in given.split()}
+    with reports() as texts, lastgood.Checkpointer(tmp_path, state, cadence=lastgood.Every(steps=1)) as ckpt:
+        ckpt.restore()
+        for step in range(1, 4):
+            train(model, optimizer)
+            schedule.step()
+            ckpt.step(step)
+    named = [one.split("the state lacks ")[1].split(",")[0] for one in texts if "the state lacks" in one]
+    assert named == missing.split()
+
+
+def test_an_optimizer_that_keeps_nothing_is_not_reported(tmp_path: Path) -> None:
+    model, optimizer = made()
+    with reports() as texts, lastgood.Checkpointer(tmp_path, {"model": model}, cadence=lastgood.Every(steps=1)) as ckpt:
+        ckpt.restore()
+        for step in range(1, 4):
+            train(model, optimizer)
+            ckpt.step(step)
+    assert not any("the state lacks" in one for one in texts)
+
+
+def test_an_optimizer_that_is_excluded_is_not_reported(tmp_path: Path) -> None:
+    model, _ = made()
+    optimizer = optim.AdamW(model.parameters())
+    state = {"model": model, "optimizer": optimizer}
+    options: dict[str, Any] = {"cadence": lastgood.Every(steps=1), "exclude": ["optimizer"]}
+    with reports() as texts, lastgood.Checkpointer(tmp_path, state, **options) as ckpt:
+        ckpt.restore()
+        for step in range(1, 4):
+            train(model, optimizer)
+            ckpt.step(step)
+    assert not any("the state lacks" in one for one in texts)
+
+
 class Renamed(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,7 @@
 """Whether parameters have changed since an earlier call, as far as torch's version counters show. Copies nothing.
 
-`ParameterWatch` reports a state whose parameters never change although steps of it are saved.
+`ParameterWatch` reports a state whose parameters never change although steps of it are saved, or that lacks what
+trains them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import reporting
+from .forgotten import forgotten
 from .objects import find_objects
 
 UNCHANGED_SAVES, UNCHANGED_STEPS = 3, 20
@@ -46,7 +48,8 @@ def _trained(state: Mapping[str, Any]) -> Iterator[torch.Tensor]:
 
 class ParameterWatch:
     """Reports parameters that do not change while steps are saved: then the loop trains other objects than the state
-    has, and what is saved is not what it has trained. A notebook cell that is run again makes such ones.
+    has, and what is saved is not what it has trained. A notebook cell that is run again makes such ones. When they have
+    changed, an optimizer or a schedule that the state lacks is reported.
 
     `step`: of the state, which is looked at until its parameters have changed once, or were reported.
     """
@@ -63,6 +66,12 @@ class ParameterWatch:
         self._saves += 1
         if version(state) != self._version or _elements(state) != self._elements:
             self._elements = []
+            if left_out := forgotten(state):  # guard: forgotten-optimizer-reported
+                reporting.threat(
+                    f"the state lacks {', '.join(left_out)}, with which its parameters are trained: that begins anew "
+                    "after a restore, so the run does not go on as it was. Give it in the state too. To leave it out "
+                    "on purpose, give it, and exclude its name."
+                )
         # guard: untrained-state-reported
         elif self._saves >= UNCHANGED_SAVES and step - self._begun >= UNCHANGED_STEPS:
             self._elements = []

@@ -37,6 +37,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         ("another schedule is loaded as if it were this one", "other-schedule-refused", Instead('return ""')),
         ("a loop that trains other objects is not named", "untrained-state-reported", Never()),
+        ("an optimizer that the state lacks is not named", "forgotten-optimizer-reported", Never()),
         (
             "the optimizer state of a parameter is loaded that is not",
             "state-of-skipped-parameter-skipped",
