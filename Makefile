@@ -71,6 +71,7 @@ prove: long
 	$(BIN)/python -m lastgood_lab.campaigns.memory_soak --copies
 	$(BIN)/python -m lastgood_lab.campaigns.node_commit
 	$(BIN)/python -m lastgood_lab.campaigns.node_commit --parity --schedules 100000
+	$(BIN)/python -m lastgood_lab.campaigns.node_commit --late --schedules 100000
 	$(BIN)/python -m lastgood_lab.campaigns.nodes
 	$(BIN)/python -m lastgood_lab.campaigns.ranks
 	$(BIN)/python -m lastgood_lab.campaigns.requests
@@ -79,6 +80,7 @@ prove: long
 	$(BIN)/python -m lastgood_lab.campaigns.wire_fuzz
 	$(BIN)/python -m lastgood_lab.campaigns.false_alarms
 	$(BIN)/python -m lastgood_lab.campaigns.recovery
+	$(BIN)/python -m lastgood_lab.campaigns.recovery --nodes 2
 
 RESULTS := benchmarks/results
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
+import pickle
 import shutil
+import struct
 from pathlib import Path
+from typing import Any, ClassVar
 
 import msgspec
+import numpy as np
 import pytest
 
 from lastgood.errors import Refused
 from lastgood_lab.object_server import weed
-from lastgood_lab.study import findings, matrix, runs, sweep, tables
+from lastgood_lab.study import findings, images, matrix, runs, sweep, tables
 from lastgood_lab.study.findings import Found, Seen
 from lastgood_lab.study.matrix import Compared, Options
 from lastgood_lab.study.unit import Size, Unit, sized, units
@@ -203,6 +208,42 @@ def test_sizes_are_read_by_name_and_typos_are_refused() -> None:
     for text, match in (("widht=4", "Did you mean width"), ("scale=x", "scale=x"), ("ranks=0", "ranks=0")):
         with pytest.raises(Refused, match=match):
             sized(text, cifar=False)
+
+
+class Python2Pickler(pickle._Pickler):
+    """CIFAR's files were written by Python 2, whose texts are bytes."""
+
+    dispatch: ClassVar[dict[type, Any]] = dict(pickle._Pickler.dispatch)
+
+    def save_text(self, data: bytes) -> None:
+        self.write(pickle.BINSTRING + struct.pack("<i", len(data)) + data)
+        self.memoize(data)
+
+    dispatch[bytes] = save_text
+
+
+def as_python_2_wrote(content: object) -> bytes:
+    written = io.BytesIO()
+    Python2Pickler(written, protocol=2).dump(content)
+    return written.getvalue().replace(b"numpy._core.", b"numpy.core.")
+
+
+@pytest.mark.parametrize(("dataset", "labels"), [("cifar10", b"labels"), ("cifar100", b"fine_labels")])
+def test_the_files_of_cifar_are_read_and_run_no_code(dataset: str, labels: bytes, tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (4, 3, 32, 32), np.uint8)
+    files = images.cifar_files(dataset, tmp_path)
+    files[0].parent.mkdir()
+    for path in files:
+        path.write_bytes(
+            as_python_2_wrote({b"data": pixels.reshape(4, -1), labels: [0, 3, 1, 2], b"batch_label": b"x"})
+        )
+    images.write(dataset, 32, tmp_path / "images.npz", tmp_path)
+    found, classes, count = images.read(tmp_path / "images.npz")
+    assert (found.numpy() == np.concatenate([pixels] * len(files))).all()
+    assert classes.tolist() == [0, 3, 1, 2] * len(files) and count == 4
+    files[0].write_bytes(pickle.dumps({b"data": print}))
+    with pytest.raises(pickle.UnpicklingError, match="print in a file of CIFAR"):
+        images.write(dataset, 32, tmp_path / "images.npz", tmp_path)
 
 
 def test_what_cannot_be_meant_is_refused_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -335,6 +335,18 @@ def test_a_signal_ends_the_agent_and_the_memory_stays(run: Run) -> None:
     assert steps(run.memory)[-1] == 3
 
 
+def test_an_agent_that_a_signal_ends_names_what_only_memory_has(run: Run, tmp_path: Path) -> None:
+    """A stop of its unit, or of the machine, ended it without a line, and what was in memory was lost later."""
+    run.killed_at(3)
+    shutil.move(run.home, tmp_path / "away")
+    with agent(run.memory) as process:
+        until(lambda: (now := state(run.memory)) and now.missing)
+        process.terminate()
+        assert process.wait(LIMIT_SECONDS) == 0 and process.stdout is not None
+        printed = process.stdout.read()
+    assert "has found step 3" in printed and str(run.memory) in printed
+
+
 def test_a_bucket_that_another_process_opened_since_is_left_to_it(bucket: str) -> None:
     """The agent of a lost node woke up, and the job that ran elsewhere by then could not commit any more."""
     opening = access.for_writing(bucket, "atomic_dirsync")

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, cast
 
+from .. import reporting
 from ..engine.arena import Arena
 from ..errors import Cancelled, Damaged, LastgoodError, NotARun
 from ..format import commit, layout, sealed
@@ -53,6 +54,17 @@ def uncommitted(memory: Tier) -> list[str]:
     newer = {name: memory.list(f"gen/{name}") for name in memory.list("gen") if name > newest}
     # One that was committed, and whose deletion was cut short, has GOING.
     return sorted(name for name, files in newer.items() if layout.GOING not in files and any(map(is_manifest, files)))
+
+
+def report_left(memory: Tier, copied: Sequence[str]) -> None:
+    """A signal ends the agent: name the newest generation that is committed in memory and not among `copied`."""
+    left = [at for name in committed(memory) if name not in copied and (at := layout.parse_folder(name)) is not None]
+    if left:
+        reporting.warning(
+            f"a signal has ended this agent before it has found {left[-1]} in each place below. It stays in "
+            f"{memory.place} until this machine stops. The next opening of the run here copies it, and so does "
+            "`lastgood agent run`. `lastgood agent stop` ends an agent when everything is copied."
+        )
 
 
 class Notes:

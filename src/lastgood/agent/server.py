@@ -46,7 +46,7 @@ from ..storage.directory import Disk
 from ..wire.serving import ACCEPT_PAUSE_MILLISECONDS
 from . import late_copies
 from .client import Client
-from .drain import Drained, committed, drained
+from .drain import Drained, committed, drained, report_left
 from .nodes import Nodes
 from .works import Done, Works, text_of
 
@@ -55,8 +55,7 @@ FIRST_SECONDS = 2.0
 FINDINGS_LIMIT = 200
 """So many findings, and names of files, fit into an answer that is sent at once."""
 FAILURES_TO_END = 2
-"""So many failures answer who has asked for the end. One is not enough: the attempt may have begun before the request,
-and the system may not have released the locks of a process that was killed a moment ago."""
+"""So many failures answer who has asked for the end: the first attempt may meet the locks of a killed process."""
 CONNECTIONS_LIMIT = 256
 """So many processes may be connected at once; others are refused."""
 NOTHING = Done()
@@ -129,6 +128,8 @@ class Server:
                 elif self._is_over(now):
                     self._end()
             self._stop.set()
+        if self._signalled and self._in_memory and not self._attached():
+            report_left(self._tier(), self._copied)  # guard: ended-agent-names-what-is-left
         self._answer_end("" if self._ended else "it was ended")
         for one in [*self._clients]:
             self._leave(one)
@@ -289,7 +290,6 @@ class Server:
         """Whether the agent is to end: nobody has come since all was copied, or, on a disk, since the last process."""
         if self._next_at is None:
             return now >= self._kept_until or self._asked_to_end()
-        # What is missing below stays on the disk, and the next opening copies it.
         return not self._in_memory and now >= self._left_at + self._linger_seconds
 
     def _holds_its_folder(self) -> bool:

@@ -234,6 +234,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "attached-after-work-stopped",
             Swap(" and not self._works.running()", ""),
         ),
+        ("a signal ends an agent without a word", "ended-agent-names-what-is-left", Remove()),
         ("an agent polls while such work ends", "agent-waits-for-work", Swap(" or self._works.running()", "")),
         (
             "an agent is replaced ever more seldom, the longer a run goes on",
