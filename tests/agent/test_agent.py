@@ -161,6 +161,23 @@ def test_a_job_that_opens_its_home_waits_until_an_agent_gives_way(run: Run) -> N
     assert not (run.home / (access.LOCK + access.WANTED)).exists()
 
 
+def test_a_start_waits_for_an_agent_that_has_not_marked_its_lock_yet(tmp_path: Path, monkeypatch) -> None:
+    """Nodes were lost, and the agent of another one had just locked the home to copy to it: the new job read the empty
+    lock file, took the agent for a job, and failed with RunLocked."""
+    (tmp_path / "run").mkdir()
+    path = tmp_path / "run" / access.LOCK
+    lock = Lock(str(path))
+    left = iter([lambda: path.write_bytes(access.AGENTS_MARK), lock.close])
+
+    def waited(seconds: float) -> None:
+        next(left)()
+
+    monkeypatch.setattr(access, "lock_holder", lambda _: 1)
+    monkeypatch.setattr(access.time, "sleep", waited)
+    with access.for_writing(tmp_path / "run", "atomic_dirsync"):
+        assert next(left, None) is None
+
+
 def test_a_request_to_give_way_counts_whatever_the_clocks_show(tmp_path: Path) -> None:
     """One whose time was in the future, left by a killed process, kept an agent from the run for an hour; one of a file
     server whose clock was behind did not count at all."""

@@ -620,6 +620,33 @@ def test_copies_under_way_are_finished_though_a_newer_save_waits(tmp_path: Path,
         copies_.close()
 
 
+def test_copies_of_an_older_save_do_not_replace_those_of_a_newer_one(tmp_path: Path, generation: Generation) -> None:
+    """A pinned save may be committed after a later one. Its copies were made in place of those of the later one, or the
+    hold on the copies of the later one was given up for them: a lost node took the run back further than was said."""
+    known, gate = KnownRun(disk(tmp_path / "a"), Environment()), Slow()
+    two, three, four = (
+        structs.replace(generation, commit=structs.replace(generation.commit, step=step)) for step in (2, 3, 4)
+    )
+    copies_ = NodeCopies(known, lambda _: gate, Outcomes(str(tmp_path)))
+    try:
+        copies_.offer(two)
+        assert gate.begun.get(timeout=20) == 2
+        newest = copies_.offer(four)
+        assert isinstance(copies_.offer(three).exception(20), errors.Overtaken)
+        for step in (2, 4):
+            assert step == 2 or gate.begun.get(timeout=20) == step
+            gate.go_on.put(None)
+        assert newest.result(20) is None
+        assert isinstance(copies_.offer(three).exception(20), errors.Overtaken)
+        assert four.id in known.held and three.id not in known.held
+        rewound = copies_.offer(two, restored=True)
+        assert gate.begun.get(timeout=20) == 2
+        gate.go_on.put(None)
+        assert rewound.result(20) is None
+    finally:
+        copies_.close()
+
+
 def test_copies_that_another_rank_has_left_are_tried_again(tmp_path: Path, generation: Generation) -> None:
     """A rank that left the job answered "cancelled", which was taken for the end of this process: nothing was tried any
     more, and closing the run waited for ever."""

@@ -677,6 +677,102 @@ def test_each_of_two_saves_in_flight_reaches_all_places(ascending, places, monke
     assert steps(places.last) == [1, 2]
 
 
+def test_a_save_that_is_offered_after_a_later_one_is_copied_too(tmp_path, monkeypatch):
+    """Two saves were committed in order, and the lane of the first was slow: the copy of the second was taken for that
+    of both, and `result()` of the first returned although the home did not have it."""
+    committed, second, offer, publish = threading.Event(), threading.Event(), LowerPlace.offer, RunWriter.publish
+
+    def published(run: RunWriter, at: GenerationId, *arguments: object) -> object:
+        assert at.step == 1 or committed.wait(60)
+        return publish(run, at, *arguments)
+
+    def offered(place: LowerPlace, generation: Generation, pinned: bool) -> object:
+        if generation.step == 1:
+            committed.set()
+            assert second.wait(60)
+        copied = offer(place, generation, pinned)
+        second.set()
+        return copied
+
+    monkeypatch.setattr(RunWriter, "publish", published)
+    monkeypatch.setattr(LowerPlace, "offer", offered)
+    front = lastgood.Tier(tmp_path / "front", cadence=EVERY, retention=lastgood.Keep(last=8))
+    options = {"cadence": EVERY, "tiers": [front], "retention": lastgood.Keep(last=9)}
+    with lastgood.Checkpointer(tmp_path / "home", Training().state, **options) as ckpt:
+        ckpt.restore()
+        for save in [ckpt.step(step) for step in (1, 2)]:
+            save.result()
+            assert str(tmp_path / "home") in save.where()
+
+
+@pytest.mark.parametrize("front", ["memory://", "directory"])
+def test_a_save_that_is_committed_late_stays_until_its_copy_is_due(front, tmp_path, monkeypatch):
+    """Saves that passed it were verified, and the next one deleted it between its commit and the order to copy it: a
+    milestone was in no place, and `result()` never returned."""
+    released, committed, passed = threading.Event(), threading.Event(), threading.Event()
+    publish, offer = RunWriter.publish, LowerPlace.offer
+
+    def published(run: RunWriter, at: GenerationId, *arguments: object) -> object:
+        assert at.step != 1 or released.wait(60)
+        return publish(run, at, *arguments)
+
+    def offered(place: LowerPlace, generation: Generation, pinned: bool) -> object:
+        if generation.step == 1:
+            committed.set()
+            assert passed.wait(60)
+        return offer(place, generation, pinned)
+
+    monkeypatch.setattr(RunWriter, "publish", published)
+    monkeypatch.setattr(LowerPlace, "offer", offered)
+    above = lastgood.Tier(front) if "://" in front else lastgood.Tier(tmp_path / front, retention=lastgood.Keep(last=1))
+    options = {"cadence": EVERY, "tiers": [above], "retention": lastgood.Keep(last=9), "in_flight": 2}
+    with lastgood.Checkpointer(tmp_path / "home", Training().state, **options) as ckpt:
+        ckpt.restore()
+        save = ckpt.save(1, milestone=front == "memory://")
+        for step in range(2, 6):
+            ckpt.step(step).committed()
+        released.set()
+        assert committed.wait(60)
+        ckpt.step(6).committed()
+        passed.set()
+        assert save.result(60).step == 1 and str(tmp_path / "home") in save.where()
+    assert 1 in steps(tmp_path / "home")
+
+
+def is_overtaken(save: lastgood.Save) -> bool:
+    try:
+        save.result(60)
+    except errors.Overtaken:
+        return True
+    return False
+
+
+def test_a_copy_whose_slot_was_overwritten_is_given_up_at_once(tmp_path, monkeypatch):
+    """It was tried again and again as if the place below were down, and `result()` waited until the run was closed."""
+    begun, released, complete = threading.Event(), threading.Event(), copying.complete
+
+    def slow(target: object, sources: object, generation: Generation, *arguments: object) -> object:
+        if generation.step == 1:
+            begun.set()
+            assert released.wait(60)
+        return complete(target, sources, generation, *arguments)
+
+    monkeypatch.setattr(copying, "complete", slow)
+    options = {"tiers": [lastgood.Tier(f"slots://{tmp_path}/front")], "cadence": EVERY, "in_flight": 1}
+    with lastgood.Checkpointer(tmp_path / "home", Training().state, **options) as ckpt:
+        ckpt.restore()
+        saves = [ckpt.step(1)]
+        assert begun.wait(60)
+        for step in (2, 3, 4):
+            saves.append(ckpt.step(step))
+            saves[-1].committed()
+        released.set()
+        given_up = [save.step for save in saves if is_overtaken(save)]
+    assert 2 in given_up and 4 not in given_up
+    assert sorted([*given_up, *steps(tmp_path / "home")]) == [1, 2, 3, 4]
+    assert len([*(tmp_path / "home" / "gen").glob("*/*.safetensors")]) == 4 - len(given_up), "no part of a copy is left"
+
+
 def test_saves_after_a_rewind_are_copied_before_what_it_left_behind(places, monkeypatch):
     """They have lower steps. While the place below was down they were given up one after another, and what the rewind
     had left behind was copied when it was back: with the front lost, the steps since the rewind were lost too."""

@@ -16,6 +16,7 @@ from lastgood.format import commit, layout
 from lastgood.io.files import PosixFiles
 from lastgood.policy.retention import Keep
 from lastgood.ports import Files
+from lastgood.records import GenerationId
 from lastgood.run import access
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
@@ -123,6 +124,25 @@ def test_an_older_save_is_dropped_once_a_newer_one_is_committed(tmp_path):
     assert [one.name[:12] for one in (tmp_path / "gen").iterdir()] == ["000000000002"], (
         "no file of the deleted generation is left"
     )
+
+
+def test_a_save_that_is_overtaken_first_leaves_no_file_of_another_rank(tmp_path, monkeypatch):
+    """Rank 1 had written its part when the lane of rank 0 began: that stayed until the next opening, in memory too."""
+    run = writer(tmp_path)
+    require = run.known.require_newest
+
+    def passed(at: GenerationId, pinned: bool) -> None:
+        monkeypatch.undo()
+        saved(run, 2)
+        part = tmp_path / layout.folder(at) / layout.blob_name(1)
+        part.parent.mkdir()
+        part.write_bytes(bytes(20_000))
+        require(at, pinned)
+
+    monkeypatch.setattr(run.known, "require_newest", passed)
+    with pytest.raises(Overtaken):
+        save(run, 1, {"w": bytes(20_000)})
+    assert [one.name[:12] for one in (tmp_path / "gen").iterdir()] == ["000000000002"]
 
 
 def test_an_older_save_that_retention_keeps_is_committed_with_its_parent(tmp_path):

@@ -1,9 +1,8 @@
 """Opens the directory, the slots, the memory or the folder in an object store of a run, for reading or for writing.
 
 Before a run on a disk is changed, three checks are made: the path is a run or may become one; this user may create the
-directory and the file `.lock` in it, which are all that an opening leaves that fails later; and no other process has
-the run open for writing (a lock on that file, which ends with its process). In an object store the last opening counts,
-and replaces the one before (claims.py).
+directory and the file `.lock` in it, all that a failed opening leaves; and no other process has it open for writing
+(a lock on that file, which ends with its process). In an object store the last opening counts (claims.py).
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ WANTED = ".wanted"
 """After the name of the lock: a file that asks the agent which holds the lock to give way."""
 AGENTS_MARK = b"agent"
 """The content of a lock file while an agent holds the lock."""
-YIELD_SECONDS = 15.0
-"""How long an agent may take to give way."""
+YIELD_SECONDS, MARK_SECONDS = 15.0, 0.5
+"""How long an agent may take to give way, and to mark the lock file once it has the lock."""
 POLL_SECONDS = 0.05
 _GENERATIONS = {"gen", FOLDER}
 _RUN_NAMES = {
@@ -341,20 +340,18 @@ def _locked(root: str) -> RunLocked:
             safe="Nothing was touched.",
             todo="close() the earlier Checkpointer, of a notebook cell that ran twice; if it is lost, end the process.",
         )
-    owner = f"process {holder}" if holder else "another process"
     return RunLocked(
-        f"{root} is open for writing in {owner}",
+        f"{root} is open for writing in {f'process {holder}' if holder else 'another process'}",
         safe="Nothing was touched.",
         todo="End that process, or give this run another path. The lock is released when its process ends.",
     )
 
 
 def _locked_place(place: paths.Place, of_agent: bool) -> Lock:
-    """Create the directory of a run and lock it. Raises RunLocked, NotWritable, NoSpace, TierDown, Refused.
-
-    An agent that copies into it gives way: it is asked to, and waited for.
-    """
-    path, until = os.path.join(place.root, LOCK), time.monotonic() + YIELD_SECONDS
+    """Create the directory of a run and lock it; an agent that copies into it is asked to give way, and waited for.
+    Raises RunLocked, NotWritable, NoSpace, TierDown, Refused."""
+    path, begun = os.path.join(place.root, LOCK), time.monotonic()
+    until, marked_until = begun + YIELD_SECONDS, begun + MARK_SECONDS
     try:
         if not of_agent:  # guard: agent-makes-no-place-anew
             _make(place)
@@ -362,10 +359,14 @@ def _locked_place(place: paths.Place, of_agent: bool) -> Lock:
             try:
                 lock = Lock(path, AGENTS_MARK if of_agent else b"")
             except BlockingIOError:
-                if of_agent or not _held_by_agent(path) or time.monotonic() > until:
+                now, marked = time.monotonic(), _held_by_agent(path)
+                own = not marked and lock_holder(path) == os.getpid()
+                if of_agent or own or now > (until if marked else marked_until):  # guard: agent-may-mark-late
                     raise _locked(place.root) from None
-                with contextlib.suppress(FileNotFoundError), open(path + WANTED, "w"):
-                    os.utime(path + WANTED)
+                if marked:
+                    marked_until = now + MARK_SECONDS
+                    with contextlib.suppress(FileNotFoundError), open(path + WANTED, "w"):
+                        os.utime(path + WANTED)
                 time.sleep(POLL_SECONDS)
             except FileNotFoundError:  # an agent has removed the memory since it was made
                 if of_agent or time.monotonic() > until:
@@ -386,8 +387,7 @@ def _locked_place(place: paths.Place, of_agent: bool) -> Lock:
 class Wanted:
     """Whether another process waits until an agent gives the run in the directory `root` free, or has moved it away.
 
-    Who waits renews its request each POLL_SECONDS. A request counts once it was made or renewed since this object was
-    made: no clock is read, which may jump, or be that of a file server. So one that a killed process has left is none.
+    Who waits renews its request each POLL_SECONDS. It counts once renewed since this object was made: no clock is read.
     """
 
     def __init__(self, root: str) -> None:

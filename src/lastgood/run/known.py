@@ -104,7 +104,7 @@ class KnownRun:
         self.deleting: set[GenerationId] = set()
         """generations that are being deleted: they get no label"""
         self.held = Holds()
-        """generations that wait for their copy to another place: they are not deleted"""
+        """generations whose saves have not ended, or that wait for a copy to another place: they are not deleted"""
         self.lost: set[GenerationId] = set()
         """generations that lack the files of a rank, because its node was replaced: they get no mark"""
         self.below: Sequence[KnownRun] = ()

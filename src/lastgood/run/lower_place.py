@@ -22,7 +22,7 @@ from typing import NamedTuple, cast
 from ..coordination.rounds import RankGroup
 from ..coordination.single_rank import AnyRanks
 from ..engine.arena import Arena
-from ..errors import Cancelled, LastgoodError, NotWritable, Overtaken, TimedOut, Unavailable
+from ..errors import Cancelled, Damaged, LastgoodError, NotWritable, Overtaken, TimedOut, Unavailable
 from ..format import commit
 from ..limits import CHUNK_BYTES, EXAMINATION_CHUNKS
 from ..policy.places import lacking
@@ -36,6 +36,7 @@ from .outage import Outage
 from .outcomes import Outcomes
 from .part_copies import OtherRanks
 from .place_scrub import PlaceScrub, Scrubbing
+from .save import clear_failed
 from .thread_pools import EXIT_POLL_SECONDS, interpreter_is_ending
 from .writer import CATALOG_LEAST, RunWriter
 
@@ -85,7 +86,9 @@ class LowerPlace:
         self._waiting: dict[GenerationId, _Copy] = {}
         self._pinned: set[GenerationId] = set()
         self._owed: set[int] = set()
-        """steps of which a copy is due: of the generation of the step, or of a later one if that one fails"""
+        """steps of which a copy is due: of the first generation of the step, or of a later one, that is committed"""
+        self._promised: set[int] = set()
+        """steps whose saves have been promised a copy of their own, whatever is committed before"""
         self._under_way: GenerationId | None = None
         """the generation of the last attempt, which reads it unless that attempt has failed"""
         self._outage = Outage(source, writer.tier.place, outcomes)
@@ -119,25 +122,28 @@ class LowerPlace:
         return self.writer.tier
 
     def owe(self, step: int) -> None:
-        """Note that a copy is due: of the generation of this step, or of a later one if that is overtaken or fails."""
+        """Note that a save of this step begins of which a copy is due; if it fails, one of the next later save."""
         with self._changed:
             self._owed.add(step)
+            self._promised.add(step)
 
     def forget_owed(self) -> None:
         """No copy is due until `owe` is called again."""
         with self._changed:
             self._owed.clear()  # guard: rewind-owes-nothing
+            self._promised.clear()
 
     def offer(self, generation: Generation, pinned: bool) -> Future[None] | None:
         """Called when a generation was committed. Copies it if a copy is due; returns as `add`, None if none is due."""
         keep, one = self.writer.keep, generation.commit
         with self._changed:
             due = {step for step in self._owed if step <= generation.step}  # guard: each-owed-copy-made
-            if not due and not wanted(keep, one.step, one.milestone, one.metrics):
+            # A later save may have been committed, or offered, before this one.
+            promised = generation.step in self._promised  # guard: later-commit-still-owed
+            if not due and not promised and not wanted(keep, one.step, one.milestone, one.metrics):
                 return None
-            # A pinned save of an earlier step may be committed after this one: its own copy stays due.
-            in_flight = set(self._source.pinned)
-            self._owed -= due - {at.step for at in in_flight if at != generation.id}  # guard: later-commit-still-owed
+            self._owed -= due
+            self._promised.discard(generation.step)
         return self.add(generation, pinned)
 
     def add(self, generation: Generation, pinned: bool) -> Future[None]:
@@ -301,6 +307,12 @@ class LowerPlace:
             self._copy(at)
         except Cancelled:
             return
+        except Overtaken as error:
+            with self._changed:
+                self._copying = None
+                self._end(at, error)  # guard: copy-without-source-given-up
+                self._changed.notify_all()
+            return
         except (Unavailable, NotWritable) as error:
             self._outage.failed(at, error)
             with self._changed:
@@ -324,14 +336,13 @@ class LowerPlace:
         known, source = self.writer.known, self._source
         with self._changed:
             if at not in self._waiting:
-                return  # it was overtaken between the choice and this call
+                raise Overtaken(f"{at} was overtaken between the choice and this call")
             self._under_way = at
         with source.lock:
             generation = source.survey.generations.get(at)
             incarnations = dict(source.view.incarnations)
         if generation is None:
-            self.owe(at.step)  # slots keep the newest only: the next commit is copied instead
-            raise Overtaken(f"{at} was deleted from {source.tier.place} before it was copied to {self.tier.place}")
+            raise self._deleted(at)
         now = source.environment.monotonic_seconds
         begun = now()
         arena = Arena(EXAMINATION_CHUNKS * CHUNK_BYTES, CHUNK_BYTES)
@@ -342,7 +353,13 @@ class LowerPlace:
             commit.copy_records([source.tier], target, generation)  # labels that were added since
         else:
             how = copying.Copying(arena, self._workers, stop=lambda: self._stopped, agent=source.agent)
-            copying.complete(target, [source.tier], generation, how, self._others)
+            try:
+                copying.complete(target, [source.tier], generation, how, self._others)
+            except Damaged:
+                if at in source.survey.generations:
+                    raise
+                clear_failed(target, at)
+                raise self._deleted(at) from None  # guard: overwritten-source-is-not-damage
         there = commit.read_generation(target, at, generation.commit.run)
         with known.lock:
             known.survey.incarnations.update(incarnations)
@@ -354,6 +371,13 @@ class LowerPlace:
         if code is not None and there.good:
             self.writer.verifier.protect(there, code, arena, lambda: self._stopped)
         self.writer.clean()
+
+    def _deleted(self, at: GenerationId) -> Overtaken:
+        """The error for a generation that is not in the place any more that it is copied from: slots keep the newest
+        only. The next commit is copied in its place."""
+        with self._changed:
+            self._owed.add(at.step)
+        return Overtaken(f"{at} was deleted from {self._source.tier.place} before {self.tier.place} had its copy")
 
     def _oldest_first(self) -> list[GenerationId]:
         """What waits. The newest is of the newest branch, whose steps may be lower after a rewind. The lock is held."""

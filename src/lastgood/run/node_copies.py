@@ -184,8 +184,8 @@ class NodeCopies:
         found"""
         for at in self._copied:
             source.held.add(at, self._maker)
-        self._newest: GenerationId | None = None
-        """what was offered last"""
+        self._newest: Generation | None = None
+        """the newest that was offered since the last restore"""
         self._newest_made: GenerationId | None = None
         """the newest whose copies this process has made, or found made"""
         self._closing = False
@@ -196,15 +196,20 @@ class NodeCopies:
         self._thread = threading.Thread(target=self._run, name="lastgood-copies")
         self._thread.start()
 
-    def offer(self, generation: Generation) -> Future[None]:
-        """Make the copies of a generation that was committed, or restored. The result ends when they are made, or are
-        given up."""
+    def offer(self, generation: Generation, restored: bool = False) -> Future[None]:
+        """Make the copies of a generation that was committed. The result ends when they are made, or are given up: with
+        Overtaken if a newer one was offered before. `restored`: it was restored, and what came before is left."""
         copied = Future[None]()
         with self._changed:
-            self._newest = generation.id
+            older = not restored and self._newest is not None and _age(generation) < _age(self._newest)
+            if not older:
+                self._newest = generation
             for one in (self._waiting, self._under_way):
                 if one is not None and one.generation.id == generation.id:
                     return one.copied
+            if older:  # guard: newer-copies-not-replaced
+                copied.set_exception(self._overtaken())
+                return copied
             self._give_up(self._waiting, self._overtaken())
             self._waiting = Offered(generation, copied)
             self._source.held.add(generation.id, self)
@@ -242,7 +247,7 @@ class NodeCopies:
     def lacking(self) -> str:
         """What the newest save lacks, for the closing line; empty if it has its copies."""
         newest, made = self._newest, self._newest_made
-        if newest is None or newest == made or not self.place:
+        if newest is None or newest.id == made or not self.place:
             return ""
         has = f"step {made.step} is the newest that has" if made is not None else "nor any since the opening"
         return f"step {newest.step} is not known to have copies or parity on other nodes, {has}"
@@ -325,6 +330,11 @@ class NodeCopies:
                     seconds, size = time.monotonic() - begun, generation.bytes
                     self._source.emit("copied", generation.id, seconds=seconds, size=size, detail=self.place)
             self._changed.notify_all()
+
+
+def _age(generation: Generation) -> tuple[int, int]:
+    """Ascends with time: steps ascend in an incarnation, and orders from one to the next."""
+    return generation.commit.order, generation.step
 
 
 def placed(nodes: Sequence[PeerNode]) -> list[Node]:

@@ -201,6 +201,7 @@ class Pipeline:
             with self._state:
                 # One statement: whatever line Ctrl-C interrupts, either the flight has the place or this thread has.
                 self._flights, self.holds_place = [*self._flights, flight], False
+                self.run.known.held.add(at, flight)  # guard: save-in-flight-not-deleted
                 self._busy.set()
                 if pinned:
                     self.run.known.pinned.add(at)
@@ -289,8 +290,7 @@ class Pipeline:
         `survives`: whether another rank has died, so that afterwards nothing waits for other ranks (default False).
 
         Raises TimedOut after `timeout` seconds (None: no limit). The saves in flight are then cancelled at their next
-        chunk, and the lock is released when the last job has ended. A system call that hangs holds its thread, and
-        with it the process.
+        chunk, and the lock is released when the last job has ended. A system call that hangs holds the process.
         """
         with self._state:
             self._closing += 1
@@ -332,6 +332,7 @@ class Pipeline:
                 return
             self._flights.remove(flight)
             self.run.known.pinned.discard(flight.at)
+            self.run.known.held.discard(flight.at, flight)
         flight.end()  # guard: lent-file-released
         self._free_places.release()  # guard: finished-save-frees-place
 

@@ -160,7 +160,7 @@ class Places:
         replaced."""
         newest = self.front.known.newest_restorable()
         if self.copies is not None and newest is not None:
-            self.copies.offer(newest)
+            self.copies.offer(newest, restored=True)
 
     def _writers(self) -> list[RunWriter]:
         return [one for one in self._all if isinstance(one, RunWriter)]

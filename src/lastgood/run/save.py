@@ -162,9 +162,9 @@ def save(run: WritableRun, request: SaveRequest, writer: RankWriter, topic: AnyT
     because they belong to another save.
     """
     known, at, begun_seconds = run.known, request.at, run.known.environment.monotonic_seconds()
-    with topic.failing(), known.lock:
-        known.require_newest(at, request.pinned)
     try:
+        with known.lock:
+            known.require_newest(at, request.pinned)  # other ranks may have written their parts already
         if topic.is_retry:  # guard: retry-waits-for-first-try
             topic.agree(None, lambda _: None)  # the coordinator has now removed the files of the earlier attempt
         run.intend(request)

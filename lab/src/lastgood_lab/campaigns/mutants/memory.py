@@ -202,6 +202,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("COMMIT is copied before the files of other nodes", "commit-copied-after-all-nodes", Never()),
         ("another user is served", "agent-serves-own-user", Never()),
         ("an agent makes a place that was moved away anew", "agent-makes-no-place-anew", Always()),
+        ("a start fails at a lock without a mark", "agent-may-mark-late", Swap("else marked_until", "else begun")),
         ("an agent runs modules of the current folder", "agent-starts-outside-all-folders", Swap('"/"', "None")),
         ("the agent of another user is asked", "agent-of-another-user-not-asked", Remove()),
         ("no agent is seen where another user has one", "unreachable-agent-of-another-user-named", Remove()),

@@ -343,8 +343,16 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "a save that is committed after a later one is not copied",
             "later-commit-still-owed",
-            Swap("!= generation.id", "in ()"),
+            Swap("generation.step in self._promised", "False"),
         ),
+        ("a committed save is deleted before its copy is due", "save-in-flight-not-deleted", Remove()),
+        (
+            "slots that a newer save has overwritten count as damage",
+            "overwritten-source-is-not-damage",
+            Instead("raise"),
+        ),
+        ("copies of an older save replace those of a newer one", "newer-copies-not-replaced", Never()),
+        ("a copy whose source is gone is tried for ever", "copy-without-source-given-up", Remove()),
         (
             "copies follow the steps of abandoned branches",
             "newest-branch-copied-first",
