@@ -94,6 +94,28 @@ def test_a_forgotten_optimizer_or_schedule_is_reported(tmp_path: Path, given: st
     assert named == missing.split()
 
 
+class Grouped(nn.Linear):
+    """A module with a method of the name that groups of optimizers have."""
+
+    def param_groups(self) -> list[nn.Parameter]:
+        return [*self.parameters()]
+
+
+def test_a_module_with_groups_of_its_own_and_a_schedule_without_optimizer(tmp_path: Path) -> None:
+    model = Grouped(4, 1)
+    optimizer, other = (
+        optim.AdamW(model.parameters()),
+        optim.lr_scheduler.LRScheduler.__new__(optim.lr_scheduler.StepLR),
+    )
+    optimizer.param_groups[0]["initial_lr"] = 1e-3
+    state = {"model": model, "optimizer": optimizer}
+    with reports() as texts, lastgood.Checkpointer(tmp_path, state, cadence=lastgood.Every(steps=1)) as ckpt:
+        ckpt.restore()
+        train(model, optimizer)
+        ckpt.step(1)
+    assert not any("the state lacks" in one for one in texts) and other is not None
+
+
 def test_an_optimizer_that_keeps_nothing_is_not_reported(tmp_path: Path) -> None:
     model, optimizer = made()
     with reports() as texts, lastgood.Checkpointer(tmp_path, {"model": model}, cadence=lastgood.Every(steps=1)) as ckpt:

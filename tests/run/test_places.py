@@ -19,8 +19,9 @@ from lastgood import errors
 from lastgood.format import commit, layout
 from lastgood.policy.places import holder, merged
 from lastgood.policy.restore import lineage, never_committed
+from lastgood.ports import Tier
 from lastgood.records import Generation, GenerationId
-from lastgood.run import access, copying, lower_place
+from lastgood.run import access, agent_work, copying, lower_place
 from lastgood.run.claims import common_order
 from lastgood.run.known import KnownRun
 from lastgood.run.lower_place import LowerPlace
@@ -706,7 +707,7 @@ def test_a_save_that_is_offered_after_a_later_one_is_copied_too(tmp_path, monkey
 
 
 @pytest.mark.parametrize("front", ["memory://", "directory"])
-def test_a_save_that_is_committed_late_stays_until_its_copy_is_due(front, tmp_path, monkeypatch):
+def test_a_save_that_is_committed_late_stays_until_its_copy_is_due(front, memory, tmp_path, monkeypatch):
     """Saves that passed it were verified, and the next one deleted it between its commit and the order to copy it: a
     milestone was in no place, and `result()` never returned."""
     released, committed, passed = threading.Event(), threading.Event(), threading.Event()
@@ -747,30 +748,78 @@ def is_overtaken(save: lastgood.Save) -> bool:
     return False
 
 
-def test_a_copy_whose_slot_was_overwritten_is_given_up_at_once(tmp_path, monkeypatch):
-    """It was tried again and again as if the place below were down, and `result()` waited until the run was closed."""
-    begun, released, complete = threading.Event(), threading.Event(), copying.complete
+def forget_first(ckpt: lastgood.Checkpointer) -> None:
+    """A newer save has overwritten the slot of step 1."""
+    known = ckpt._pipeline.run.known
+    with known.lock:
+        known.survey.generations = {at: one for at, one in known.survey.generations.items() if at.step != 1}
 
-    def slow(target: object, sources: object, generation: Generation, *arguments: object) -> object:
+
+def test_a_copy_whose_slot_is_overwritten_is_given_up_at_once(tmp_path, monkeypatch):
+    """It was tried again and again as if the place below were down, and `result()` waited until the run was closed."""
+    complete = copying.complete
+
+    def overwritten(target: Tier, sources: object, generation: Generation, *arguments: object) -> object:
         if generation.step == 1:
-            begun.set()
-            assert released.wait(60)
+            part = tmp_path / "home" / layout.folder(generation.id) / layout.blob_name(0)
+            part.parent.mkdir(parents=True)
+            part.write_bytes(bytes(100))
+            forget_first(ckpt)
+            raise errors.MissingBlob("the slot has another step")
         return complete(target, sources, generation, *arguments)
 
-    monkeypatch.setattr(copying, "complete", slow)
-    options = {"tiers": [lastgood.Tier(f"slots://{tmp_path}/front")], "cadence": EVERY, "in_flight": 1}
+    monkeypatch.setattr(copying, "complete", overwritten)
+    options = {"tiers": [lastgood.Tier(f"slots://{tmp_path}/front")], "cadence": EVERY}
     with lastgood.Checkpointer(tmp_path / "home", Training().state, **options) as ckpt:
         ckpt.restore()
-        saves = [ckpt.step(1)]
-        assert begun.wait(60)
-        for step in (2, 3, 4):
-            saves.append(ckpt.step(step))
-            saves[-1].committed()
-        released.set()
-        given_up = [save.step for save in saves if is_overtaken(save)]
-    assert 2 in given_up and 4 not in given_up
-    assert sorted([*given_up, *steps(tmp_path / "home")]) == [1, 2, 3, 4]
-    assert len([*(tmp_path / "home" / "gen").glob("*/*.safetensors")]) == 4 - len(given_up), "no part of a copy is left"
+        assert is_overtaken(ckpt.step(1))
+        assert [*(tmp_path / "home" / "gen").iterdir()] == [], "no part of the copy is left"
+        assert not is_overtaken(ckpt.step(2))
+    assert steps(tmp_path / "home") == [2]
+
+
+def test_closing_gives_up_overwritten_slots_and_tries_the_rest(tmp_path, monkeypatch):
+    """The first of them ended the last attempt: the others were said to be kept in front, and were not."""
+    complete, close, down = copying.complete, LowerPlace.close, [errors.TierDown("the place below is down")]
+
+    def refused(*arguments: object) -> object:
+        if down:
+            raise down[0]
+        return complete(*arguments)
+
+    def closed(place: LowerPlace) -> None:
+        down.clear()
+        close(place)
+
+    monkeypatch.setattr(copying, "complete", refused)
+    monkeypatch.setattr(LowerPlace, "close", closed)
+    options = {"tiers": [lastgood.Tier(f"slots://{tmp_path}/front")], "cadence": EVERY, "in_flight": 1}
+    options |= {"retention": lastgood.Keep(last=20), "save_on_exit": False}
+    with lastgood.Checkpointer(tmp_path / "home", Training().state, **options) as ckpt:
+        ckpt.restore()
+        saves = [ckpt.step(step) for step in range(1, 9)]
+        saves[-1].committed()
+    given_up = [save.step for save in saves if is_overtaken(save)]
+    assert sorted([*given_up, *steps(tmp_path / "home")]) == [*range(1, 9)] and 8 not in given_up
+
+
+def test_damage_of_a_copy_is_reported_though_its_slot_was_overwritten(tmp_path, monkeypatch):
+    """It was taken for that of the overwritten slot: the copy was deleted, and nothing said that the disk fails."""
+    read = agent_work.AgentWork.read_all
+
+    def damaged(work: agent_work.AgentWork, target: Tier, *arguments: object) -> object:
+        if str(tmp_path / "home") in target.place:
+            flip(tensor_file(tmp_path / "home", 1))
+            forget_first(ckpt)
+        return read(work, target, *arguments)
+
+    monkeypatch.setattr(agent_work.AgentWork, "read_all", damaged)
+    options = {"tiers": [lastgood.Tier(f"slots://{tmp_path}/front")], "cadence": EVERY, "save_on_exit": False}
+    with reported("does not read back"), lastgood.Checkpointer(tmp_path / "home", Training().state, **options) as ckpt:
+        ckpt.restore()
+        with pytest.raises(errors.Damaged, match="does not read back"):
+            ckpt.step(1).result(60)
+    assert tensor_file(tmp_path / "home", 1).exists()
 
 
 def test_saves_after_a_rewind_are_copied_before_what_it_left_behind(places, monkeypatch):

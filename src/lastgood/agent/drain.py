@@ -27,7 +27,7 @@ from ..limits import CHUNK_BYTES, EXAMINATION_CHUNKS, WORKERS
 from ..policy.places import lacking, merged
 from ..policy.retention import Keep
 from ..ports import Mendable, Tier
-from ..records import Generation, intact
+from ..records import Generation, GenerationId, intact
 from ..run import access, agent_link, copying, pack_copies, paths
 from ..run.agent_messages import AgentSpec, Copied, CopyTo
 from ..run.reader import read_all
@@ -58,7 +58,9 @@ def uncommitted(memory: Tier) -> list[str]:
 
 def report_left(memory: Tier, copied: Sequence[str]) -> None:
     """A signal ends the agent: name the newest generation that is committed in memory and not among `copied`."""
-    left = [at for name in committed(memory) if name not in copied and (at := layout.parse_folder(name)) is not None]
+    left = list[GenerationId]()
+    with contextlib.suppress(LastgoodError):  # the memory may have been removed
+        left = [at for name in committed(memory) if name not in copied and (at := layout.parse_folder(name))]
     if left:
         reporting.warning(
             f"a signal has ended this agent before it has found {left[-1]} in each place below. It stays in "

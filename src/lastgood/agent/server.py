@@ -128,9 +128,9 @@ class Server:
                 elif self._is_over(now):
                     self._end()
             self._stop.set()
-        if self._signalled and self._in_memory and not self._attached():
-            report_left(self._tier(), self._copied)  # guard: ended-agent-names-what-is-left
         self._answer_end("" if self._ended else "it was ended")
+        if self._in_memory and not (self._ended or self._attached()):
+            report_left(self._tier(), self._copied)  # guard: ended-agent-names-what-is-left
         for one in [*self._clients]:
             self._leave(one)
         self._selector.close()

@@ -23,7 +23,7 @@ from ..coordination.rounds import RankGroup
 from ..coordination.single_rank import AnyRanks
 from ..engine.arena import Arena
 from ..errors import Cancelled, Damaged, LastgoodError, NotWritable, Overtaken, TimedOut, Unavailable
-from ..format import commit
+from ..format import commit, layout
 from ..limits import CHUNK_BYTES, EXAMINATION_CHUNKS
 from ..policy.places import lacking
 from ..policy.retention import wanted
@@ -42,6 +42,10 @@ from .writer import CATALOG_LEAST, RunWriter
 
 PAUSES_SECONDS = (1.0, 5.0, 20.0, 60.0)
 """The pauses after failed attempts in a row; the last one is repeated."""
+
+
+PROMISES_LIMIT = 1024
+"""more saves than are ever in flight"""
 
 
 def pause_seconds(failures: int) -> float:
@@ -126,6 +130,8 @@ class LowerPlace:
         with self._changed:
             self._owed.add(step)
             self._promised.add(step)
+            if len(self._promised) > PROMISES_LIMIT:  # the oldest are of saves that have failed
+                self._promised.remove(min(self._promised))
 
     def forget_owed(self) -> None:
         """No copy is due until `owe` is called again."""
@@ -309,7 +315,7 @@ class LowerPlace:
             return
         except Overtaken as error:
             with self._changed:
-                self._copying = None
+                self._copying, self._last_try = None, False
                 self._end(at, error)  # guard: copy-without-source-given-up
                 self._changed.notify_all()
             return
@@ -356,7 +362,9 @@ class LowerPlace:
             try:
                 copying.complete(target, [source.tier], generation, how, self._others)
             except Damaged:
-                if at in source.survey.generations:
+                # Where COMMIT is, every byte has been copied: what does not read back is damaged there.
+                # guard: damaged-copy-is-no-overtaken-one
+                if at in source.survey.generations or layout.COMMIT in target.list(layout.folder(at)):
                     raise
                 clear_failed(target, at)
                 raise self._deleted(at) from None  # guard: overwritten-source-is-not-damage

@@ -7,10 +7,9 @@ optimizer of the state has, or an optimizer with the learning rates that a sched
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -26,42 +25,56 @@ T = TypeVar("T")
 def forgotten(state: Mapping[str, Any]) -> list[str]:
     """The classes of optimizers that keep something of parameters of the state, and of schedules of its optimizers,
     that live in this process and are not in the state. Empty if the state has objects of the user or of another
-    package, whose `state_dict()` may have them.
+    package, or modules with a state of their own, whose `state_dict()` may have them.
     """
     objects = [*find_objects(state).values()]
-    if any(_is_unknown(one) for one in objects):
+    trained, begun = _without_optimizer(objects), _without_schedule(objects)
+    if not (trained or begun) or any(map(_may_hold_others, objects)):
         return []
-    return [type(one).__name__ for one in (*_optimizers(objects), *_schedules(objects))]
+    optimizers = [one for one in _live(Optimizer) if getattr(one, "state", None) and trained & _parameters_of(one)]
+    schedules = [one for one in _live(LRScheduler) if _optimizer_of(one) in begun]
+    return [*dict.fromkeys(type(one).__name__ for one in (*optimizers, *schedules))]
 
 
-def _is_unknown(obj: Any) -> bool:
-    known = isinstance(obj, LRScheduler) or hasattr(obj, "param_groups")
-    return tag_of(obj) == "!object" and not known and type(obj).__module__.partition(".")[0] not in _PACKAGES
+def _may_hold_others(obj: Any) -> bool:
+    if isinstance(obj, nn.Module):
+        return any(type(one).get_extra_state is not nn.Module.get_extra_state for one in obj.modules())
+    if isinstance(obj, Optimizer | LRScheduler):
+        return False
+    return tag_of(obj) == "!object" and type(obj).__module__.partition(".")[0] not in _PACKAGES
 
 
-def _optimizers(objects: list[Any]) -> list[Optimizer]:
-    held = {id(one) for of in objects for one in _parameters_of(of)}
+def _without_optimizer(objects: list[Any]) -> set[int]:
+    """The ids of parameters that are trained, and that no optimizer among these objects has."""
     modules = [one for one in objects if isinstance(one, nn.Module)]
-    trained = {id(one) for module in modules for one in module.parameters() if one.requires_grad} - held
-    live = _live(Optimizer) if trained else ()
-    return [one for one in live if one.state and any(id(each) in trained for each in _parameters_of(one))]
+    trained = {id(one) for module in modules for one in module.parameters() if one.requires_grad}
+    return trained.difference(*(_parameters_of(one) for one in objects if isinstance(one, Optimizer)))
 
 
-def _parameters_of(optimizer: Any) -> Iterator[torch.Tensor]:
-    for group in getattr(optimizer, "param_groups", ()):
-        yield from group["params"]
+def _without_schedule(objects: list[Any]) -> set[int]:
+    """The ids of optimizers with the learning rates that a schedule begins with, of which no schedule is here."""
+    optimizers = [one for one in objects if isinstance(one, Optimizer)]
+    begun = {id(one) for one in optimizers if any("initial_lr" in group for group in _groups(one))}
+    return begun - {_optimizer_of(one) for one in objects if isinstance(one, LRScheduler)}
 
 
-def _schedules(objects: list[Any]) -> list[LRScheduler]:
-    scheduled = {id(one.optimizer) for one in objects if isinstance(one, LRScheduler)}
-    begun = {
-        id(one)
-        for one in objects
-        if isinstance(one, Optimizer) and any("initial_lr" in group for group in one.param_groups)
-    } - scheduled
-    return [one for one in _live(LRScheduler) if id(one.optimizer) in begun] if begun else []
+def _groups(optimizer: Optimizer) -> list[Mapping[str, Any]]:
+    """Its groups. A subclass may not have called the constructor yet."""
+    groups = getattr(optimizer, "param_groups", None)
+    return [one for one in groups if isinstance(one, Mapping)] if isinstance(groups, list) else []
 
 
-def _live(kind: type[T]) -> Iterator[T]:
-    """The objects of a class in this process. `isinstance` would run code of proxies among all its objects."""
-    return (one for one in gc.get_objects() if issubclass(type(one), kind))
+def _parameters_of(optimizer: Optimizer) -> set[int]:
+    return {id(one) for group in _groups(optimizer) for one in group.get("params", ())}
+
+
+def _optimizer_of(schedule: LRScheduler) -> int:
+    return id(getattr(schedule, "optimizer", None))
+
+
+def _live(kind: type[T]) -> list[T]:
+    """The objects of a class in this process. Classes come first: `isinstance` would run code of proxies, and a process
+    may have millions of objects."""
+    objects = gc.get_objects()
+    kinds = {id(one) for one in {id(one): one for one in map(type, objects)}.values() if issubclass(one, kind)}
+    return [one for one in objects if id(type(one)) in kinds] if kinds else []

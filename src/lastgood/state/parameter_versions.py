@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import reporting
+from ..units import shortened
 from .forgotten import forgotten
 from .objects import find_objects
 
@@ -68,9 +69,9 @@ class ParameterWatch:
             self._elements = []
             if left_out := forgotten(state):  # guard: forgotten-optimizer-reported
                 reporting.threat(
-                    f"the state lacks {', '.join(left_out)}, with which its parameters are trained: that begins anew "
-                    "after a restore, so the run does not go on as it was. Give it in the state too. To leave it out "
-                    "on purpose, give it, and exclude its name."
+                    f"the state lacks {shortened(left_out, 3)}, which seems to train its parameters: it begins anew "
+                    "after a restore, and the run does not go on as it was. Give it in the state too. If it is not "
+                    "used any more, nothing is wrong. To leave it out on purpose, give it, and exclude its name."
                 )
         # guard: untrained-state-reported
         elif self._saves >= UNCHANGED_SAVES and step - self._begun >= UNCHANGED_STEPS:

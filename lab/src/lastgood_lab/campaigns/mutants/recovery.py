@@ -351,6 +351,11 @@ MUTANTS: tuple[Mutant, ...] = (
             "overwritten-source-is-not-damage",
             Instead("raise"),
         ),
+        (
+            "a damaged copy counts as an overwritten slot",
+            "damaged-copy-is-no-overtaken-one",
+            Swap(" or layout.COMMIT in target.list(layout.folder(at))", ""),
+        ),
         ("copies of an older save replace those of a newer one", "newer-copies-not-replaced", Never()),
         ("a copy whose source is gone is tried for ever", "copy-without-source-given-up", Remove()),
         (
