@@ -440,7 +440,9 @@ def test_an_agent_that_is_out_of_memory_harms_nothing(run: Run) -> None:
         process = state(run.memory).process
         used = int(Path(f"/proc/{process}/statm").read_text().split()[0]) * resource.getpagesize()
         resource.prlimit(process, resource.RLIMIT_AS, (used, used))
-        with reported("could not (copy|read) step 2 .*it instead: .*too little memory: raise the limit"):
+        # On a busy machine it may not come to an answer before it is given up.
+        why = "too little memory: raise the limit|TimeoutError: it did not answer"
+        with reported(f"could not (copy|read) step 2 .*it instead: .*({why})"):
             run.step(ckpt, 2)
             ckpt.wait()
         assert ckpt.latest() == 2

@@ -129,7 +129,7 @@ class Server:
                     self._end()
             self._stop.set()
         self._answer_end("" if self._ended else "it was ended")
-        if self._in_memory and not (self._ended or self._attached()):
+        if self._signalled and self._in_memory and not (self._ended or self._attached()):
             report_left(self._tier(), self._copied)  # guard: ended-agent-names-what-is-left
         for one in [*self._clients]:
             self._leave(one)
