@@ -591,7 +591,7 @@ class NodeCopies:
     def __init__(self) -> None:
         self.offered = list[int]()
 
-    def offer(self, generation: Generation) -> Future[None]:
+    def offer(self, generation: Generation, restored: bool = False) -> Future[None]:
         self.offered.append(generation.step)
         return Future()
 
