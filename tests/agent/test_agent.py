@@ -24,7 +24,7 @@ from harness import flip, one_place, reported, steps
 from lastgood.cli import agent as agent_cli
 from lastgood.format import layout
 from lastgood.io.files import Lock
-from lastgood.run import access, agent_link, agent_messages, agent_start, lower_place, memory_place
+from lastgood.run import access, agent_link, agent_messages, agent_start, agent_work, lower_place, memory_place
 from lastgood_lab.worlds import CONTEXT
 from training import Training
 
@@ -432,7 +432,10 @@ def test_an_agent_that_hangs_is_replaced_by_the_next_opening(run: Run, monkeypat
         assert state(run.memory).process != process
 
 
-def test_an_agent_that_is_out_of_memory_harms_nothing(run: Run) -> None:
+def test_an_agent_that_is_out_of_memory_harms_nothing(run: Run, monkeypatch) -> None:
+    # A busy machine may keep it from its answer, which is what this is about.
+    monkeypatch.setattr(agent_work, "LIFE_SECONDS", LIMIT_SECONDS)
+    monkeypatch.setattr(agent_link, "ATTACH_SECONDS", LIMIT_SECONDS)
     with run.opened() as ckpt:
         ckpt.restore()
         run.step(ckpt, 1)
@@ -440,9 +443,7 @@ def test_an_agent_that_is_out_of_memory_harms_nothing(run: Run) -> None:
         process = state(run.memory).process
         used = int(Path(f"/proc/{process}/statm").read_text().split()[0]) * resource.getpagesize()
         resource.prlimit(process, resource.RLIMIT_AS, (used, used))
-        # On a busy machine it may not come to an answer before it is given up.
-        why = "too little memory: raise the limit|TimeoutError: it did not answer"
-        with reported(f"could not (copy|read) step 2 .*it instead: .*({why})"):
+        with reported("could not (copy|read) step 2 .*it instead: .*too little memory: raise the limit"):
             run.step(ckpt, 2)
             ckpt.wait()
         assert ckpt.latest() == 2

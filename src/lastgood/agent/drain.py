@@ -182,7 +182,7 @@ def _waits_for(memory: Tier, there: Tier, one: Generation) -> str:
     folder = layout.folder(one.id)
     mine, found = memory.list(folder), there.list(folder)
     lacks = [seal.manifest for seal in one.commit.seals if seal.manifest not in found]
-    return "" if not lacks or any(name in mine for name in lacks) else _named(lacks)
+    return "" if not lacks or any(name in mine for name in lacks) else shortened(lacks, 3)
 
 
 def _copied(memory: Tier, target: Mendable, one: Generation, stop: Callable[[], bool]) -> str:
@@ -211,7 +211,7 @@ def _copied_with(memory: Tier, target: Mendable, one: Generation, how: copying.C
     there = target.list(folder)
     lacks = [seal.manifest for seal in one.commit.seals if seal.manifest not in there]
     if lacks:  # guard: commit-copied-after-all-nodes
-        return _named(lacks)
+        return shortened(lacks, 3)
     commit.copy_records([memory, target], target, one)
     findings = read_all(target, one, how.arena, how.workers, how.stop, of=ranks)
     if findings:
@@ -219,7 +219,3 @@ def _copied_with(memory: Tier, target: Mendable, one: Generation, how: copying.C
     if not intact(findings):
         raise Damaged(f"the copy of {one.id} does not read back: {findings[0].what}")
     return ""
-
-
-def _named(files: Sequence[str]) -> str:
-    return shortened(files, 3)

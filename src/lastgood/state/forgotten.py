@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -18,8 +18,6 @@ from .objects import find_objects, tag_of
 
 _PACKAGES = {"torch", "torchdata", "lastgood"}
 """whose objects hold no optimizer or schedule in their `state_dict()`, but those that are optimizers or schedules"""
-
-T = TypeVar("T")
 
 
 def forgotten(state: Mapping[str, Any]) -> list[str]:
@@ -31,9 +29,11 @@ def forgotten(state: Mapping[str, Any]) -> list[str]:
     trained, begun = _without_optimizer(objects), _without_schedule(objects)
     if not (trained or begun) or any(map(_may_hold_others, objects)):
         return []
-    optimizers = [one for one in _live(Optimizer) if getattr(one, "state", None) and trained & _parameters_of(one)]
-    schedules = [one for one in _live(LRScheduler) if _optimizer_of(one) in begun]
-    return [*dict.fromkeys(type(one).__name__ for one in (*optimizers, *schedules))]
+    live = _live()
+    optimizers = [one for one in live if isinstance(one, Optimizer)]
+    keeping = [one for one in optimizers if getattr(one, "state", None) and trained & _parameters_of(one)]
+    schedules = [one for one in live if isinstance(one, LRScheduler) and _optimizer_of(one) in begun]
+    return [*dict.fromkeys(type(one).__name__ for one in (*keeping, *schedules))]
 
 
 def _may_hold_others(obj: Any) -> bool:
@@ -72,9 +72,10 @@ def _optimizer_of(schedule: LRScheduler) -> int:
     return id(getattr(schedule, "optimizer", None))
 
 
-def _live(kind: type[T]) -> list[T]:
-    """The objects of a class in this process. Classes come first: `isinstance` would run code of proxies, and a process
-    may have millions of objects."""
+def _live() -> list[Any]:
+    """The optimizers and schedules of this process. Classes come first: `isinstance` would run code of proxies, and a
+    process may have millions of objects."""
     objects = gc.get_objects()
-    kinds = {id(one) for one in {id(one): one for one in map(type, objects)}.values() if issubclass(one, kind)}
-    return [one for one in objects if id(type(one)) in kinds] if kinds else []
+    classes = {id(one): one for one in map(type, objects)}
+    kinds = {key for key, one in classes.items() if issubclass(one, Optimizer | LRScheduler)}
+    return [one for one in objects if id(type(one)) in kinds]
