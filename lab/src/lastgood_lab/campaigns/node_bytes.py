@@ -27,16 +27,26 @@ def held_in(folder: Path) -> dict[str, dict[int, int]]:
     return found
 
 
-def due(held: Sequence[Held], copies: int, later: Sequence[Held]) -> int:
-    """The bytes that must be sent: what ranks want and their node lacks, and the copies that are missing.
+def lacking(held: Sequence[Held], later: Sequence[Held]) -> int:
+    """The bytes that ranks want and their node lacks: the most that a restore may read from other nodes.
 
     `held`: what the node of each slot had. `later`: what it had at the end; files may have come from the node in
     reserve, which was cut off while it sent them.
     """
-    sizes = {rank: size for one in [*held, *later] for rank, size in one.items()}
-    fetched = sum(size for rank, size in sizes.items() if rank not in held[rank // RANKS_OF_A_NODE])
+    sizes = _sizes(held, later)
+    return sum(size for rank, size in sizes.items() if rank not in held[rank // RANKS_OF_A_NODE])
+
+
+def due(held: Sequence[Held], copies: int, later: Sequence[Held]) -> int:
+    """The bytes that must be sent: what a restore reads, and the copies that are missing. As `lacking`."""
+    sizes = _sizes(held, later)
     missing = {rank: copies - sum(rank in one for one in held) for rank in sizes}
-    return fetched + sum(max(0, missing[rank]) * size for rank, size in sizes.items())
+    return lacking(held, later) + sum(max(0, missing[rank]) * size for rank, size in sizes.items())
+
+
+def _sizes(held: Sequence[Held], later: Sequence[Held]) -> dict[int, int]:
+    """Rank -> bytes of its file, of all that lie anywhere."""
+    return {rank: size for one in [*held, *later] for rank, size in one.items() if rank != PARITY}
 
 
 def due_with_parity(held: Sequence[Held], code: tuple[int, int]) -> int:

@@ -39,7 +39,9 @@ FAULTS = {
 @dataclass
 class Outcome:
     """What one trial found. `lost`: bytes that the lost nodes had of the restored save. `due`: the most that had to be
-    sent, by what lay in memory before. `sent`: by the interfaces of the job's nodes; `sent_to_all`: of all nodes."""
+    sent, by what lay in memory before. `sent`: by the interfaces of the job's nodes; `sent_to_all`: of all nodes.
+    `lacking`: what the nodes of ranks lacked of the saves that the restore has tried; `fetched`: what it has read from
+    other nodes."""
 
     fault: str
     problems: list[str]
@@ -47,15 +49,18 @@ class Outcome:
     due: int = 0
     sent: int = 0
     sent_to_all: int = 0
-    restored: str = ""
+    lacking: int = 0
     fetched: int = 0
+    restored: str = ""
     measured: bool = False
     """whether nothing of the job that was killed was still being sent when the next one began"""
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """One row for each fault. The bytes are means over the trials that were measured and have no violation."""
-    names = ["fault", "copies", "trials", "violations", "restored", "KB lost", "KB due", "KB sent", "sent / lost"]
+    """One row for each fault. The bytes are means over the trials without a violation; those that were lost, due and
+    sent, over those of them that were measured."""
+    names = ["fault", "copies", "trials", "violations", "restored", "KB lacking", "KB fetched"]
+    names += ["KB lost", "KB due", "KB sent", "sent / lost"]
     lines = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
     for fault, mode in FAULTS.items():
         of = [one for one in outcomes if one.fault == fault]
@@ -64,15 +69,23 @@ def table(outcomes: Sequence[Outcome]) -> str:
         if not of:
             continue
         restored = ", ".join(f"{name} {count}" for name, count in Counter(one.restored for one in good).most_common())
-        lost, due, sent = (sum(getattr(one, name) for one in measured) for name in ("lost", "due", "sent"))
-        means = [f"{one / max(len(measured), 1) / 1000:,.0f}" for one in (lost, due, sent)]
-        ratio = f"{sent / lost:.3f}" if lost else "-"
+        read = [f"{_mean([getattr(one, name) for one in good]):,.0f}" for name in ("lacking", "fetched")]
+        lost, due, sent = ([getattr(one, name) for one in measured] for name in ("lost", "due", "sent"))
+        means = [*read, *(f"{_mean(one):,.0f}" for one in (lost, due, sent))]
+        ratio = f"{sum(sent) / sum(lost):.3f}" if any(lost) else "-"
         cells = [fault, MODES[mode].name, len(of), len(of) - len(good), restored, *means, ratio]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
 
+def _mean(sizes: Sequence[int]) -> float:
+    """In KB."""
+    return sum(sizes) / max(len(sizes), 1) / 1000
+
+
 NOTES = """- Restored: the newest save with copies, or a newer one that needed none of the lost nodes.
+- KB lacking: what the nodes of ranks lacked of what these wanted to restore. KB fetched: what the restore has read from
+  other nodes; what is rebuilt from parity before is no part of it.
 - KB lost: what the lost nodes had of the restored save in memory, their own part and copies of others.
 - KB due: that, the copies that had not been made, and once more what ranks on new nodes read before its copy has come.
   With parity, each byte that is computed again counts as many times as a stripe has data cells.

@@ -6,8 +6,8 @@ rack of two; a node is cut off for a moment, or its agent is killed or stopped, 
 replaced by an empty one; a node is cut off, replaced, and comes back later with what it had. The job must restore the
 newest save of which `save.durable("node")` was true, or a newer one, bit for bit, and its next save must get its
 copies. What the nodes send each other until then is measured at their interfaces, and in every second trial compared
-with what had to be sent; such a trial begins when agents have ended what the killed job had asked of them. Writes
-lab/reports/nodes.*
+with what had to be sent; such a trial begins when agents have ended what the killed job had asked of them. In each
+trial what the restore alone reads from other nodes must be no more than its nodes lacked. Writes lab/reports/nodes.*
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 
 from lastgood.run import agent_link, memory_place
 from lastgood_lab import namespaces
-from lastgood_lab.campaigns.node_bytes import NODES, RANKS, RANKS_OF_A_NODE, due, due_with_parity, held_in
+from lastgood_lab.campaigns.node_bytes import NODES, RANKS, RANKS_OF_A_NODE, due, due_with_parity, held_in, lacking
 from lastgood_lab.campaigns.node_jobs import RankJob, run, serve_stores
 from lastgood_lab.campaigns.node_outcomes import FAULTS, MODES, NOTES, Mode, Outcome, table
 from lastgood_lab.campaigns.reports import report
@@ -168,11 +168,16 @@ class Run:
         self._committed = self._attempted = step
         folder = found[0]["folder"]  # a node that came back may hold another save of this step
         outcome.lost = self._lost.get(folder, 0)
-        held, later = ([one.get(folder, {}) for one in every] for every in (before, self._held()))
-        code = self._mode.code
+        after, code = self._held(), self._mode.code
+        held, later = ([one.get(folder, {}) for one in every] for every in (before, after))
         outcome.due = due_with_parity(held, code) if code else due(held, self._mode.copies, later)
-        tried = 1 + len({name for one in before for name in one if name > folder})
-        if outcome.measured and outcome.sent > OVERHEAD * outcome.due + OVERHEAD_BYTES + RECORDS_BYTES * (tried - 1):
+        newer = sorted({name for one in before for name in one if name > folder})
+        for name in [folder, *newer]:  # newer ones were tried first
+            outcome.lacking += lacking(*([one.get(name, {}) for one in every] for every in (before, after)))
+        if outcome.fetched > outcome.lacking:
+            fetched = f"the restore has read {outcome.fetched:,} bytes from other nodes"
+            outcome.problems.append(f"{fetched}; its nodes lacked {outcome.lacking:,}")
+        if outcome.measured and outcome.sent > OVERHEAD * outcome.due + OVERHEAD_BYTES + RECORDS_BYTES * len(newer):
             sent = f"{outcome.sent:,} bytes between nodes, {outcome.sent_to_all:,} with the node in reserve"
             outcome.problems.append(f"{sent}; {outcome.due:,} had to be sent")
 
@@ -380,6 +385,8 @@ def main() -> int:
         "nodes": f"{NODES} network namespaces of {RANKS_OF_A_NODE} ranks, and one in reserve",
         "restored_from_memory_and_peers_alone": sum("directory" not in one.restored for one in restarts),
         "trials_measured": sum(one.measured for one in restarts),
+        "bytes_that_nodes_lacked": sum(one.lacking for one in restarts),
+        "bytes_that_restores_read_from_other_nodes": sum(one.fetched for one in restarts),
         "bytes_due_between_nodes": sum(one.due for one in restarts if one.measured),
         "bytes_sent_between_nodes": sum(one.sent for one in restarts if one.measured),
         "seconds": round(time.monotonic() - begun),
