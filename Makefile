@@ -72,6 +72,7 @@ prove: long
 	$(BIN)/python -m lastgood_lab.campaigns.node_commit
 	$(BIN)/python -m lastgood_lab.campaigns.node_commit --parity --schedules 100000
 	$(BIN)/python -m lastgood_lab.campaigns.node_commit --late --schedules 100000
+	$(BIN)/python -m lastgood_lab.campaigns.node_commit --in-flight --schedules 100000
 	$(BIN)/python -m lastgood_lab.campaigns.nodes
 	$(BIN)/python -m lastgood_lab.campaigns.ranks
 	$(BIN)/python -m lastgood_lab.campaigns.requests

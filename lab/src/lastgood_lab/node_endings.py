@@ -13,7 +13,7 @@ from lastgood.run.known import Environment, KnownRun
 from lastgood.run.node_disks import FileRequest, NodeDisks, NodeFiles, Nodes
 from lastgood.run.planned_save import RunOptions
 
-from .node_job import Job, restored
+from .node_job import Job, Saves, restored
 from .node_ledger import Ledger
 from .node_world import World
 from .plain import State
@@ -60,7 +60,7 @@ def reopened(world: World, ledger: Ledger, options: RunOptions, best: Generation
     after, nodes = ledger.continued(world), ledger.nodes
     world.begin(random.Random(len(nodes)), {top: files.copied() for top, files in world.files.items()}, after, (0, 0))
     make_folders(world, nodes)
-    job = Job(world, "c", range(len(nodes)), [*nodes], [], options)
+    job = Job(world, "c", range(len(nodes)), [*nodes], Saves(), options)
     until_ended(world, job)
     problems = [*world.scheduler.problems]
     if job.errors and (best is not None or not job.errors[0].startswith("NothingGood")):

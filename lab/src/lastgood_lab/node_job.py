@@ -8,12 +8,13 @@ the link to the agent. Where nodes share parity, what was lost is rebuilt before
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from lastgood.coordination.rounds import RankGroup
-from lastgood.coordination.single_rank import SingleRank
+from lastgood.coordination.single_rank import AnyTopic, SingleRank
 from lastgood.engine.inline_executor import Inline
 from lastgood.errors import Damaged, LastgoodError
 from lastgood.policy.retention import Keep
@@ -40,13 +41,23 @@ from lastgood.run.rank_requests import Requests, RequestServer
 from lastgood.run.verify import Stop
 from lastgood.run.writer import RunWriter
 
-from .interleaving import Process
+from .interleaving import Process, Threads
 from .node_world import HOME, HOME_URL, LISTEN_PORT, Access, FileLock, JobStore, World, memory_of
 from .plain import State, bytes_of, save
 
 INLINE = Inline()
+After = Callable[[Generation], object]
 KEEP_MEMORY, KEEP_HOME = Keep(last=1), Keep(last=2)
 RANK_SECONDS = 60.0
+
+
+class Saves(NamedTuple):
+    """What a job saves. `in_flight`: whether all saves are in flight at the same time, and may be committed in any
+    order. `pinned`: of these the steps that are committed also if a newer one was."""
+
+    steps: Sequence[int] = ()
+    in_flight: bool = False
+    pinned: Collection[int] = ()
 
 
 class Workers(Inline):
@@ -80,7 +91,7 @@ class Job:
     `leaders`: for each rank the lowest rank of its node. `machines`: for each rank the number of its machine.
     `options`: of which the copies and the parity among nodes count. `resumes`: the generation whose incarnation it
     continues; None: it restores what it finds in memory and in the home. `below`: whether it copies to the home itself.
-    `steps`: that it saves.
+    `saves`: what it saves.
     """
 
     def __init__(
@@ -89,12 +100,12 @@ class Job:
         name: str,
         leaders: Sequence[int],
         machines: Sequence[int],
-        steps: Sequence[int],
+        saves: Saves,
         options: RunOptions,
         resumes: GenerationId | None = None,
         below: bool = False,
     ) -> None:
-        self.world, self.name, self.steps, self.options, self.below = world, name, steps, options, below
+        self.world, self.name, self.saves, self.options, self.below = world, name, saves, options, below
         self._nodes, self._machines, self._resumes = Nodes(tuple(leaders)), machines, resumes
         self.processes = [Process(f"{name}{rank}", machine) for rank, machine in enumerate(machines)]
         nodes = nodes_of(leaders, machines)
@@ -102,6 +113,9 @@ class Job:
         self._table = PeerTable(job=name, key="00" * 32, nodes=nodes) if several else None
         self._code = options.code_among(len(nodes)) if several else None
         self._rebuilds = several and options.node_parity is not None
+        self._threads = Threads(world)
+        self._upkeep = self._threads.Lock()
+        """of the coordinator: what comes after a commit is done for one save after another"""
         self._environment = Environment(
             new_id=lambda: name * 8, wall_seconds=lambda: 0.0, monotonic_seconds=lambda: 0.0, pause=lambda _: None
         )
@@ -154,16 +168,44 @@ class Job:
         peers = Peers(self.name, security(self._table.key, None), f"n{machine}")
         return self.world.memory(machine), NodeLinks(agent, self._table, peers)
 
-    def _saved(self, run: RunWriter | Follower, group: RankGroup, step: int) -> Generation | None:
-        """Save once. None: the save failed, and the run goes on."""
-        topic = group.step_topic("save", step)
+    def _save(self, run: RunWriter | Follower, group: RankGroup, agent: AgentLink | None, after: After) -> None:
+        """Make all saves of the job. `after`: what follows each commit."""
+        flights = list[Callable[[], None]]()
+        for step in self.saves.steps:
+            topic = group.step_topic("save", step)
+            with contextlib.suppress(LastgoodError):
+                at = run.admit(step)
+                flights.append(partial(self._save_once, run, group.rank, at, topic, after))
+            if not self.saves.in_flight:
+                for flight in flights:
+                    flight()
+                flights.clear()
+                if agent is not None:
+                    agent.check()
+        threads = [self._threads.Thread(one) for one in flights]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if agent is not None:
+            agent.check()
+
+    def _save_once(self, run: RunWriter | Follower, rank: int, at: GenerationId, topic: AnyTopic, after: After) -> None:
+        """Save once. If the save fails, the run goes on."""
+        known, pinned = run.known, at.step in self.saves.pinned
+        known.held.add(at, self)
+        if pinned:
+            known.pinned.add(at)
         try:
-            at = run.admit(step)
-            one = save(run, step, given(at, group.rank), chunk_bytes=4096, topic=topic)
+            one = save(run, at, given(at, rank), chunk_bytes=4096, topic=topic, pinned=pinned)
         except LastgoodError:
-            return None
-        self.world.ledger.report(one.id)
-        return one
+            pass
+        else:
+            self.world.ledger.report(one.id)
+            after(one)
+        finally:
+            known.pinned.discard(at)
+            known.held.discard(at, self)
 
     # ---- the coordinator -----------------------------------------------------------------------------------
 
@@ -188,11 +230,7 @@ class Job:
             self._restore(run, below, group)
         protected, died_before = self._offered(run, copies), world.ledger.died
         parts = OtherRanks(group, "0", tier) if self.below else None
-        for step in self.steps:
-            if (one := self._saved(run, group, step)) is not None:
-                self._after(run, below, one, copies, parts)
-            if links.agent is not None:
-                links.agent.check()
+        self._save(run, group, links.agent, lambda one: self._after(run, below, one, copies, parts))
         if copies is not None:
             copies.wait(30.0)
             if self.offered is not None and protected.done() and protected.exception() is None:
@@ -266,17 +304,20 @@ class Job:
         future = copies.offer(one) if copies is not None else None
         if future is not None:
             future.add_done_callback(lambda ended: ended.exception() and ledger.given_up.add(one.id))
-        with contextlib.suppress(LastgoodError):
-            run.conclude(one, [])
-        if parts is not None:
-            how = Copying(self.world.arenas(0, 0), INLINE, agent=run.known.agent)
+        if parts is None:
+            run.known.held.discard(one.id, self)  # from now on only its copies hold it
+        with self._upkeep:
             with contextlib.suppress(LastgoodError):
-                complete(self.world.home(), [run.tier], run.survey.generations[one.id], how, parts)
-        if future is not None and self.world.scheduler.chance.random() < 0.5:
-            wait(future.done, 20.0)
-            if future.done() and future.exception() is None:
-                ledger.report_copies(one.id, died_before)
-        run.clean()
+                run.conclude(one, [])
+            if parts is not None:
+                how = Copying(self.world.arenas(0, 0), INLINE, agent=run.known.agent)
+                with contextlib.suppress(LastgoodError):
+                    complete(self.world.home(), [run.tier], run.survey.generations[one.id], how, parts)
+            if future is not None and self.world.scheduler.chance.random() < 0.5:
+                wait(future.done, 20.0)
+                if future.done() and future.exception() is None:
+                    ledger.report_copies(one.id, died_before)
+            run.clean()
 
     # ---- the others ----------------------------------------------------------------------------------------
 
@@ -303,10 +344,7 @@ class Job:
             run.adopt(group.topic("opened").agree(None, lambda _: None))
             run.adopt(group.topic("restored").agree(None, lambda _: None))
             run.begin(None)
-        for step in self.steps:
-            self._saved(run, group, step)
-            if links.agent is not None:
-                links.agent.check()
+        self._save(run, group, links.agent, lambda one: None)
         for one in servers:
             one.close()
 

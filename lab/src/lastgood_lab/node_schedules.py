@@ -25,7 +25,7 @@ from lastgood.run.planned_save import RunOptions
 
 from .interleaving import Process
 from .node_endings import WATCH_POINTS, make_folders, opened, reopened, until_ended
-from .node_job import KEEP_HOME, Job, nodes_of, saved
+from .node_job import KEEP_HOME, Job, Saves, nodes_of, saved
 from .node_ledger import Ledger
 from .node_world import HOME_URL, World, start_agent
 from .shared_files import Content, Folders
@@ -52,12 +52,14 @@ FIRST = GenerationId(step=10, incarnation="a" * 8)
 
 class Shape(NamedTuple):
     """`leaders`: for each rank the lowest rank of its node. `copies`: on how many nodes each file is to lie. `parity`:
-    among the nodes, in place of copies, as "2+1"; None: there is none. `late`: whether agents commit late together."""
+    among the nodes, in place of copies, as "2+1"; None: there is none. `late`: whether agents commit late together.
+    `in_flight`: whether saves are in flight at the same time, and may be committed in any order."""
 
     leaders: tuple[int, ...]
     copies: int = 1
     parity: str | None = None
     late: bool = False
+    in_flight: bool = False
 
     @property
     def machines(self) -> list[int]:
@@ -91,6 +93,14 @@ PARITY_SHAPES = (
     Shape((0, 1, 2, 3), parity="2+2"),
 )
 """The least that shares parity; parts of different lengths; more nodes than a stripe has cells; two losses."""
+IN_FLIGHT_SHAPES = (
+    Shape((0, 1), in_flight=True),
+    Shape((0, 1), 2, in_flight=True),
+    Shape((0, 1), 2, in_flight=True, late=True),
+    Shape((0, 0, 2), 2, in_flight=True),
+    Shape((0, 1, 2), 2, in_flight=True),
+    Shape((0, 1, 2), parity="2+1", in_flight=True),
+)
 LATE_SHAPES = (
     Shape((0, 1), 2, late=True),
     Shape((0, 1, 1), 2, late=True),
@@ -143,7 +153,7 @@ class Explorer:
             ledger = Ledger(self._world, sorted(set(machines)), shape.spec, 1000.0, orders={"none": 0})
             ledger.losses = max(shape.options.copies_among_nodes - 1, 1)
             self._world.begin(random.Random(1), folders, ledger, (0.0, 0.0))
-            job = Job(self._world, "a", shape.leaders, machines, [FIRST.step], shape.options, below=True)
+            job = Job(self._world, "a", shape.leaders, machines, Saves([FIRST.step]), shape.options, below=True)
             until_ended(self._world, job)
             self._scenes[shape] = self._left(shape, ledger)
             if not (ledger.in_home(FIRST) and ledger.in_memory(FIRST)):
@@ -160,13 +170,14 @@ class Explorer:
             return before
         world, ledger = self._world, before.ledger.continued(self._world)
         ledger.linger_seconds = chance.choice((0.0, 1000.0, 1000.0))
-        steps = chance.choice(([20], [20, 30]))
+        steps = chance.choice(([20, 30], [20, 30, 40]) if shape.in_flight else ([20], [20, 30]))
         world.begin(chance, _copied(before.folders), ledger, chance.choice(NOISE))
         ledger.agents = [start_agent(world, node, ledger.linger_seconds) for node in ledger.nodes]
         below = chance.random() < 0.25
-        job = Job(world, "a", shape.leaders, shape.machines, steps, shape.options, resumes=FIRST, below=below)
-        self._story = [f"{shape}, steps {steps}, below {below}"]
-        most = len(steps) * before.points // 2
+        saves = Saves(steps, shape.in_flight, [one for one in steps if shape.in_flight and chance.random() < 0.5])
+        job = Job(world, "a", shape.leaders, shape.machines, saves, shape.options, resumes=FIRST, below=below)
+        self._story = [f"{shape}, {saves}, below {below}"]
+        most = len(steps) * before.points // (1 if shape.in_flight else 2)
         deaths = [
             (chance.randrange(most), self._death(chance, [job], shape))
             for _ in range(chance.choice((0, 1, 1, 1, 2, 3)))
@@ -201,8 +212,7 @@ class Explorer:
     def _left(self, shape: Shape, ledger: Ledger) -> Scene:
         world, scheduler = self._world, self._world.scheduler
         folders = {top: files.copied() for top, files in world.files.items()}
-        story = tuple(self._story)
-        return Scene(shape, folders, ledger, scheduler.digest, scheduler.count, scheduler.problems, story)
+        return Scene(shape, folders, ledger, scheduler.digest, scheduler.count, scheduler.problems, tuple(self._story))
 
     # ---- deaths --------------------------------------------------------------------------------------------
 
@@ -338,7 +348,7 @@ class Explorer:
         make_folders(world, ledger.nodes)
         step = 10 + max(at.step for at in ledger.commits)
         options = shape.options if shape.parity else RunOptions(copies=chance.choice((1, 2)))
-        job = Job(world, "b", range(len(ledger.nodes)), [*ledger.nodes], [step], options)
+        job = Job(world, "b", range(len(ledger.nodes)), [*ledger.nodes], Saves([step]), options)
         jobs.append(job)
         job.start()
         if shape.parity is not None and chance.random() < 0.3:

@@ -63,6 +63,23 @@ def saves_during_a_copy(world: TwoPlaces) -> TwoPlaces:
     return world
 
 
+def saves_committed_out_of_order(world: TwoPlaces) -> TwoPlaces:
+    """The inner save is newer and ends first. The outer one is given up, unless retention keeps its step: then it gets
+    a copy of its own."""
+    world.open()
+    world.steps(1)
+    for older in (2, 5):
+        world.save(older, meanwhile=functools.partial(world.save, older + 1))
+        if world.rng.random() < 0.5:
+            world.front.upkeep()
+        world.drain()
+        world.save(older + 2)
+        world.front.upkeep()
+        world.drain()
+    world.steps(8)
+    return world
+
+
 class Killed(BaseException):
     """Raised in place of SIGKILL."""
 
@@ -309,6 +326,7 @@ LIVES = [
     copies_and_retention,
     copies_fall_behind,
     saves_during_a_copy,
+    saves_committed_out_of_order,
     crashes_in_copies,
     lost_front,
     lost_place_below,

@@ -30,7 +30,7 @@ ALGORITHM = "xxh3_128"
 
 def save(
     run: RunWriter | Follower,
-    step: int,
+    step: int | GenerationId,
     state: Mapping[str, Buffer],
     *,
     tensors: Iterable[layout.Tensor] | None = None,
@@ -39,7 +39,7 @@ def save(
     topic: AnyTopic | None = None,
     **options: Any,
 ) -> Generation:
-    """Save a state as generation `step`.
+    """Save a state as generation `step`: a number, or the id of a save that was admitted before.
 
     `tensors` describes the bytes if they are not uint8. Several ranks agree through `topic`. `meanwhile` is called
     after the first chunk was consumed. The other options are fields of `SaveRequest`.
@@ -54,7 +54,7 @@ def save(
                 meanwhile()
             yield lease
 
-    at, ready = run.admit(step), ReadyChunks(chunks())
+    at, ready = run.admit(step) if isinstance(step, int) else step, ReadyChunks(chunks())
     request = SaveRequest(at=at, images=images, chunks=ready, chunk_bytes=arena.chunk_bytes, **options)
     if isinstance(run, RunWriter):
         return run.save(request, topic)

@@ -1,6 +1,6 @@
 """The commit among agents, peers and a coordinator that may die, explored by a deterministic scheduler.
 
-    python -m lastgood_lab.campaigns.node_commit [--schedules 1000000] [--seed 0] [--jobs 2] [--parity | --late]
+    python -m lastgood_lab.campaigns.node_commit [--schedules 1000000] [--seed 0] [--parity | --late | --in-flight]
     python -m lastgood_lab.campaigns.node_commit --replay 17/3          # one schedule: first act 17, second act 3
     python -m lastgood_lab.campaigns.node_commit --safeguards only      # no report
 
@@ -18,6 +18,7 @@ nodes are left that have it; and the home must have it, as far as an agent has w
 
 `--parity`: the nodes share parity in place of copies, of which a bit is flipped at times; jobs rebuild what lost nodes
 had. `--late`: the nodes have copies, and their agents commit a save that all ranks had sealed when the job was lost.
+`--in-flight`: two or three saves of a job are made at the same time, and committed in any order.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from lastgood_lab.campaigns.checkout import checkout
 from lastgood_lab.campaigns.reports import report
 from lastgood_lab.campaigns.trials import progress
 from lastgood_lab.node_explored import explored
-from lastgood_lab.node_schedules import LATE_SHAPES, PARITY_SHAPES, SHAPES, Explorer, Shape
+from lastgood_lab.node_schedules import IN_FLIGHT_SHAPES, LATE_SHAPES, PARITY_SHAPES, SHAPES, Explorer, Shape
 from lastgood_lab.node_world import World
 
 SECOND_ACTS = 10
@@ -97,6 +98,16 @@ LATE_SAFEGUARDS = "late-commit-put-on-all-nodes", "late-commit-refused-while-ope
 where it is created. That other nodes copy what was committed late is not seen: agents of a second act begin anew."""
 
 
+IN_FLIGHT_SAFEGUARDS = (
+    "newer-copies-not-replaced",
+    "held-until-all-have-it",
+    "copied-generation-held",
+    "late-commit-put-on-all-nodes",
+)
+"""Those whose removal can break a rule here where saves are in flight at the same time. An older save that is committed
+although a newer one was ("overtaken-save-not-committed") breaks none: it is one more that can be restored."""
+
+
 class Subject(NamedTuple):
     """What is explored. `name`: of the option and of the report. `shapes`: of the jobs. `safeguards`: to remove."""
 
@@ -111,6 +122,7 @@ class Subject(NamedTuple):
 COPIES = Subject("directory", SHAPES, SAFEGUARDS)
 PARITY = Subject("parity", PARITY_SHAPES, PARITY_SAFEGUARDS)
 LATE = Subject("late", LATE_SHAPES, LATE_SAFEGUARDS)
+IN_FLIGHT = Subject("in-flight", IN_FLIGHT_SHAPES, IN_FLIGHT_SAFEGUARDS)
 
 
 class Explored(NamedTuple):
@@ -250,11 +262,12 @@ def main() -> int:
     options.add_argument("--jobs", type=int, default=2)
     options.add_argument("--parity", action="store_true", help="nodes share parity, in place of copies")
     options.add_argument("--late", action="store_true", help="agents commit what all ranks of a lost job had sealed")
+    options.add_argument("--in-flight", action="store_true", help="saves at the same time, committed in any order")
     options.add_argument("--replay", default="", help="FIRST/SECOND: play one schedule again")
     options.add_argument("--search", type=int, default=0, help="end with the first violation; writes no report")
     options.add_argument("--safeguards", choices=("too", "only", "not"), default="too", help="whether to remove these")
     args = options.parse_args()
-    subject = PARITY if args.parity else LATE if args.late else COPIES
+    subject = PARITY if args.parity else LATE if args.late else IN_FLIGHT if args.in_flight else COPIES
     if args.replay:
         return replay(args.replay, subject)
     if args.search:
