@@ -31,6 +31,7 @@ from lastgood.testing.faulty_files import Fault
 from lastgood_lab import corrupt
 from lastgood_lab.object_faults import FaultyProxy, Request
 from lastgood_lab.object_server import ObjectServer
+from mounts import small_tmpfs
 from training import Training
 
 EVERY = lastgood.Every(steps=1)
@@ -487,6 +488,41 @@ def test_memory_stays_within_its_bound_while_copies_are_slow(bucket, memory, pro
     assert found is not None
     bound = sum(map(int, found.groups())) + 2
     assert 3 < max(taken) <= bound, "more than without a place below"
+
+
+def test_a_full_place_below_makes_room_for_the_next_copy(tmp_path, caplog):
+    """Nothing was deleted there, whatever retention could spare: no save was copied any more, and a machine that
+    stopped took all that was in memory with it."""
+    with small_tmpfs(tmp_path / "small", "3m") as disk:
+        state, tiers = {"w": torch.zeros(250_000)}, [lastgood.Tier(tmp_path / "front", cadence=EVERY)]
+        options = {"tiers": tiers, "cadence": EVERY, "retention": lastgood.Keep(last=5)}
+        with lastgood.Checkpointer(disk / "run", state, **options) as ckpt:
+            ckpt.restore()
+            for step in range(1, 7):
+                ckpt.step(step).result()
+        assert steps(disk / "run") == [4, 5, 6]
+    assert caplog.text.count("is full: step 1") == 1
+
+
+def test_copies_that_were_given_up_leave_nothing_behind(places, monkeypatch):
+    """Each outage of a place below left the tensor files of some saves there until the run was opened again: a job that
+    ran for weeks filled the disk with them."""
+    copy_records, down = commit.copy_records, list[errors.TierDown]()
+
+    def refused(*arguments: object) -> object:
+        if down:
+            raise down[0]
+        return copy_records(*arguments)
+
+    monkeypatch.setattr(commit, "copy_records", refused)
+    monkeypatch.setattr(lower_place, "PAUSES_SECONDS", (0.01,))
+    with places.opened(retention=lastgood.Keep(last=1)) as ckpt:
+        ckpt.restore()
+        for step in range(1, 10):
+            down[:] = [] if step % 3 == 0 else [errors.TierDown("the place below is down")]
+            ckpt.step(step).committed()
+            ckpt.wait()
+        assert len([*(places.last / "gen").iterdir()]) == 1
 
 
 def test_a_generation_whose_copy_failed_is_overtaken(places, monkeypatch):

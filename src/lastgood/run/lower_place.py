@@ -6,7 +6,8 @@ Invariants
   2. What waits is bounded: more than the retention of this place would keep of the newest generations never wait.
      Milestones, and steps that its retention selects by their number, wait beside them.
   3. While this place cannot be reached, the training loop waits for nothing; what waits is copied once it can.
-  4. `close` tries once more to copy what waits, and ends the thread. What is still missing then is copied after the
+  4. Of a copy that is given up nothing stays here once the next one begins.
+  5. `close` tries once more to copy what waits, and ends the thread. What is still missing then is copied after the
      next opening of the run.
 """
 
@@ -22,7 +23,7 @@ from typing import NamedTuple, cast
 from ..coordination.rounds import RankGroup
 from ..coordination.single_rank import AnyRanks
 from ..engine.arena import Arena
-from ..errors import Cancelled, Damaged, LastgoodError, NotWritable, Overtaken, TimedOut, Unavailable
+from ..errors import Cancelled, Damaged, LastgoodError, NoSpace, NotWritable, Overtaken, TimedOut, Unavailable
 from ..format import commit, layout
 from ..limits import CHUNK_BYTES, EXAMINATION_CHUNKS
 from ..policy.places import lacking
@@ -30,7 +31,7 @@ from ..policy.retention import wanted
 from ..ports import Mendable, Tier
 from ..records import Generation, GenerationId
 from ..units import plural
-from . import copying
+from . import copying, disk_space
 from .known import KnownRun
 from .outage import Outage
 from .outcomes import Outcomes
@@ -93,6 +94,8 @@ class LowerPlace:
         """steps of which a copy is due: of the first generation of the step, or of a later one, that is committed"""
         self._promised: set[int] = set()
         """steps whose saves have been promised a copy of their own, whatever is committed before"""
+        self._begun: set[GenerationId] = set()
+        """generations whose copy was begun and has not been completed: files of them may be here, without COMMIT"""
         self._under_way: GenerationId | None = None
         """the generation of the last attempt, which reads it unless that attempt has failed"""
         self._outage = Outage(source, writer.tier.place, outcomes)
@@ -310,7 +313,7 @@ class LowerPlace:
             self._copying, self._again = at, False
         failed: Exception | None = None
         try:
-            self._copy(at)
+            self._copy_with_room(at)
         except Cancelled:
             return
         except Overtaken as error:
@@ -338,6 +341,20 @@ class LowerPlace:
                 self._end(at, failed)
             self._changed.notify_all()
 
+    def _copy_with_room(self, at: GenerationId) -> None:
+        """As `_copy`. On a full disk generations are deleted here that newer verified ones make unnecessary."""
+        while True:
+            try:
+                return self._copy(at)
+            except NoSpace as error:
+                with self._source.lock:
+                    one = self._source.survey.generations.get(at)
+                there = sum(size or 0 for size in self.tier.list(layout.folder(at)).values())
+                needed = max(0, one.bytes - there) if one is not None else 0
+                # guard: full-place-below-relieved
+                if self._stopped or not (disk_space.is_full(error) and self.writer.make_room(needed)):
+                    raise
+
     def _copy(self, at: GenerationId) -> None:
         known, source = self.writer.known, self._source
         with self._changed:
@@ -353,12 +370,14 @@ class LowerPlace:
         begun = now()
         arena = Arena(EXAMINATION_CHUNKS * CHUNK_BYTES, CHUNK_BYTES)
         target = cast(Mendable, self.tier)
+        self._remove_given_up()
         with contextlib.suppress(LastgoodError):  # each COMMIT holds what its record says; the next copy tries again
             copying.copy_incarnations(source.tier, target)
         if held := copying.holds(target, generation):
             commit.copy_records([source.tier], target, generation)  # labels that were added since
         else:
             how = copying.Copying(arena, self._workers, stop=lambda: self._stopped, agent=source.agent)
+            self._begun.add(at)
             try:
                 copying.complete(target, [source.tier], generation, how, self._others)
             except Damaged:
@@ -368,6 +387,7 @@ class LowerPlace:
                     raise
                 clear_failed(target, at)
                 raise self._deleted(at) from None  # guard: overwritten-source-is-not-damage
+        self._begun.discard(at)
         there = commit.read_generation(target, at, generation.commit.run)
         with known.lock:
             known.survey.incarnations.update(incarnations)
@@ -379,6 +399,15 @@ class LowerPlace:
         if code is not None and there.good:
             self.writer.verifier.protect(there, code, arena, lambda: self._stopped)
         self.writer.clean()
+
+    def _remove_given_up(self) -> None:
+        """Delete what is here of copies that were given up after they had begun."""
+        with self._changed:
+            given_up = self._begun - self._waiting.keys()  # guard: given-up-copy-removed
+        for at in given_up:
+            if layout.COMMIT not in self.tier.list(layout.folder(at)):
+                clear_failed(self.tier, at)
+            self._begun.discard(at)
 
     def _deleted(self, at: GenerationId) -> Overtaken:
         """The error for a generation that is not in the place any more that it is copied from: slots keep the newest

@@ -359,6 +359,16 @@ MUTANTS: tuple[Mutant, ...] = (
         ("copies of an older save replace those of a newer one", "newer-copies-not-replaced", Never()),
         ("a copy whose source is gone is tried for ever", "copy-without-source-given-up", Remove()),
         (
+            "a full place below keeps what it could do without",
+            "full-place-below-relieved",
+            Swap("self.writer.make_room(needed)", "False"),
+        ),
+        (
+            "files of copies that were given up stay",
+            "given-up-copy-removed",
+            Swap("self._begun - self._waiting.keys()", "set[GenerationId]()"),
+        ),
+        (
             "copies follow the steps of abandoned branches",
             "newest-branch-copied-first",
             Swap("self._waiting[at].order, ", ""),
