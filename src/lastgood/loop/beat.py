@@ -31,6 +31,7 @@ class Beat:
         """whether the loop has called restore(), or was warned that it has not"""
         self._saved: int | None = None
         """the newest step whose save is known to be committed"""
+        self._saved_lock = threading.Lock()
         self._good: int | None = None
         """the newest step that is shown as saved at most; None: any is"""
         self.stall_seconds = 0.0
@@ -44,7 +45,10 @@ class Beat:
     def restored(self, step: int, generation: Generation | None) -> None:
         """The state is that of a step, restored from a generation or (None) that of the beginning."""
         if self._page is not None:
-            self._shown_step, self._restored, self._good = None, True, None
+            self._shown_step, self._restored = None, True
+            with self._saved_lock:
+                self._saved, self._good = step if generation is not None else None, None
+                self._show_saved()
             incarnation = "" if generation is None else generation.id.incarnation
             self._page.restored(step, incarnation, self._progress.next_position())
 
@@ -65,17 +69,23 @@ class Beat:
             )
         self._restored = True
 
-    def saved(self, step: int | None) -> None:
-        """The newest step whose save is known to be committed; None: there is none."""
-        if self._page is not None and step is not None:
-            self._saved = step
-            self._page.saved(step if self._good is None else min(step, self._good))
+    def committed(self, step: int) -> None:
+        """The save of a step is committed. Called by the thread that has committed it: the loop may be busy for long,
+        and a failure meanwhile would be counted as one without a newer save."""
+        with self._saved_lock:
+            self._saved = max(step, self._saved or 0)
+            self._show_saved()
+
+    def _show_saved(self) -> None:
+        if self._page is not None and self._saved is not None:
+            self._page.saved(self._saved if self._good is None else min(self._saved, self._good))
 
     def diverged(self, first: int) -> None:
         """A restore goes back before the step `first`, and trains with the same batches again: what was saved since is
         not shown as saved. Otherwise the supervisor would take it for progress, and start the job again for ever."""
-        self._good = first - 1
-        self.saved(self._saved)
+        with self._saved_lock:
+            self._good = first - 1
+            self._show_saved()
 
     def saving(self) -> contextlib.AbstractContextManager[None]:
         """In the block, the loop waits for a save."""

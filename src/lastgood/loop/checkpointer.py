@@ -175,6 +175,7 @@ class Checkpointer:
             self._progress = progress = Progress(request, ranks, pipeline.outcomes, planner.fence)
             self._saver = saver = Saver(request, options, pipeline, planner, ranks, reports, failures)
             self._beat = beat = Beat(heartbeat.own(run=url), progress)
+            pipeline.outcomes.committed = beat.committed  # guard: saved-step-shown-at-once
             failed.callback(beat.released)  # guard: failed-opening-releases-all
             self._log = reports.log = step_log.opened(request.state, ranks, progress, beat) if beat.is_shown else None
             end_request = EndRequest(options.preemption) if options.preemption else None
@@ -437,7 +438,6 @@ class Checkpointer:
     def _surface(self) -> None:
         self._saver.note_fence()
         self._reports.surface()
-        self._beat.saved(self._pipeline.outcomes.newest)  # guard: saved-step-shown-at-once
 
     def _require_open(self) -> None:
         require(not self._closed, "this checkpointer is closed", "Open a new one.")

@@ -54,6 +54,8 @@ class Outcomes:
         """the newest step that the loop has completed since the run was opened or restored"""
         self.was_closed = False
         """whether `close` was called; it may have timed out before all work was done"""
+        self.committed: Callable[[int], object] = lambda step: None
+        """receives the step of each save that is committed, in the thread that has committed it"""
         self.newest: int | None = None
         """the newest durable step that this process knows of"""
         self.failures = 0
@@ -78,6 +80,7 @@ class Outcomes:
     def durable(self, step: int, in_memory: bool = False) -> None:
         """A save of `step` is committed. `in_memory` (default False): in a place that power loss clears."""
         self._queue.put(Outcome(step, None, durable=not in_memory))
+        self.committed(step)
 
     def copied(self, step: int) -> None:
         """The generation of `step` was copied to a further place, which survives power loss."""

@@ -233,7 +233,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a signal hides a bad loss of several ranks", "last-steps-compared-before-the-end", Remove()),
         ("batches are left out without a bound", "skips-of-sentinel-bounded", Instead("permitted = True")),
         ("another run of the process writes the page", "one-run-beats", Never()),
-        ("a commit is shown a step too late", "saved-step-shown-at-once", Remove()),
+        ("a commit is not shown to the supervisor", "saved-step-shown-at-once", Remove()),
         ("a slow node is taken for lost", "slow-node-is-not-lost", Swap("> timeout_seconds", "> 0")),
         ("the round of a lost node goes on without it", "lost-node-needs-new-round", Never()),
         ("ranks that lost their node are blamed", "lost-node-blamed-before-followers", Never()),
