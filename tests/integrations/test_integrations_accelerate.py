@@ -1,5 +1,6 @@
 """Accelerate loops that are killed at any point continue exactly in the middle of an epoch."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,47 @@ def test_a_batch_fetched_ahead_is_not_counted_as_consumed(tmp_path, stop_at):
     first = Job().train(tmp_path / "run", stop_at=stop_at)
     rest = Job(seed=1).train(tmp_path / "run")  # the order is that of the run, whatever seed the script sets later
     assert first + rest == whole and sorted(whole) == sorted([float(n) for n in range(12)] * 4)
+
+
+def train_epochs_of(limit, path, stop_at=18):
+    """Train epochs that `break` ends after `limit` of 6 batches, up to step `stop_at`; returns each step's samples."""
+    job, seen = Job(), []
+    with Checkpointer(job.accelerator, path, every_steps=1) as ckpt:
+        step = ckpt.restore().step
+        for epoch in range(ckpt.epoch, 3):
+            for x, y in job.loader:
+                if step == limit * (epoch + 1):
+                    break
+                job.accelerator.backward(((job.net(x)[:, 0] - y) ** 2).mean())
+                job.optimizer.step()
+                job.optimizer.zero_grad()
+                seen.append(y.tolist())
+                step += 1
+                ckpt.step(step)
+                if step == stop_at:
+                    return seen
+    return seen
+
+
+@pytest.mark.parametrize("stop_at", [3, 4, 5, 8, 11])
+def test_epochs_that_are_left_by_break_have_orders_of_their_own(tmp_path, stop_at):
+    """accelerate counts an iteration at its end only. Each epoch that `break` had ended was trained again, with the
+    same samples, and after a resume the loop began with the first of them once more."""
+    whole = train_epochs_of(4, tmp_path / "whole")
+    first = train_epochs_of(4, tmp_path / "run", stop_at)
+    assert first + train_epochs_of(4, tmp_path / "run") == whole
+    assert len(whole) == 12 and whole[:4] != whole[4:8] != whole[8:]
+
+
+def test_an_epoch_left_at_its_last_batch_is_counted_once(tmp_path):
+    job, seen = Job(), []
+    with Checkpointer(job.accelerator, tmp_path / "run") as ckpt:
+        ckpt.restore()
+        for left in (True, False, False):
+            batches = itertools.islice(job.loader, 6 if left else None)
+            seen.append([sample for _, y in batches for sample in y.tolist()])
+        assert ckpt.epoch == 2
+    assert seen[0] != seen[1] != seen[2] and all(sorted(one) == [*range(12)] for one in seen)
 
 
 def evaluate_often(path, every_steps, stop_at=8):

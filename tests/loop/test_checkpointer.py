@@ -589,9 +589,7 @@ def test_a_step_that_is_no_integer_is_refused(tmp_path: Path, step: object) -> N
         ckpt.save(step)
 
 
-def test_a_committed_save_is_shown_to_the_supervisor_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_committed_save_is_shown_to_the_supervisor_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was shown at the end of the next step: a job whose ranks died in an evaluation after the save counted as one
     without progress, and `lastgood run` gave it up."""
     page = str(tmp_path / "page")

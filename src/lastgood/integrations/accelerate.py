@@ -14,7 +14,7 @@ with Checkpointer(accelerator, "runs/net", every_steps=50) as ckpt:
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..extras import needed
@@ -42,10 +42,10 @@ class Checkpointer(checkpointer.Checkpointer):
     Call `step(n)` when `accelerator.sync_gradients` is true, after optimizer and schedule: gradients that are still
     being accumulated are not part of the state. A batch that accelerate has fetched ahead does not count as consumed.
     After `restore()`, a prepared loader whose iteration was running when `step(n)` was called begins its next iteration
-    in the middle of the epoch, so do not skip batches yourself. If its iteration was ended by `break` before `step(n)`,
-    it begins at the first batch of the same epoch. `accelerator.save_state` goes on working, but `load_state` raises
-    Refused once the run holds a generation. For a model of PEFT, register `lastgood.integrations.peft.Adapters(model)`
-    with `register_for_checkpointing`.
+    in the middle of the epoch, so do not skip batches yourself. Each iteration is an epoch of its own, also if `break`
+    ends it; after one that was ended before `step(n)` the next epoch begins. `accelerator.save_state` goes on working,
+    but `load_state` raises Refused once the run holds a generation. For a model of PEFT, register
+    `lastgood.integrations.peft.Adapters(model)` with `register_for_checkpointing`.
 
     Raises Refused beside another Checkpointer of the same accelerator, before anything is prepared, for DeepSpeed and
     Megatron-LM, and for loaders over an IterableDataset, with `in_order=False`, or with `dispatch_batches=True`.
@@ -79,6 +79,30 @@ class Checkpointer(checkpointer.Checkpointer):
         require_one_restore(self._path, f"load_state({folder!r})")
 
 
+class _CountedLoader(OrderedLoader):
+    """An OrderedLoader for which each iteration is an epoch of its own. accelerate does not count those that `break`
+    ends: the next one would have the same order.
+
+    `shard`: the prepared loader, whose `iteration` is the epoch.
+    """
+
+    def __init__(self, shard: DataLoaderShard) -> None:
+        super().__init__(shard.base_dataloader, order_seed())
+        self._shard = shard
+        self._begun: int | None = None
+        """the epoch of the newest iteration"""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        if self._shard.iteration == self._begun:
+            self._shard.set_epoch(self._shard.iteration + 1)
+        self._begun = self._shard.iteration
+        return super().__iter__()
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        super().load_state_dict(state)
+        self._shard.iteration, self._begun = self.order.epoch, None
+
+
 class _Place:
     """The position in a prepared loader. It replaces the inner DataLoader by an OrderedLoader, which can resume."""
 
@@ -89,7 +113,7 @@ class _Place:
             "Prepare a DataLoader over a dataset with __getitem__, with dispatch_batches=False.",
         )
         self._loader, base = loader, loader.base_dataloader
-        self._ordered = base if isinstance(base, OrderedLoader) else OrderedLoader(base, order_seed())
+        self._ordered = base if isinstance(base, _CountedLoader) else _CountedLoader(loader)
         loader.base_dataloader = self._ordered
         loader.dl_state_dict = self._ordered.state_dict()  # from now on accelerate updates it before it fetches ahead
         self.mark()
@@ -99,8 +123,10 @@ class _Place:
         return self._ordered.order.epoch
 
     def mark(self) -> None:
-        """Keep the position at this step. An iteration that `break` ended before it starts again at its first batch."""
-        self._marked = self._taken() | ({"batches": 0} if self._ordered.left else {})
+        """Keep the position at this step. After an iteration that `break` has ended it is the next epoch."""
+        self._marked = taken = self._taken()
+        if self._ordered.left:
+            self._marked = taken | {"epoch": taken["epoch"] + 1, "batches": 0}
 
     def state_dict(self) -> dict[str, int]:
         """The current position; after a `break` that of the newest step, because leaving the `with` saves that step."""
@@ -117,7 +143,6 @@ class _Place:
             "Use the same batch size, dataset and number of processes, or a new run.",
         )
         self._ordered.load_state_dict(saved)
-        self._loader.iteration = self.epoch
         self._loader.dl_state_dict = self._ordered.state_dict()
         self.mark()
 
