@@ -11,7 +11,7 @@ pytest.importorskip("lightning", reason="lightning is not installed")
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.callbacks import EMAWeightAveraging, Timer
 from lightning.pytorch.trainer.states import RunningStage
 
 import lastgood
@@ -135,6 +135,49 @@ def test_entries_for_hooks_are_made_only_where_there_is_a_hook(tmp_path, monkeyp
     monkeypatch.setattr(lightning_saves, "_standard_entries", lambda trainer: made.append(1) or real(trainer))
     fit(LastgoodCallback(tmp_path / "run", every_steps=4), net=net())
     assert bool(made) == (net is Hooked)
+
+
+class Killed(lightning.Callback):
+    """Ends the training at the beginning of a batch, as if the process were killed. `step`: of that batch."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_start(self, trainer, *args):
+        if trainer.global_step == self.step:
+            raise KeyError
+
+
+def test_the_average_of_lightnings_own_callback_resumes_exactly(tmp_path):
+    """Its hook puts the average in the place of "state_dict", and that was not saved: the weights of the moment became
+    the average at each resume. At the end of the training the weights were saved after it had replaced them."""
+
+    def averaged(run, *others):
+        average = EMAWeightAveraging(decay=0.9)
+        net = fit(*others, average, LastgoodCallback(run, every_steps=3))
+        return net.line.weight
+
+    whole = averaged(tmp_path / "whole")
+    with pytest.raises(KeyError):
+        averaged(tmp_path / "run", Killed(8))
+    assert torch.equal(averaged(tmp_path / "run"), whole)
+    last = Net()
+    lastgood.load(tmp_path / "run", {"model": last}, strict=False)
+    assert not torch.equal(last.line.weight, whole), "the weights that were trained, not their average"
+
+
+class Anneal(lightning.Callback):
+    def on_train_batch_start(self, trainer, module, *args):
+        module.line.bias.data *= 0.9
+
+
+def test_what_other_callbacks_do_when_a_batch_begins_is_done_once(tmp_path):
+    """The save came after them if they stood before LastgoodCallback, and a resume did it again."""
+    whole = fit(Anneal(), LastgoodCallback(tmp_path / "whole", every_steps=3))
+    with pytest.raises(KeyError):
+        fit(Anneal(), LastgoodCallback(tmp_path / "run", every_steps=3), Killed(8))
+    resumed = fit(Anneal(), LastgoodCallback(tmp_path / "run", every_steps=3))
+    assert torch.equal(resumed.line.bias, whole.line.bias)
 
 
 class Broken(lightning.Callback):

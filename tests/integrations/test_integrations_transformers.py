@@ -158,6 +158,32 @@ def test_evaluations_and_exports_are_named_for_the_supervisor(tmp_path, monkeypa
     assert seen == [*["evaluate", "save_model"] * 2, ""], "the last evaluation is after the training"
 
 
+class Anneal(TrainerCallback):
+    """Changes the model when a step begins. `killed_at`: the step at whose beginning it ends the training."""
+
+    def __init__(self, killed_at=None):
+        self.killed_at = killed_at
+
+    def on_step_begin(self, args, state, control, model, **kwargs):
+        model.line.bias.data *= 0.9
+        if state.global_step == self.killed_at:
+            raise KeyError
+
+
+def test_what_other_callbacks_do_when_a_step_begins_is_done_once(tmp_path):
+    """The save came after them if they stood before LastgoodCallback, and a resume did it again."""
+
+    def trained(run, killed_at=None):
+        job = trainer(tmp_path, Anneal(killed_at), LastgoodCallback(tmp_path / run, every_steps=3))
+        job.train()
+        return job.model.line.bias
+
+    whole = trained("whole")
+    with pytest.raises(KeyError):
+        trained("run", 8)
+    assert torch.equal(trained("run"), whole)
+
+
 class Broken(TrainerCallback):
     def on_step_end(self, args, state, control, model, **kwargs):
         if state.global_step == 4:

@@ -81,6 +81,9 @@ class LastgoodCallback(Callback):
         if trainer.fast_dev_run:
             return
         _require_alone(trainer, self)
+        # What other callbacks do at the beginning of a batch, or at the end of the training, comes after the save, and
+        # not before it: a resume does it again. A new list, because Lightning goes through the present one just now.
+        trainer.callbacks = [self, *(one for one in trainer.callbacks if one is not self)]
         self._progress = progress = _Progress(trainer, _ordered_loader(trainer))
         state = {
             "model": pl_module,
@@ -400,14 +403,18 @@ def _has_save_hook(trainer: Any) -> bool:
 
 
 def _read_checkpoint(trainer: Any) -> dict[str, Any]:
-    """The state of the callbacks, and the entries that hooks add to a Lightning checkpoint."""
+    """The state of the callbacks, and the entries that hooks add to a Lightning checkpoint, or put others for."""
     module = trainer.lightning_module
     standard = _standard_entries(trainer) if _has_save_hook(trainer) else _own_entries(trainer)
     checkpoint = dict(standard)
     for one in trainer.callbacks:
         one.on_save_checkpoint(trainer, module, checkpoint)
     module.on_save_checkpoint(checkpoint)
-    added = {key: value for key, value in checkpoint.items() if key not in standard}
+    added = {
+        key: value
+        for key, value in checkpoint.items()
+        if key not in standard or (value is not standard[key] and key not in _STORED_ELSEWHERE)
+    }
     counters = {key: standard[key] for key in _COUNTERS}
     return {"callbacks": standard["callbacks"], "added": added, "counters": counters}
 
@@ -424,6 +431,8 @@ def _load_checkpoint(trainer: Any, saved: dict[str, Any], loops: dict[str, Any])
     module.on_load_checkpoint(checkpoint)
 
 
+_STORED_ELSEWHERE = ("callbacks", "loops")
+"""entries of a checkpoint of which another one that a hook puts there is not stored"""
 _COUNTERS = ("epoch", "global_step")
 """entries of a checkpoint that are stored for its hooks: when they load it, the loops are not restored yet"""
 

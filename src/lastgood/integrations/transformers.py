@@ -325,7 +325,8 @@ class _Progress:
 
 
 def _only_callback(trainer: Any) -> LastgoodCallback | None:
-    """The trainer's LastgoodCallback, None if it has none. Raises Refused if something else conflicts with it."""
+    """The trainer's LastgoodCallback, None if it has none. It is called first from now on, so that a save comes before
+    what other callbacks do at the beginning of a step. Raises Refused if something else conflicts with it."""
     found = [one for one in trainer.callback_handler.callbacks if isinstance(one, LastgoodCallback)]
     if not found:
         return None
@@ -344,4 +345,5 @@ def _only_callback(trainer: Any) -> LastgoodCallback | None:
         "Leave it out, and give LastgoodCallback preemption=lastgood.Preemption().",
     )
     require(not trainer.is_deepspeed_enabled, "DeepSpeed keeps optimizer state of its own", "Use DDP or FSDP2.")
+    trainer.callback_handler.callbacks.sort(key=lambda one: one is not found[0])
     return found[0]
