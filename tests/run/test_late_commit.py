@@ -14,6 +14,8 @@ import pytest
 
 from harness import reported
 from histories import at, generation
+from lastgood.agent.drain import uncommitted
+from lastgood.agent.late_copies import given_up
 from lastgood.coordination.single_rank import SingleTopic
 from lastgood.engine.inline_executor import Inline
 from lastgood.errors import LastgoodError, NoSpace, PeerDown, RunLocked, TierDown
@@ -95,6 +97,17 @@ def test_a_sealed_save_is_committed_by_the_next_opening(run: Run, monkeypatch, s
         newest, *older = sorted(again.survey.generations.values(), key=lambda one: -one.step)
         assert [one.step for one in older] == [*steps[:-1]]
         assert newest.commit.parent == (older[0].id if older else None)
+
+
+def test_agents_see_a_sealed_save_of_the_branch_after_a_rewind(run: Run, monkeypatch) -> None:
+    """Its step is lower than the newest that was committed before the rewind. Agents neither committed it below nor
+    named it when they removed the memory."""
+    with run.opened() as writer:
+        first = save(writer, 50, {"w": b"first"})
+        save(writer, 100, {"w": b"left behind"})
+    folder = layout.folder(run.sealed(monkeypatch, 60, 70, parent=first.id))
+    memory = access.for_reading(f"{paths.MEMORY}{run.folder}")
+    assert uncommitted(memory) == [folder.partition("/")[2]] == given_up(memory, [])
 
 
 def test_a_save_of_which_a_file_is_missing_is_removed(run: Run, monkeypatch) -> None:

@@ -248,6 +248,19 @@ def test_two_nodes_on_one_machine_have_memory_of_their_own(tmp_path: Path) -> No
     assert len(folders) == 3 and memory_place.url_of("s3://b/gpt/run").startswith("memory:///dev/shm/lastgood-")
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a folder to another user")
+def test_a_folder_for_files_without_room_is_not_that_of_another_user(tmp_path: Path) -> None:
+    """One that a killed agent of another user had left on the shared disk locked this one out of the run."""
+    theirs = memory_place.spill_folder(str(tmp_path))
+    assert theirs == memory_place.spill_folder(str(tmp_path))
+    os.makedirs(theirs)
+    os.chown(theirs, 12345, -1)
+    own = memory_place.spill_folder(str(tmp_path))
+    os.mkdir(own)
+    shutil.rmtree(theirs)
+    assert own == memory_place.spill_folder(str(tmp_path)) != theirs, "what lies there is found"
+
+
 def test_memory_is_no_home_of_a_run_and_no_lower_tier(tmp_path: Path) -> None:
     with pytest.raises(errors.Refused, match="the last place of a run has to be durable"):
         lastgood.Checkpointer("memory:///dev/shm/x", {})

@@ -21,7 +21,7 @@ from typing import NamedTuple, cast
 from .. import reporting
 from ..engine.arena import Arena
 from ..errors import Cancelled, Damaged, LastgoodError, NotARun
-from ..format import commit, layout, sealed
+from ..format import commit, intents, layout, sealed
 from ..format.pack_layout import is_manifest
 from ..limits import CHUNK_BYTES, EXAMINATION_CHUNKS, WORKERS
 from ..policy.places import lacking, merged
@@ -49,11 +49,30 @@ def committed(memory: Tier) -> list[str]:
 
 
 def uncommitted(memory: Tier) -> list[str]:
-    """The names of the folders, newer than all that is committed, in which ranks have sealed what nobody committed."""
-    newest = max(committed(memory), default="")
-    newer = {name: memory.list(f"gen/{name}") for name in memory.list("gen") if name > newest}
+    """The names of the folders in which ranks have sealed what nobody committed, and that are newer than all that is
+    committed. After a rewind the steps of the newest branch may be lower."""
+    done = committed(memory)
+    newest = max(done, default="")
+    folders = {name: memory.list(f"gen/{name}") for name in memory.list("gen") if name not in done}
     # One that was committed, and whose deletion was cut short, has GOING.
-    return sorted(name for name, files in newer.items() if layout.GOING not in files and any(map(is_manifest, files)))
+    found = [name for name, files in folders.items() if layout.GOING not in files and any(map(is_manifest, files))]
+    newer = [name for name in found if name > newest]
+    if lower := [at for name in found if name < newest and (at := layout.parse_folder(name)) is not None]:
+        newer += [layout.folder(at).partition("/")[2] for at in _of_newest_branch(memory, lower)]
+    return sorted(newer)
+
+
+def _of_newest_branch(memory: Tier, sealed_ones: Sequence[GenerationId]) -> list[GenerationId]:
+    """Those of these saves, which nobody committed, that are newer than what is committed of their own branch, where no
+    later branch is known."""
+    survey = commit.survey(memory)
+    found = list[GenerationId]()
+    for at in sealed_ones:
+        intent = intents.find(memory, at, survey.run or "", memory.list(layout.folder(at)))
+        replaced = any(one.incarnation == at.incarnation and one > at for one in survey.generations)
+        if intent is not None and intent.record.order >= survey.order and not replaced:
+            found.append(at)  # guard: branch-after-rewind-not-forgotten
+    return found
 
 
 def report_left(memory: Tier, copied: Sequence[str]) -> None:

@@ -15,6 +15,7 @@ import fcntl
 import mmap
 import os
 import stat
+import weakref
 
 from ..limits import DIRECT_IO_BYTES, READ_LIMIT
 from ..ports import File, OpenMode
@@ -270,7 +271,8 @@ class Lock:
             _close(fd)  # guard: failed-lock-is-released
             raise
         self._fd: int | None = fd
-        os.register_at_fork(after_in_child=self._leave)  # guard: lock-not-inherited-by-fork
+        leave = weakref.WeakMethod(self._leave)  # what is registered there stays until the process ends
+        os.register_at_fork(after_in_child=lambda: (left := leave()) and left())  # guard: lock-not-inherited-by-fork
 
     def is_at(self, path: str) -> bool:
         """Whether the file of the lock is still that at `path`."""

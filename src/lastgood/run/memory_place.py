@@ -95,9 +95,15 @@ def spill_folder(root: str, environ: Mapping[str, str] = os.environ) -> str:
     """The folder, in the directory `root` of a run on a disk, for files of this machine that do not fit into memory.
 
     It is named after the host, not after its start, so that what is left there is found and removed after a restart.
+    A user takes another one where that of this name is another user's, who alone can read it.
     """
     digest = checksum.digest("xxh3_128", (environ.get(NODE) or host()).encode())
-    return os.path.join(root, SPILL, digest[:12])
+    folder = os.path.join(root, SPILL, digest[:12])
+    own = f"{folder}-{os.geteuid()}"
+    with contextlib.suppress(OSError):
+        if os.path.lexists(own) or os.lstat(folder).st_uid != os.geteuid():  # guard: spill-of-another-user-left-alone
+            return own
+    return folder
 
 
 def set_aside(spill: str | None) -> None:
@@ -222,6 +228,11 @@ def file_system(path: str) -> str:
     except (OSError, IndexError):
         pass
     return ""
+
+
+def in_memory(path: str) -> bool:
+    """Whether what lies in this folder is in the memory of the machine, as in a tmpfs."""
+    return file_system(path) in _IN_MEMORY
 
 
 def _is_private(found: os.stat_result) -> bool:

@@ -15,6 +15,7 @@ Invariants
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -23,10 +24,12 @@ from typing import Any
 from ..coordination.rounds import RankGroup
 from ..coordination.single_rank import AnyTopic
 from ..format import layout
+from ..io import memory_files
 from ..io.files import round_up
 from ..io.machine import machine
 from ..ports import Tier
 from ..records import Extent
+from . import memory_place
 from .content import Content
 from .watched import Watched
 
@@ -67,11 +70,15 @@ class NodeCache(Watched):
         try:
             roomy = topic.agree(made, lambda answers: [rank for rank, one in enumerate(answers) if one])
             if here and here[0] in roomy:
-                self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            topic.agree(None, lambda _: None)  # every rank of the machine has it open
+                with contextlib.suppress(OSError):  # a rank may have another folder for temporary files, or none
+                    self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            has = self._file is not None
+            opened = topic.agree(has, lambda answers: [rank for rank, one in enumerate(answers) if one])
         finally:
             if made:  # before it is filled, which takes minutes: a rank that is killed leaves no file
                 os.unlink(path)
+        if not {*here} <= {*opened}:  # guard: cache-is-shared-by-all-or-none
+            self.close()
         if self._file is not None:
             self._read_share(extents, layout.folder(content.generation.id), here.index(ranks.rank), len(here))
         topic.agree(None, lambda _: None)  # every chunk is in the file
@@ -126,6 +133,11 @@ def _made(path: str, length: int) -> bool:
     except OSError:
         return False
     try:
+        # In a tmpfs the kernel ends a process that takes more memory than there is.
+        folder = os.path.dirname(path)
+        # guard: cache-takes-no-memory-beyond-limits
+        if memory_place.in_memory(folder) and length > memory_files.free_bytes(folder):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
         os.posix_fallocate(file, 0, length)
     except OSError:
         with contextlib.suppress(OSError):

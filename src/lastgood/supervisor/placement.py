@@ -152,9 +152,10 @@ def order(infos: Sequence[NodeInfo]) -> list[int]:
         twice = next(one for one in claimed if claimed.count(one) > 1)
         hosts = ", ".join(one.host for one in infos if one.node_rank == twice)
         raise Refused(
-            f"--node-rank {twice} was given on several nodes: {hosts}",
+            f"several nodes have --node-rank {twice}: {hosts}",
             safe="No rank was started.",
-            todo="Give each node a number of its own, from 0 on, or none.",
+            todo="Give each node a number of its own, from 0 on: it is 0 where none is given and --rdzv-backend is static, "
+            "the default. With --rdzv-backend c10d none is needed.",
         )
     return sorted(range(len(infos)), key=lambda one: (infos[one].node_rank is None, infos[one].node_rank or 0, one))
 

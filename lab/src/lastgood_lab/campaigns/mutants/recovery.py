@@ -364,6 +364,26 @@ MUTANTS: tuple[Mutant, ...] = (
             Swap("self.writer.make_room(needed)", "False"),
         ),
         (
+            "a sealed save of the branch after a rewind is forgotten",
+            "branch-after-rewind-not-forgotten",
+            Remove(),
+        ),
+        (
+            "the folder for files without room is that of another user",
+            "spill-of-another-user-left-alone",
+            Never(),
+        ),
+        (
+            "a rank reads a file that another one does not share",
+            "cache-is-shared-by-all-or-none",
+            Never(),
+        ),
+        (
+            "what ranks share takes more memory than there is",
+            "cache-takes-no-memory-beyond-limits",
+            Never(),
+        ),
+        (
             "files of copies that were given up stay",
             "given-up-copy-removed",
             Swap("self._begun - self._waiting.keys()", "set[GenerationId]()"),
