@@ -238,6 +238,12 @@ def test_ranks_that_lost_their_connection_are_not_blamed(follower: str, cause: E
     assert first_cause([*others, cause]) == cause
 
 
+def test_an_error_that_another_rank_has_posted_is_its_own() -> None:
+    """All ranks raise what one of them has posted, and the one that ended first was named."""
+    error = "NotWritable: rank 0: /run: Operation not permitted"
+    assert first_cause([Ended(1, 1.0, 1, error), Ended(0, 1.1, 1, error)]) == Ended(0, 1.1, 1, error)
+
+
 def test_the_earliest_failure_is_the_cause() -> None:
     early, late = Ended(3, 1.0, 1, "KeyError: 'x'"), Ended(0, 2.0, 1, "KeyError: 'x'")
     assert first_cause([late, early]) == early

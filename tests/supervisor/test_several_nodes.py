@@ -190,5 +190,5 @@ def test_two_nodes_with_one_number_are_refused_with_their_names(tmp_path: Path) 
         for name in "ab"
     ]
     for one in started:
-        assert b"--node-rank 0 was given on several nodes" in one.communicate(timeout=60)[1]
+        assert b"several nodes have --node-rank 0" in one.communicate(timeout=60)[1]
         assert one.returncode == 3

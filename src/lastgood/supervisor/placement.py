@@ -154,8 +154,8 @@ def order(infos: Sequence[NodeInfo]) -> list[int]:
         raise Refused(
             f"several nodes have --node-rank {twice}: {hosts}",
             safe="No rank was started.",
-            todo="Give each node a number of its own, from 0 on: it is 0 where none is given and --rdzv-backend is static, "
-            "the default. With --rdzv-backend c10d none is needed.",
+            todo="Give each node a number of its own, from 0 on (with --rdzv-backend static, the default, a node that "
+            "is given none has 0), or use --rdzv-backend c10d, which needs none.",
         )
     return sorted(range(len(infos)), key=lambda one: (infos[one].node_rank is None, infos[one].node_rank or 0, one))
 

@@ -364,6 +364,11 @@ MUTANTS: tuple[Mutant, ...] = (
             Swap("self.writer.make_room(needed)", "False"),
         ),
         (
+            "a rank is blamed for the error that another one has posted",
+            "relayed-error-is-not-blamed",
+            Swap("int(relayed[1]) != one.rank", "False"),
+        ),
+        (
             "a sealed save of the branch after a rewind is forgotten",
             "branch-after-rewind-not-forgotten",
             Remove(),
