@@ -93,7 +93,7 @@ def test_a_killed_supervisor_leaves_an_attempt_that_the_next_one_ends(tmp_path: 
     with subprocess.Popen([*COMMAND, str(script), str(run), "6", "waits"]) as job:
         until((tmp_path / "run.waits").exists)
         until(lambda: running(call, run)["restored_step"] == 0)
-        assert running(call, run)["answer"] == "runs"
+        assert (running(call, run)["answer"], running(call, run)["last_step"]) == ("runs", 4)
         job.kill()
     (lost,) = shown(call, run)
     assert (lost["cause"]["kind"], lost["restored_step"], lost["last_step"]) == (SUPERVISOR, 0, 4)

@@ -52,13 +52,14 @@ def _view(found: Sequence[Attempt]) -> RenderableType:
             clean(one.answer),
         )
     names = [name for name in PHASES if any(name in one.phases for one in found)]
+    phases: list[RenderableType] = [_phases(found, names), Text()] if names else []
     spent = {name: sum(one.phases.get(name, 0.0) for one in found) for name in names}
     again = f", of these {spent[REPLAYED]:.1f} s in steps that were trained again" if REPLAYED in spent else ""
     added = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in spent.items() if name != REPLAYED)
     text = f"{plural(len(found), 'attempt')}. Time of the slowest rank in each, added up: {added or '0 s'}{again}."
     slow = [Text(f"attempt {one.number}: {clean(part.what)}.") for one in found for part in one.slow]
     signs = [Text(f"attempt {one.number}: {clean(described(part))}") for one in found for part in one.findings]
-    return Group(table, Text(), _phases(found, names), Text(), *slow, *signs, Text(text))
+    return Group(table, Text(), *phases, *slow, *signs, Text(text))
 
 
 def _phases(found: Sequence[Attempt], names: Sequence[str]) -> Table:

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ..units import plural
 from .arguments import is_number, is_whole, require
 
 PREEMPTED = 75
@@ -193,7 +194,7 @@ def answer(
     same = without_progress(outcomes)
     if same >= budget.without_progress:  # guard: no-endless-restarts
         where = "before a state was restored" if last.restored_step is None else f"after step {last.restored_step}"
-        return Answer("end", f"{same} attempts in a row failed {where}, and nothing newer was saved")
+        return Answer("end", f"{plural(same, 'attempt')} in a row failed {where}, and nothing newer was saved")
     doublings = min(same - 2, _MOST_DOUBLINGS)
     pause = min(budget.pause_seconds * 2**doublings, budget.longest_pause_seconds) if same > 1 else 0.0
     if last.saved_newer:
@@ -247,7 +248,7 @@ def _remedy(alike: Sequence[Outcome], budget: Budget) -> Answer:
     last, tried = alike[-1], [one.followed for one in alike[:-1]]
     trained = any(one.trained for one in alike)
     where = f"after step {last.last_step}" if trained else "before a step was completed,"
-    what = f"{len(alike)} attempts in a row failed {where} with the same cause"
+    what = f"{plural(len(alike), 'attempt')} in a row failed {where} with the same cause"
     # A hang is an evaluation without a name, or a machine, rather than a batch.
     back = bool(last.restored_step) and not last.after_loop  # guard: failure-after-loop-blames-no-state
     possible = {"back": back, "skip": last.batches_known and trained and last.cause != HANG}
