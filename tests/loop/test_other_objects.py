@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,39 @@ def test_a_forgotten_optimizer_or_schedule_is_reported(tmp_path: Path, given: st
             ckpt.step(step)
     named = [one.split("the state lacks ")[1].split(",")[0] for one in texts if "the state lacks" in one]
     assert named == missing.split()
+
+
+class Perturbed(optim.Optimizer):
+    """An optimizer around another one, as SAM is. `saves`: whether its state has that of the inner one."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], saves: bool) -> None:
+        super().__init__(parameters, {"lr": 1e-3})
+        self.inner, self._saves = optim.SGD(self.param_groups, lr=1e-3, momentum=0.9), saves
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | ({"inner": self.inner.state_dict()} if self._saves else {})
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._saves:
+            self.inner.load_state_dict(state_dict.pop("inner"))
+        super().load_state_dict(state_dict)
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_an_optimizer_inside_of_another_one_that_is_not_saved_is_reported(tmp_path: Path, saves: bool) -> None:
+    """SAM, as it was published, does not save its inner optimizer: the momentum was zero again, without a word."""
+    model = made()[0]
+    optimizer = Perturbed(model.parameters(), saves)
+    state = {"model": model, "optimizer": optimizer}
+    with reports() as texts, lastgood.Checkpointer(tmp_path, state, cadence=lastgood.Every(steps=1)) as ckpt:
+        ckpt.restore()
+        for step in range(1, 4):
+            train(model, optimizer)
+            ckpt.step(step)
+    assert any("the state lacks SGD" in one for one in texts) != saves
 
 
 class Grouped(nn.Linear):

@@ -10,6 +10,7 @@ import gc
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -22,18 +23,20 @@ _PACKAGES = {"torch", "torchdata", "lastgood"}
 
 def forgotten(state: Mapping[str, Any]) -> list[str]:
     """The classes of optimizers that keep something of parameters of the state, and of schedules of its optimizers,
-    that live in this process and are not in the state. Empty if the state has objects of the user or of another
-    package, or modules with a state of their own, whose `state_dict()` may have them.
+    that live in this process and are not in the state. So are optimizers inside of those of the state, of which their
+    `state_dict()` has nothing. Empty if the state has objects of the user or of another package, or modules with a
+    state of their own, whose `state_dict()` may have them.
     """
     objects = [*find_objects(state).values()]
     trained, begun = _without_optimizer(objects), _without_schedule(objects)
-    if not (trained or begun) or any(map(_may_hold_others, objects)):
+    if any(map(_may_hold_others, objects)):
         return []
-    live = _live()
+    inner = [one for outer in objects if isinstance(outer, Optimizer) for one in _left_out_by(outer, objects)]
+    live = _live() if trained or begun else []
     optimizers = [one for one in live if isinstance(one, Optimizer)]
     keeping = [one for one in optimizers if getattr(one, "state", None) and trained & _parameters_of(one)]
     schedules = [one for one in live if isinstance(one, LRScheduler) and _optimizer_of(one) in begun]
-    return [*dict.fromkeys(type(one).__name__ for one in (*keeping, *schedules))]
+    return [*dict.fromkeys(type(one).__name__ for one in (*inner, *keeping, *schedules))]
 
 
 def _may_hold_others(obj: Any) -> bool:
@@ -56,6 +59,24 @@ def _without_schedule(objects: list[Any]) -> set[int]:
     optimizers = [one for one in objects if isinstance(one, Optimizer)]
     begun = {id(one) for one in optimizers if any("initial_lr" in group for group in _groups(one))}
     return begun - {_optimizer_of(one) for one in objects if isinstance(one, LRScheduler)}
+
+
+def _left_out_by(outer: Optimizer, objects: list[Any]) -> list[Optimizer]:
+    """The optimizers that are attributes of one of the state, keep something, and are saved nowhere: as in SAM."""
+    held = [one for one in vars(outer).values() if isinstance(one, Optimizer) and getattr(one, "state", None)]
+    held = [one for one in held if not any(one is other for other in objects)]
+    if not held:
+        return []
+    saved = _tensors_in(outer.state_dict())
+    return [one for one in held if (kept := _tensors_in(dict(one.state))) and not kept & saved]
+
+
+def _tensors_in(value: Any) -> set[int]:
+    """The ids of the tensors in nested dicts, lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        return {id(value)}
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return set[int]().union(*map(_tensors_in, parts))
 
 
 def _groups(optimizer: Optimizer) -> list[Mapping[str, Any]]:
