@@ -60,7 +60,8 @@ class Left(NamedTuple):
                 "which is newer and is not looked at here. To go on from it, open the run by the path and with the "
                 "tier with which it was saved, before a save here abandons it"
             )
-        return f"{self.place} {held} step {self.step} of this run, {what}; {elsewhere}rm -r {folder} gives it up."
+        removal = f"if no job uses it, rm -r {folder} gives it up"
+        return f"{self.place} {held} step {self.step} of this run, {what}; {elsewhere}{removal}."
 
 
 def given_back(place: str) -> str:
