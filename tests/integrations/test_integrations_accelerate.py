@@ -103,12 +103,35 @@ def test_epochs_that_are_left_by_break_have_orders_of_their_own(tmp_path, stop_a
 def test_an_epoch_left_at_its_last_batch_is_counted_once(tmp_path):
     job, seen = Job(), []
     with Checkpointer(job.accelerator, tmp_path / "run") as ckpt:
-        ckpt.restore()
+        step = ckpt.restore().step
         for left in (True, False, False):
-            batches = itertools.islice(job.loader, 6 if left else None)
-            seen.append([sample for _, y in batches for sample in y.tolist()])
+            seen.append([])
+            for _, y in itertools.islice(job.loader, 6 if left else None):
+                seen[-1] += y.tolist()
+                step += 1
+                ckpt.step(step)
         assert ckpt.epoch == 2
     assert seen[0] != seen[1] != seen[2] and all(sorted(one) == [*range(12)] for one in seen)
+
+
+def test_a_batch_taken_before_the_loop_is_no_epoch(tmp_path):
+    """A look at the shapes of a batch was counted: after a resume the loop trained one epoch less."""
+    job = Job()
+    with Checkpointer(job.accelerator, tmp_path / "run") as ckpt:
+        next(iter(job.loader))
+        ckpt.restore()
+        assert len([*job.loader]) == 6 and ckpt.epoch == 0
+
+
+def test_an_epoch_that_the_script_sets_stays(tmp_path):
+    job, seen = Job(), []
+    with Checkpointer(job.accelerator, tmp_path / "run") as ckpt:
+        ckpt.restore()
+        for step in range(1, 4):
+            job.loader.set_epoch(0)
+            seen.append([y.tolist() for _, y in job.loader])
+            ckpt.step(step)
+    assert seen[0] == seen[1] == seen[2]
 
 
 def evaluate_often(path, every_steps, stop_at=8):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
+import weakref
 from pathlib import Path
 
 import psutil
@@ -602,6 +604,25 @@ def test_a_committed_save_is_shown_to_the_supervisor_at_once(tmp_path: Path, mon
         assert save is not None
         save.result()
         assert heartbeat.read(page).saved_step == 2
+
+
+def test_a_checkpointer_that_its_state_leads_back_to_is_collected(tmp_path: Path) -> None:
+    """What shows committed saves to the supervisor held the state: a run that was never closed stayed locked."""
+
+    class Part:
+        def state_dict(self) -> dict[str, int]:
+            return {"n": 1}
+
+        def load_state_dict(self, data: dict[str, int]) -> None: ...
+
+    part = Part()
+    part.owner = ckpt = lastgood.Checkpointer(tmp_path / "run", {"part": part})  # type: ignore[attr-defined]
+    ckpt.restore()
+    gone = weakref.ref(part)
+    del part, ckpt
+    gc.collect()
+    assert gone() is None
+    lastgood.Checkpointer(tmp_path / "run", {"part": Part()}).close()
 
 
 def test_a_loop_that_only_saves_shows_its_steps_to_the_supervisor(

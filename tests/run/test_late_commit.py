@@ -18,7 +18,7 @@ from lastgood.agent.drain import uncommitted
 from lastgood.agent.late_copies import given_up
 from lastgood.coordination.single_rank import SingleTopic
 from lastgood.engine.inline_executor import Inline
-from lastgood.errors import LastgoodError, NoSpace, PeerDown, RunLocked, TierDown
+from lastgood.errors import CommitUnknown, LastgoodError, NoSpace, PeerDown, RunLocked, TierDown
 from lastgood.format import commit, layout
 from lastgood.format.commit import Survey
 from lastgood.format.intents import seals_of
@@ -99,6 +99,23 @@ def test_a_sealed_save_is_committed_by_the_next_opening(run: Run, monkeypatch, s
         assert newest.commit.parent == (older[0].id if older else None)
 
 
+def test_a_late_commit_of_unknown_outcome_is_not_deleted(run: Run, monkeypatch) -> None:
+    """The opening said that nothing was deleted, and then removed the folder, COMMIT included: found by schedules with
+    several saves in flight."""
+    run.sealed(monkeypatch, 5, 7)
+    publish = commit.publish
+
+    def unsure(*arguments: Any) -> None:
+        publish(*arguments)
+        raise CommitUnknown("COMMIT may exist", safe="Nothing was deleted.", todo="")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(commit, "publish", unsure)
+        with reported("whether it is committed now is not known"), run.opened():
+            pass
+    assert run.loaded()[0] == 7
+
+
 def test_agents_see_a_sealed_save_of_the_branch_after_a_rewind(run: Run, monkeypatch) -> None:
     """Its step is lower than the newest that was committed before the rewind. Agents neither committed it below nor
     named it when they removed the memory."""
@@ -108,6 +125,8 @@ def test_agents_see_a_sealed_save_of_the_branch_after_a_rewind(run: Run, monkeyp
     folder = layout.folder(run.sealed(monkeypatch, 60, 70, parent=first.id))
     memory = access.for_reading(f"{paths.MEMORY}{run.folder}")
     assert uncommitted(memory) == [folder.partition("/")[2]] == given_up(memory, [])
+    (run.folder / folder / layout.INTENT).unlink()  # as on the nodes other than that of the coordinator
+    assert uncommitted(memory) == [folder.partition("/")[2]]
 
 
 def test_a_save_of_which_a_file_is_missing_is_removed(run: Run, monkeypatch) -> None:

@@ -60,13 +60,18 @@ def test_a_mistyped_path_is_refused_with_the_correct_spelling(tmp_path: Path, mo
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+def test_a_name_that_is_not_utf8_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The directory was made, and then UnicodeEncodeError raised."""
     odd = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
     for path in (odd, f"slots://{odd}", odd / "below"):
         with pytest.raises(errors.Refused, match="not UTF-8"):
             lastgood.Checkpointer(path, {})
     assert [*tmp_path.iterdir()] == []
+    odd.mkdir()
+    monkeypatch.chdir(odd)
+    with pytest.raises(errors.Refused, match="not UTF-8"):
+        lastgood.Checkpointer("run", {})
+    assert [*odd.iterdir()] == []
 
 
 def test_a_slots_path_mangled_by_pathlib_is_refused_with_the_correct_one() -> None:

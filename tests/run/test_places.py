@@ -499,7 +499,7 @@ def test_a_full_place_below_makes_room_for_the_next_copy(tmp_path, caplog):
         with lastgood.Checkpointer(disk / "run", state, **options) as ckpt:
             ckpt.restore()
             for step in range(1, 7):
-                ckpt.step(step).result()
+                ckpt.step(step).result(60)
         assert steps(disk / "run") == [4, 5, 6]
     assert caplog.text.count("is full: step 1") == 1
 

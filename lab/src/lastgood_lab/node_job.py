@@ -170,24 +170,22 @@ class Job:
 
     def _save(self, run: RunWriter | Follower, group: RankGroup, agent: AgentLink | None, after: After) -> None:
         """Make all saves of the job. `after`: what follows each commit."""
-        flights = list[Callable[[], None]]()
+        flights = list[Any]()
         for step in self.saves.steps:
             topic = group.step_topic("save", step)
             with contextlib.suppress(LastgoodError):
-                at = run.admit(step)
-                flights.append(partial(self._save_once, run, group.rank, at, topic, after))
-            if not self.saves.in_flight:
-                for flight in flights:
-                    flight()
-                flights.clear()
-                if agent is not None:
-                    agent.check()
-        threads = [self._threads.Thread(one) for one in flights]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if agent is not None:
+                save_once = partial(self._save_once, run, group.rank, run.admit(step), topic, after)
+                if self.saves.in_flight:
+                    flights.append(self._threads.Thread(save_once))
+                else:
+                    save_once()
+            if agent is not None and not self.saves.in_flight:
+                agent.check()
+        for flight in flights:
+            flight.start()
+        for flight in flights:
+            flight.join()
+        if agent is not None and flights:
             agent.check()
 
     def _save_once(self, run: RunWriter | Follower, rank: int, at: GenerationId, topic: AnyTopic, after: After) -> None:

@@ -63,14 +63,16 @@ def uncommitted(memory: Tier) -> list[str]:
 
 
 def _of_newest_branch(memory: Tier, sealed_ones: Sequence[GenerationId]) -> list[GenerationId]:
-    """Those of these saves, which nobody committed, that are newer than what is committed of their own branch, where no
-    later branch is known."""
+    """Those of these saves, which nobody committed, that are newer than what is committed of their own branch. Not if a
+    later branch is known. Of several nodes only one has the intent: a branch of unknown order counts."""
     survey = commit.survey(memory)
     found = list[GenerationId]()
     for at in sealed_ones:
         intent = intents.find(memory, at, survey.run or "", memory.list(layout.folder(at)))
+        known = survey.incarnations.get(at.incarnation)
+        order = intent.record.order if intent is not None else known.order if known is not None else survey.order
         replaced = any(one.incarnation == at.incarnation and one > at for one in survey.generations)
-        if intent is not None and intent.record.order >= survey.order and not replaced:
+        if order >= survey.order and not replaced:
             found.append(at)  # guard: branch-after-rewind-not-forgotten
     return found
 

@@ -42,9 +42,9 @@ class Checkpointer(checkpointer.Checkpointer):
     Call `step(n)` when `accelerator.sync_gradients` is true, after optimizer and schedule: gradients that are still
     being accumulated are not part of the state. A batch that accelerate has fetched ahead does not count as consumed.
     After `restore()`, a prepared loader whose iteration was running when `step(n)` was called begins its next iteration
-    in the middle of the epoch, so do not skip batches yourself. Each iteration is an epoch of its own, also if `break`
-    ends it; after one that was ended before `step(n)` the next epoch begins. `accelerator.save_state` goes on working,
-    but `load_state` raises Refused once the run holds a generation. For a model of PEFT, register
+    in the middle of the epoch, so do not skip batches yourself. Each iteration with a step is an epoch of its own, also
+    if `break` ends it; after one that was ended before `step(n)` the next epoch begins. `accelerator.save_state` works
+    as before, but `load_state` raises Refused once the run holds a generation. For a model of PEFT, register
     `lastgood.integrations.peft.Adapters(model)` with `register_for_checkpointing`.
 
     Raises Refused beside another Checkpointer of the same accelerator, before anything is prepared, for DeepSpeed and
@@ -68,7 +68,7 @@ class Checkpointer(checkpointer.Checkpointer):
 
     def step(self, n: int, metrics: Mapping[str, Any] | None = None) -> Save | None:
         for place in self._places:
-            place.mark()
+            place.step()
         return super().step(n, metrics)
 
     def close(self, timeout: float | None = None) -> None:
@@ -80,8 +80,8 @@ class Checkpointer(checkpointer.Checkpointer):
 
 
 class _CountedLoader(OrderedLoader):
-    """An OrderedLoader for which each iteration is an epoch of its own. accelerate does not count those that `break`
-    ends: the next one would have the same order.
+    """An OrderedLoader for which each iteration with a step is an epoch of its own. accelerate does not count those
+    that `break` ends: the next one would have the same order. An epoch that the script has set stays.
 
     `shard`: the prepared loader, whose `iteration` is the epoch.
     """
@@ -91,16 +91,20 @@ class _CountedLoader(OrderedLoader):
         self._shard = shard
         self._begun: int | None = None
         """the epoch of the newest iteration"""
+        self.stepped = False
+        """whether a step was completed since that began"""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        if self._shard.iteration == self._begun:
+        set_by_script = self.order.times_set > 1  # accelerate sets it once before each iteration
+        if self.stepped and not set_by_script and self._shard.iteration == self._begun:
             self._shard.set_epoch(self._shard.iteration + 1)
-        self._begun = self._shard.iteration
+        self._begun, self.order.times_set = self._shard.iteration, 0
+        self.stepped = self.order.first > 0  # in the middle of an epoch, of which a restored step was completed
         return super().__iter__()
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         super().load_state_dict(state)
-        self._shard.iteration, self._begun = self.order.epoch, None
+        self._shard.iteration, self._begun, self.order.times_set = self.order.epoch, None, 0
 
 
 class _Place:
@@ -121,6 +125,11 @@ class _Place:
     @property
     def epoch(self) -> int:
         return self._ordered.order.epoch
+
+    def step(self) -> None:
+        """A step is completed."""
+        self._ordered.stepped = True
+        self.mark()
 
     def mark(self) -> None:
         """Keep the position at this step. After an iteration that `break` has ended it is the next epoch."""

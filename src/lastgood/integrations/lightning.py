@@ -81,8 +81,8 @@ class LastgoodCallback(Callback):
         if trainer.fast_dev_run:
             return
         _require_alone(trainer, self)
-        # What other callbacks do at the beginning of a batch, or at the end of the training, comes after the save, and
-        # not before it: a resume does it again. A new list, because Lightning goes through the present one just now.
+        # What other callbacks do at the beginning of a batch, or at the end of the training, must not be in the save: a
+        # resume does it again. A new list, because Lightning goes through the present one just now.
         trainer.callbacks = [self, *(one for one in trainer.callbacks if one is not self)]
         self._progress = progress = _Progress(trainer, _ordered_loader(trainer))
         state = {
@@ -403,7 +403,7 @@ def _has_save_hook(trainer: Any) -> bool:
 
 
 def _read_checkpoint(trainer: Any) -> dict[str, Any]:
-    """The state of the callbacks, and the entries that hooks add to a Lightning checkpoint, or put others for."""
+    """The state of the callbacks, and the entries that hooks add to a Lightning checkpoint, or replace."""
     module = trainer.lightning_module
     standard = _standard_entries(trainer) if _has_save_hook(trainer) else _own_entries(trainer)
     checkpoint = dict(standard)
@@ -413,7 +413,7 @@ def _read_checkpoint(trainer: Any) -> dict[str, Any]:
     added = {
         key: value
         for key, value in checkpoint.items()
-        if key not in standard or (value is not standard[key] and key not in _STORED_ELSEWHERE)
+        if key not in standard or (key in _REPLACEABLE and value is not standard[key])
     }
     counters = {key: standard[key] for key in _COUNTERS}
     return {"callbacks": standard["callbacks"], "added": added, "counters": counters}
@@ -431,8 +431,8 @@ def _load_checkpoint(trainer: Any, saved: dict[str, Any], loops: dict[str, Any])
     module.on_load_checkpoint(checkpoint)
 
 
-_STORED_ELSEWHERE = ("callbacks", "loops")
-"""entries of a checkpoint of which another one that a hook puts there is not stored"""
+_REPLACEABLE = ("state_dict", "optimizer_states", "lr_schedulers")
+"""entries of a checkpoint of which the one is stored that a hook has put there"""
 _COUNTERS = ("epoch", "global_step")
 """entries of a checkpoint that are stored for its hooks: when they load it, the loops are not restored yet"""
 

@@ -125,6 +125,8 @@ class Order:
         self.epoch = 0
         self.first = 0
         """number of the first batch of the next iteration"""
+        self.times_set = 0
+        """how often the epoch was set since whoever counts this began again"""
 
     def __getattr__(self, name: str) -> Any:
         if name == "_batches" or name.startswith("__"):
@@ -137,6 +139,7 @@ class Order:
     def set_epoch(self, epoch: int) -> None:
         """Use the order of this epoch in the next iteration."""
         self.epoch = epoch
+        self.times_set += 1
         for sampler in self._samplers():
             if callable(getattr(sampler, "set_epoch", None)):
                 sampler.set_epoch(epoch)

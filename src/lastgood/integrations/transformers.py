@@ -168,6 +168,8 @@ class LastgoodTrainerMixin:
         self._lastgood = _only_callback(self)
         if self._lastgood is not None and resume_from_checkpoint:
             require_one_restore(self._lastgood.path, f"resume_from_checkpoint={resume_from_checkpoint!r}")
+        # What other callbacks do at the beginning of a step must not be in the save: a resume does it again.
+        self.callback_handler.callbacks.sort(key=lambda one: one is not self._lastgood)  # type: ignore[attr-defined]
         with ExitStack() as self._lifetime:
             return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
 
@@ -325,8 +327,7 @@ class _Progress:
 
 
 def _only_callback(trainer: Any) -> LastgoodCallback | None:
-    """The trainer's LastgoodCallback, None if it has none. It is called first from now on, so that a save comes before
-    what other callbacks do at the beginning of a step. Raises Refused if something else conflicts with it."""
+    """The trainer's LastgoodCallback, None if it has none. Raises Refused if something else conflicts with it."""
     found = [one for one in trainer.callback_handler.callbacks if isinstance(one, LastgoodCallback)]
     if not found:
         return None
@@ -345,5 +346,4 @@ def _only_callback(trainer: Any) -> LastgoodCallback | None:
         "Leave it out, and give LastgoodCallback preemption=lastgood.Preemption().",
     )
     require(not trainer.is_deepspeed_enabled, "DeepSpeed keeps optimizer state of its own", "Use DDP or FSDP2.")
-    trainer.callback_handler.callbacks.sort(key=lambda one: one is not found[0])
     return found[0]

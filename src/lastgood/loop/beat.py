@@ -19,6 +19,43 @@ from ..records import Generation
 from .progress import Progress
 
 
+class SavedStep:
+    """The newest step whose save is committed, as it is shown to the supervisor. Every method may be called from any
+    thread. `page`: None if nobody supervises this process.
+
+    It knows nothing else of the run: what commits saves holds it, and must keep no state of the user alive.
+    """
+
+    def __init__(self, page: Heartbeat | None) -> None:
+        self._page, self._lock = page, threading.Lock()
+        self._newest: int | None = None
+        self._most: int | None = None
+        """the newest step that is shown at most; None: any is"""
+
+    def committed(self, step: int) -> None:
+        """The save of a step is committed. Called by the thread that has committed it: the loop may be busy for long,
+        and a failure meanwhile would be counted as one without a newer save."""
+        with self._lock:
+            self._newest = max(step, self._newest or 0)
+            self._show()
+
+    def restored(self, step: int | None) -> None:
+        """The loop goes on from the generation of a step; None: from the beginning."""
+        with self._lock:
+            self._newest, self._most = step, None
+            self._show()
+
+    def diverged(self, first: int) -> None:
+        """As `Beat.diverged`."""
+        with self._lock:
+            self._most = first - 1
+            self._show()
+
+    def _show(self) -> None:
+        if self._page is not None and self._newest is not None:
+            self._page.saved(self._newest if self._most is None else min(self._newest, self._most))
+
+
 class Beat:
     """The progress of one open run. `page`: None if nobody supervises this process."""
 
@@ -29,11 +66,7 @@ class Beat:
         """the step that was shown last, since the restore"""
         self._restored = False
         """whether the loop has called restore(), or was warned that it has not"""
-        self._saved: int | None = None
-        """the newest step whose save is known to be committed"""
-        self._saved_lock = threading.Lock()
-        self._good: int | None = None
-        """the newest step that is shown as saved at most; None: any is"""
+        self.saved_step = SavedStep(page)
         self.stall_seconds = 0.0
         """how long the loop has waited for saves: in the calls that begin them, at the fence, and for their ends"""
 
@@ -46,9 +79,7 @@ class Beat:
         """The state is that of a step, restored from a generation or (None) that of the beginning."""
         if self._page is not None:
             self._shown_step, self._restored = None, True
-            with self._saved_lock:
-                self._saved, self._good = step if generation is not None else None, None
-                self._show_saved()
+            self.saved_step.restored(step if generation is not None else None)
             incarnation = "" if generation is None else generation.id.incarnation
             self._page.restored(step, incarnation, self._progress.next_position())
 
@@ -69,23 +100,10 @@ class Beat:
             )
         self._restored = True
 
-    def committed(self, step: int) -> None:
-        """The save of a step is committed. Called by the thread that has committed it: the loop may be busy for long,
-        and a failure meanwhile would be counted as one without a newer save."""
-        with self._saved_lock:
-            self._saved = max(step, self._saved or 0)
-            self._show_saved()
-
-    def _show_saved(self) -> None:
-        if self._page is not None and self._saved is not None:
-            self._page.saved(self._saved if self._good is None else min(self._saved, self._good))
-
     def diverged(self, first: int) -> None:
         """A restore goes back before the step `first`, and trains with the same batches again: what was saved since is
         not shown as saved. Otherwise the supervisor would take it for progress, and start the job again for ever."""
-        with self._saved_lock:
-            self._good = first - 1
-            self._show_saved()
+        self.saved_step.diverged(first)
 
     def saving(self) -> contextlib.AbstractContextManager[None]:
         """In the block, the loop waits for a save."""

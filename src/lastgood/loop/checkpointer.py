@@ -175,7 +175,7 @@ class Checkpointer:
             self._progress = progress = Progress(request, ranks, pipeline.outcomes, planner.fence)
             self._saver = saver = Saver(request, options, pipeline, planner, ranks, reports, failures)
             self._beat = beat = Beat(heartbeat.own(run=url), progress)
-            pipeline.outcomes.committed = beat.committed  # guard: saved-step-shown-at-once
+            pipeline.outcomes.committed = beat.saved_step.committed  # guard: saved-step-shown-at-once
             failed.callback(beat.released)  # guard: failed-opening-releases-all
             self._log = reports.log = step_log.opened(request.state, ranks, progress, beat) if beat.is_shown else None
             end_request = EndRequest(options.preemption) if options.preemption else None

@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from .. import errors
 from .recovery import PREEMPTED
 
 FOLLOWERS = re.compile(
@@ -31,8 +32,8 @@ _BETWEEN_RANKS = re.compile(
 )
 """How the errors of torch's collectives and stores begin, and those of saves of several ranks: a request of the script
 to a server, or a worker of a DataLoader, has timeouts too."""
-_RELAYED = re.compile(r"[\w.]+: rank (\d+): ")
-"""How an error begins that another rank has posted, and that all ranks raise."""
+_RELAYED = re.compile(r"(?:lastgood\.errors\.)?(\w+): rank (\d+): ")
+"""How an error of this package begins that another rank has posted, and that all ranks raise."""
 ABORTED = -6
 """SIGABRT: so NCCL ends a process whose peers are gone, or that has waited for one until its timeout."""
 LEAST_ABORTS = 2
@@ -73,8 +74,8 @@ def first_cause(ended: Sequence[Ended]) -> Ended | None:
 def follows(one: Ended) -> bool:
     """Whether a rank looks as if it had failed only because another one did."""
     relayed = _RELAYED.match(one.error)
-    # guard: relayed-error-is-not-blamed
-    return is_follower(one.error) or aborted(one) or (relayed is not None and int(relayed[1]) != one.rank)
+    is_relayed = relayed is not None and hasattr(errors, relayed[1]) and int(relayed[2]) != one.rank
+    return is_follower(one.error) or aborted(one) or is_relayed  # guard: relayed-error-is-not-blamed
 
 
 def is_follower(error: str) -> bool:

@@ -127,7 +127,14 @@ def commit_sealed(known: KnownRun, run: str, others: Others | None = None) -> No
     at = found[0].id
     try:
         commit.publish(tier, *found)  # guard: sealed-save-committed-late
-    except (CommitUnknown, NoSpace, NotWritable) as error:
+    except CommitUnknown as error:
+        reporting.warning(
+            f"step {at.step} had been saved by all ranks when the job was lost; whether it is committed now is not "
+            f"known, so the run goes on without it, and nothing of it is deleted: {error}"
+        )
+        survey.incomplete.discard(at)  # guard: unknown-late-commit-not-deleted
+        return
+    except (NoSpace, NotWritable) as error:
         reporting.warning(f"step {at.step} had been saved by all ranks when the job was lost, and is given up: {error}")
         return  # guard: full-memory-opens
     if others is not None:

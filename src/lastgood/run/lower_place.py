@@ -6,7 +6,7 @@ Invariants
   2. What waits is bounded: more than the retention of this place would keep of the newest generations never wait.
      Milestones, and steps that its retention selects by their number, wait beside them.
   3. While this place cannot be reached, the training loop waits for nothing; what waits is copied once it can.
-  4. Of a copy that is given up nothing stays here once the next one begins.
+  4. What is left here of a copy that was given up is deleted before the next one, as far as it can be.
   5. `close` tries once more to copy what waits, and ends the thread. What is still missing then is copied after the
      next opening of the run.
 """
@@ -25,6 +25,7 @@ from ..coordination.single_rank import AnyRanks
 from ..engine.arena import Arena
 from ..errors import Cancelled, Damaged, LastgoodError, NoSpace, NotWritable, Overtaken, TimedOut, Unavailable
 from ..format import commit, layout
+from ..io import memory_files
 from ..limits import CHUNK_BYTES, EXAMINATION_CHUNKS
 from ..policy.places import lacking
 from ..policy.retention import wanted
@@ -313,7 +314,7 @@ class LowerPlace:
             self._copying, self._again = at, False
         failed: Exception | None = None
         try:
-            self._copy_with_room(at)
+            self._copy(at)
         except Cancelled:
             return
         except Overtaken as error:
@@ -323,6 +324,10 @@ class LowerPlace:
                 self._changed.notify_all()
             return
         except (Unavailable, NotWritable) as error:
+            if isinstance(error, NoSpace) and self._made_room(at):
+                with self._changed:
+                    self._under_way, self._last_try = None, False
+                return  # what is then the newest is copied at once
             self._outage.failed(at, error)
             with self._changed:
                 self._under_way = None  # guard: failed-copy-overtaken
@@ -341,19 +346,21 @@ class LowerPlace:
                 self._end(at, failed)
             self._changed.notify_all()
 
-    def _copy_with_room(self, at: GenerationId) -> None:
-        """As `_copy`. On a full disk generations are deleted here that newer verified ones make unnecessary."""
-        while True:
-            try:
-                return self._copy(at)
-            except NoSpace as error:
-                with self._source.lock:
-                    one = self._source.survey.generations.get(at)
-                there = sum(size or 0 for size in self.tier.list(layout.folder(at)).values())
-                needed = max(0, one.bytes - there) if one is not None else 0
-                # guard: full-place-below-relieved
-                if self._stopped or not (disk_space.is_full(error) and self.writer.make_room(needed)):
-                    raise
+    def _made_room(self, at: GenerationId) -> bool:
+        """Delete a generation here that newer verified ones make unnecessary, if the disk has no room for the rest of
+        this one, and this one is newer than all that is here. Returns whether one was deleted."""
+        with self._source.lock:
+            one = self._source.survey.generations.get(at)
+        newest = next(iter(self.writer.lineage()), None)
+        if one is None or (newest is not None and (newest.commit.order, newest.id) >= (one.commit.order, at)):
+            return False
+        try:
+            needed = one.bytes - sum(size or 0 for size in self.tier.list(layout.folder(at)).values())
+            # Where there is room, the error has another cause, such as a limit on the length of a file.
+            lacks = needed > 0 and disk_space.room_bytes(self.tier.place) < needed + memory_files.RECORDS_BYTES
+        except (LastgoodError, OSError):
+            return False
+        return lacks and self.writer.make_room(needed)  # guard: full-place-below-relieved
 
     def _copy(self, at: GenerationId) -> None:
         known, source = self.writer.known, self._source
@@ -407,7 +414,9 @@ class LowerPlace:
         for at in given_up:
             if layout.COMMIT not in self.tier.list(layout.folder(at)):
                 clear_failed(self.tier, at)
-            self._begun.discard(at)
+            left = self.tier.list(layout.folder(at))
+            if not left or layout.COMMIT in left:  # otherwise it is tried again
+                self._begun.discard(at)
 
     def _deleted(self, at: GenerationId) -> Overtaken:
         """The error for a generation that is not in the place any more that it is copied from: slots keep the newest

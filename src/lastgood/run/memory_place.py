@@ -95,13 +95,16 @@ def spill_folder(root: str, environ: Mapping[str, str] = os.environ) -> str:
     """The folder, in the directory `root` of a run on a disk, for files of this machine that do not fit into memory.
 
     It is named after the host, not after its start, so that what is left there is found and removed after a restart.
-    A user takes another one where that of this name is another user's, who alone can read it.
+    If the folder of this name belongs to another user, who alone can read it, a name with the id of this one is used.
     """
     digest = checksum.digest("xxh3_128", (environ.get(NODE) or host()).encode())
     folder = os.path.join(root, SPILL, digest[:12])
     own = f"{folder}-{os.geteuid()}"
     with contextlib.suppress(OSError):
-        if os.path.lexists(own) or os.lstat(folder).st_uid != os.geteuid():  # guard: spill-of-another-user-left-alone
+        if os.lstat(own).st_uid == os.geteuid():
+            return own
+    with contextlib.suppress(OSError):
+        if os.lstat(folder).st_uid != os.geteuid():  # guard: spill-of-another-user-left-alone
             return own
     return folder
 

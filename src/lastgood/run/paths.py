@@ -86,10 +86,24 @@ def runs_near(root: str) -> str:
 
 
 def parsed(path: str | os.PathLike[str]) -> Place:
+    """The place that `_named` finds. Raises Refused too where its path is not UTF-8: the records of a run hold it."""
+    found = _named(path)
+    try:
+        found.root.encode()
+    except UnicodeEncodeError:
+        raise Refused(
+            f"path={found.root!a} has bytes that are not UTF-8",
+            safe=_SAFE,
+            todo="Rename it: the records of a run hold its path as text.",
+        ) from None
+    return found
+
+
+def _named(path: str | os.PathLike[str]) -> Place:
     """Parse the path or URL of a run; `~` is expanded, and `file:///a/b` is the directory `/a/b`.
 
     Raises NotARun for slots without an absolute path; Refused if `path` is not a path, for a URL that names no place of
-    a run, for a name that is not UTF-8, and in the cases of `local`.
+    a run, and in the cases of `local`.
     """
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(text, str) or not text or "\0" in text:
@@ -97,12 +111,6 @@ def parsed(path: str | os.PathLike[str]) -> Place:
             f"path={reprlib.repr(path)} is not the path of a directory",
             safe=_SAFE,
             todo=f"Give the directory of the run as text or as a pathlib.Path, or {SLOTS}/its/path.",
-        )
-    if _is_not_utf8(text):
-        raise Refused(
-            f"path={text!a} has bytes that are not UTF-8",
-            safe=_SAFE,
-            todo="Rename it: the records of a run hold its path as text.",
         )
     if isinstance(path, str) and text.startswith(SLOTS):
         root = local(text.removeprefix(SLOTS), "path")
@@ -124,14 +132,6 @@ def parsed(path: str | os.PathLike[str]) -> Place:
             todo=f"Write {SLOTS}{meant} (in small letters, as text), or ./{text} for a folder of that name.",
         )
     return Place(os.path.abspath(local(text, "path")), "directory")
-
-
-def _is_not_utf8(path: str) -> bool:
-    try:
-        path.encode()
-    except UnicodeEncodeError:
-        return True
-    return False
 
 
 def _of_url(text: str, scheme: str, rest: str, is_text: bool) -> Place:

@@ -361,12 +361,17 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "a full place below keeps what it could do without",
             "full-place-below-relieved",
-            Swap("self.writer.make_room(needed)", "False"),
+            Instead("return False"),
+        ),
+        (
+            "a late commit of unknown outcome is deleted",
+            "unknown-late-commit-not-deleted",
+            Remove(),
         ),
         (
             "a rank is blamed for the error that another one has posted",
             "relayed-error-is-not-blamed",
-            Swap("int(relayed[1]) != one.rank", "False"),
+            Swap(" or is_relayed", ""),
         ),
         (
             "a sealed save of the branch after a rewind is forgotten",
