@@ -81,8 +81,7 @@ class LastgoodCallback(Callback):
         if trainer.fast_dev_run:
             return
         _require_alone(trainer, self)
-        # What other callbacks do at the beginning of a batch, or at the end of the training, must not be in the save: a
-        # resume does it again. A new list, because Lightning goes through the present one just now.
+        # Before the others: a resume does again what they do when a batch begins. Lightning goes through the list now.
         trainer.callbacks = [self, *(one for one in trainer.callbacks if one is not self)]
         self._progress = progress = _Progress(trainer, _ordered_loader(trainer))
         state = {

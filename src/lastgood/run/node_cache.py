@@ -77,7 +77,7 @@ class NodeCache(Watched):
         finally:
             if made:  # before it is filled, which takes minutes: a rank that is killed leaves no file
                 os.unlink(path)
-        if not {*here} <= {*opened}:  # guard: cache-is-shared-by-all-or-none
+        if not {*here} <= {*opened}:  # guard: cache-shared-by-all-ranks
             self.close()
         if self._file is not None:
             self._read_share(extents, layout.folder(content.generation.id), here.index(ranks.rank), len(here))

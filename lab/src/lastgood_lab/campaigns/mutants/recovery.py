@@ -385,7 +385,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         (
             "a rank reads a file that another one does not share",
-            "cache-is-shared-by-all-or-none",
+            "cache-shared-by-all-ranks",
             Never(),
         ),
         (
