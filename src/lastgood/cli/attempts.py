@@ -10,9 +10,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ..format import commit
 from ..policy.health import described
 from ..policy.membership import Spares
 from ..policy.recovery import STORE
+from ..records import Commit
 from ..run import access, side_records
 from ..supervisor import attempt_log, reported
 from ..supervisor.attempt_log import SUPERVISOR, Attempt, Cause
@@ -28,9 +30,16 @@ def attempts(run: Run, as_json: Json = False) -> Answer:
     access.for_reading(run)  # raises what is wrong with the path
     with side_records.opened(run) as tier:
         ended, lost, running = attempt_log.history(tier)
-    now = time.time()
-    found = [*ended, *lost, *(msgspec.structs.replace(one, seconds=max(0.0, now - one.began_at)) for one in running)]
+        saved = [one.commit for one in commit.survey(tier).generations.values()] if running else []
+    found = [*ended, *lost, *(_so_far(one, saved, time.time()) for one in running)]
     return Answer({"attempts": msgspec.to_builtins(found)}, _view(found))
+
+
+def _so_far(running: Attempt, saved: Sequence[Commit], now: float) -> Attempt:
+    """An attempt that runs, with its time and the newest step that it has saved. `saved`: what the run holds."""
+    steps = [one.step for one in saved if one.created >= running.began_at]
+    seconds = max(0.0, now - running.began_at)
+    return msgspec.structs.replace(running, seconds=seconds, last_step=max([running.last_step, *steps]))
 
 
 def _view(found: Sequence[Attempt]) -> RenderableType:

@@ -126,7 +126,7 @@ class Order:
         self.first = 0
         """number of the first batch of the next iteration"""
         self.times_set = 0
-        """how often the epoch was set since whoever counts this began again"""
+        """the number of calls of `set_epoch` since this was set to 0"""
 
     def __getattr__(self, name: str) -> Any:
         if name == "_batches" or name.startswith("__"):

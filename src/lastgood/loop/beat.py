@@ -1,6 +1,6 @@
 """What a training loop shows of its progress to `lastgood run`: steps, and the phases in which it makes none.
 
-Without a supervisor nothing is shown. Nothing here is read by the loop, and nothing waits.
+Without a supervisor nothing is shown. Nothing here is read by the loop, which waits for nothing here.
 """
 
 from __future__ import annotations

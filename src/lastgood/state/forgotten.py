@@ -28,9 +28,9 @@ def forgotten(state: Mapping[str, Any]) -> list[str]:
     state of their own, whose `state_dict()` may have them.
     """
     objects = [*find_objects(state).values()]
-    trained, begun = _without_optimizer(objects), _without_schedule(objects)
     if any(map(_may_hold_others, objects)):
         return []
+    trained, begun = _without_optimizer(objects), _without_schedule(objects)
     inner = [one for outer in objects if isinstance(outer, Optimizer) for one in _left_out_by(outer, objects)]
     live = _live() if trained or begun else []
     optimizers = [one for one in live if isinstance(one, Optimizer)]

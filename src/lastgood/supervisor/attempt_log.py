@@ -30,7 +30,7 @@ from ..policy.health import Finding
 from ..policy.membership import Spares
 from ..policy.recovery import ASKED, HANG, REMEDIES, STORE, Act, Outcome
 from ..ports import Tier
-from ..records import Commit, Generation, Record
+from ..records import Generation, Record
 from ..run import side_records
 
 FOLDER, BEGUN = "attempts", "begun"
@@ -187,14 +187,12 @@ def history(tier: Tier, opened: bool = False, until: float = math.inf) -> Histor
         if any(other.job == one.job for other in later):
             continue  # its supervisor went on; only the record of its end could not be written
         alive = processes.lives(one.process)
-        saved = saved or [*commit.survey(tier).generations.values()]
-        ended_by = later[0].began_at if later else until
-        mine = [made.commit for made in saved if one.began_at <= made.commit.created < ended_by]
         if alive is False or (alive is None and (opened or later)):  # guard: only-lost-attempts-are-closed
-            lost.append(_lost(number, one, mine))
+            saved = saved or [*commit.survey(tier).generations.values()]
+            lost.append(_lost(number, one, saved, later[0].began_at if later else until))
         else:
             answer = "runs" if alive else f"runs, or its supervisor on {one.host} was lost"
-            running.append(_without_end(number, one, mine, answer))
+            running.append(_without_end(number, one, answer))
     last = max((one.number for one in ended), default=0)
     found = [msgspec.structs.replace(one, number=last + 1 + place) for place, one in enumerate([*lost, *running])]
     return History(ended, found[: len(lost)], found[len(lost) :])
@@ -265,18 +263,20 @@ def _cause(one: Attempt) -> str:
     return f"{key} {one.number}" if _is_lost(one) else key
 
 
-def _lost(number: int, begun: Begun, saved: Sequence[Commit]) -> Stored:
-    """An attempt whose supervisor was lost. It lived at least until its last save. `saved`: its saves."""
+def _lost(number: int, begun: Begun, saved: Sequence[Generation], until: float) -> Stored:
+    """An attempt whose supervisor was lost. It lived at least until its last save. `until`: when the next one began."""
+    mine = [one.commit for one in saved if begun.began_at <= one.commit.created < until]
     what = f"the supervisor on {begun.host}, or its machine, was lost"
     return msgspec.structs.replace(
-        _without_end(number, begun, saved, "end: its supervisor did not record its end"),
-        seconds=max((one.created - begun.began_at for one in saved), default=0.0),
+        _without_end(number, begun, "end: its supervisor did not record its end"),
+        seconds=max((one.created - begun.began_at for one in mine), default=0.0),
+        last_step=max([begun.restored_step or 0, *(one.step for one in mine)]),
         cause=Cause(kind=SUPERVISOR, rank=0, code=-signal.SIGKILL, what=what),
     )
 
 
-def _without_end(number: int, begun: Begun, saved: Sequence[Commit], answer: str) -> Stored:
-    """What is known of an attempt from its beginning and its saves. `number`: of the record of the beginning."""
+def _without_end(number: int, begun: Begun, answer: str) -> Stored:
+    """What is known of an attempt from its beginning. `number`: of the record of that."""
     return Stored(
         format=begun.format,
         number=0,
@@ -288,7 +288,7 @@ def _without_end(number: int, begun: Begun, saved: Sequence[Commit], answer: str
         began_at=begun.began_at,
         seconds=0.0,
         restored_step=begun.restored_step,
-        last_step=max([begun.restored_step or 0, *(one.step for one in saved)]),
+        last_step=begun.restored_step or 0,
         replayed_steps=0,
         phases={},
         cause=None,
