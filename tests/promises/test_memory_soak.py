@@ -33,3 +33,11 @@ def test_what_grows_is_reported(tmp_path: Path, memory: Path) -> None:
     soak = Soak(tmp_path / "run", memory, 1)
     soak.samples["agent"] = [Sample(100_000 + 1000 * number, 10, 50, 5) for number in range(100)]
     assert [(row.what, row.before, row.after) for row in soak.grown()] == [("memory_kb", 137_000, 187_000)]
+
+
+def test_agents_are_compared_at_the_same_age() -> None:
+    """Agents lived longer between two kills in the last quarter of a soak, and were reported as grown."""
+    ages = [memory_soak.age_of(messages) for messages in range(1, memory_soak.OLD + 3)]
+    assert ages.count("young") == 1, "once for each agent"
+    assert ages.index("young") < ages.index("old") and ages[-2:] == ["old", "old"]
+    assert ages.count("") == len(ages) - 3

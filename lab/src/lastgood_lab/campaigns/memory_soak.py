@@ -3,8 +3,9 @@
 A process saves every step to memory and each fiftieth one to a directory. Again and again its agent is killed, and
 the process starts another one. Every save must be committed. Resident memory, descriptors, mappings and threads of both
 processes, the files in memory and the folders of generations in the directory are sampled all the time; the last
-quarter of the samples is compared with the second one, for the first holds what is made once. At the end no deletion in
-the directory may be unfinished, and the newest save is restored and compared bit for bit.
+quarter of the samples is compared with the second one, for the first holds what is made once. Agents are compared at
+the same age: each is sampled once while it is young, and the last ones, which nobody kills, all the time once they are
+old. At the end no deletion in the directory may be unfinished, and the newest save is restored and compared bit by bit.
 
 `--copies`: two processes stand for two nodes of this machine, each with an agent of its own, and each save is copied to
 the memory of the other node. In most of the lives of the agents a save must have been copied.
@@ -20,6 +21,7 @@ import random
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -50,6 +52,10 @@ ALLOWED = 1.1
 """what a median may grow by, beyond `SLACK`"""
 LEAST_SAMPLES = 40
 """of what is compared: of fewer, a median may be that of one agent that has just started"""
+YOUNG, OLD = 3, 100
+"""the age of an agent, in messages of the training process: 30 saves, and 1,000"""
+SAVES_OF_THE_LAST_AGENTS = 0.1
+"""The share of the saves that are made after the last kill."""
 SLACK = {"memory_kb": 8_000, "descriptors": 2, "mappings": 10, "threads": 1, "files": 4, "generations": 4}
 
 
@@ -136,6 +142,11 @@ def is_over(pipe: Connection, node: Node) -> bool:
     return bool(over)
 
 
+def age_of(messages: int) -> str:
+    """How an agent that was seen at so many messages is called in the report; "": it is not sampled now."""
+    return "young" if messages == YOUNG else "old" if messages > OLD else ""
+
+
 class Soak:
     """The run, its samples and what is wrong with it. `nodes`: how many processes train, each with an agent."""
 
@@ -145,14 +156,16 @@ class Soak:
         environments = [Node(rank, nodes).environment(str(memory)) for rank in range(nodes)]
         self.folders = [memory_place.folder_of(home, one) for one in environments]
         self.samples: dict[str, list[Sample]] = {"directory": []}
+        self._ages = Counter[int]()
         self.problems: list[str] = []
 
     def run(self, saves: int, kills: int) -> None:
-        """Train until so many saves were made and so many agents were killed."""
+        """Train until so many saves were made and so many agents were killed, and then for a tenth of the saves."""
+        least = saves
         with self._training() as (pids, pipe):
             show, dying = progress(saves), 0
             due: float | None = 0.0  # the first one is killed at once
-            while (self.saves < saves or self.killed < kills) and not self.problems:
+            while (self.saves < least or self.killed < kills) and not self.problems:
                 if not pipe.poll(ANSWER_SECONDS):
                     self.problems.append(f"no save for {ANSWER_SECONDS:.0f} s after step {self.saves}")
                     break
@@ -165,6 +178,8 @@ class Soak:
                 self._sample(pids)
                 if self.saves % 500 == 0:
                     show(min(self.saves, saves), len(self.problems))
+                if self.killed < kills:
+                    least = max(saves, self.saves + int(SAVES_OF_THE_LAST_AGENTS * saves))
                 if self.killed < kills and state_of(self.folders[dying]) is not None:
                     if due is None:
                         due = time.monotonic() + self._chance.uniform(*LIVED_SECONDS)
@@ -202,7 +217,9 @@ class Soak:
                 self._note(f"training process{of_node}", of_process(pid))
                 self._note(f"folder in memory{of_node}", of_folder(folder))
                 if (agent := state_of(folder)) is not None:
-                    self._note(f"agent{of_node}", of_process(agent.process))
+                    self._ages[agent.process] += 1
+                    if age := age_of(self._ages[agent.process]):
+                        self._note(f"{age} agents{of_node}", of_process(agent.process))
 
     def _note(self, whose: str, sample: Sample) -> None:
         self.samples.setdefault(whose, []).append(sample)
