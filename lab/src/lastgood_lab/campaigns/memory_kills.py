@@ -1,10 +1,11 @@
-"""SIGKILLs of the training process and of its agent, at random instants, of a run in memory in front of a directory.
+"""SIGKILLs of training processes and of their agent, at random instants, of a run in memory in front of a directory.
 
 A life restores, saves every step to memory and each fourth one to the directory, until it is killed; in some lives the
-agent is killed too, before the training process or after it. Each life must restore the last committed save, or
-the one that was under way, to the bit, and no older one than was sealed when the process died. In half of the lives
-each COMMIT comes later than it is due, so that many die between seal and COMMIT, and a thread of its own copies the
-state. Where the agent is left, the directory must have the newest save once it has copied.
+agent is killed too, before the training processes or after them. Every second run has two ranks, which die one shortly
+after the other, in any order. Each life must restore the last committed save, or the one that was under way, to the
+bit, and no older one than was sealed by all ranks when the last of them died. In half of the lives each COMMIT comes
+later than it is due, so that many die between seal and COMMIT, and a thread of its own copies the state. Where the
+agent is left, the directory must have the newest save once it has copied.
 Writes lab/reports/memory_kills.*
 """
 
@@ -16,7 +17,6 @@ import os
 import random
 import select
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -24,9 +24,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 import lastgood
 from lastgood.errors import NoSuchStep
@@ -46,23 +47,36 @@ COPIED_SECONDS = 60.0
 LATE_SECONDS = 0.02
 
 
-def life(home: str, memory: str, late: bool, pipe: Connection) -> None:
+class Rank(NamedTuple):
+    """One rank of `ranks`. `port`: of the store of a job of several."""
+
+    number: int
+    ranks: int
+    port: int
+
+
+def life(home: str, memory: str, late: bool, rank: Rank, pipe: Connection) -> None:
     """Restore, then save steps until this process is killed. Posts what it has done.
 
     `late`: each COMMIT is created LATE_SECONDS later than it is due, and saves are overlapped.
     """
     os.environ[memory_place.VARIABLE] = memory
+    torch.set_num_threads(1)
+    if rank.ranks > 1:
+        store = dist.TCPStore("127.0.0.1", rank.port, is_master=False)
+        dist.init_process_group("gloo", store=store, rank=rank.number, world_size=rank.ranks)
     if late:
         commit.publish = later(commit.publish)
-    state = {"w": torch.zeros(NUMBERS)}
+    state = {f"w{rank.number}": torch.zeros(NUMBERS)}
+    (weights,) = state.values()
     tiers = [lastgood.Tier("memory://", cadence=lastgood.Every(steps=1))]
     options: dict[str, Any] = {"tiers": tiers, "cadence": lastgood.Every(steps=4)}
     ckpt = lastgood.Checkpointer(home, state, staging="overlap" if late else "blocking", **options)
     step = ckpt.restore().step
-    pipe.send(("restored", step, bool((state["w"] == float(step)).all())))
+    pipe.send(("restored", step, bool((weights == float(step)).all())))
     while True:
         step += 1
-        state["w"].fill_(float(step))
+        weights.fill_(float(step))
         save = ckpt.step(step)
         assert save is not None
         save.committed()
@@ -80,9 +94,10 @@ def later(publish: Callable[..., Generation]) -> Callable[..., Generation]:
 
 
 class Run:
-    """One run, and what it must hold."""
+    """One run of `ranks` training processes, and what it must hold."""
 
-    def __init__(self, folder: Path, memory: Path, number: int) -> None:
+    def __init__(self, folder: Path, memory: Path, number: int, ranks: int = 1) -> None:
+        self._ranks = ranks
         self.home, self._root, self._chance = folder / f"run{number}", memory, random.Random(number)
         self.memory = memory_place.folder_of(self.home, {memory_place.VARIABLE: str(memory)})
         self.committed = self.sealed = 0
@@ -93,24 +108,35 @@ class Run:
         """One life, its end, and what is found after it."""
         kind = self._chance.choice(["trainer", "trainer", "agent first", "both"])
         late = self._chance.random() < 0.5
-        receiver, sender = CONTEXT.Pipe(duplex=False)
-        process = CONTEXT.Process(target=life, args=(str(self.home), str(self._root), late, sender))
-        process.start()
-        sender.close()
-        self._receive(receiver, self._chance.randrange(1, MOST_SAVES))
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        processes, receivers = [], []
+        for number in range(self._ranks):
+            receiver, sender = CONTEXT.Pipe(duplex=False)
+            rank = Rank(number, self._ranks, store.port)
+            process = CONTEXT.Process(target=life, args=(str(self.home), str(self._root), late, rank, sender))
+            process.start()
+            sender.close()
+            processes.append(process)
+            receivers.append(receiver)
+        for receiver in receivers:
+            self._receive(receiver, 1)  # what it has restored
+        self._receive(receivers[0], self._chance.randrange(MOST_SAVES - 1))
         if kind == "agent first":
             kill_agent(self.memory)
-            self._receive(receiver, self._chance.randrange(1, 4))
-        select.select([], [], [], self._chance.uniform(0, LATE_SECONDS))
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGKILL)
+            self._receive(receivers[0], self._chance.randrange(1, 4))
+        for process in self._chance.sample(processes, self._ranks):
+            select.select([], [], [], self._chance.uniform(0, LATE_SECONDS))
+            process.kill()
         if kind == "both":
             kill_agent(self.memory)
-        process.join()
-        self.sealed, late = newest_sealed(Path(self.memory))
+        for process in processes:
+            process.join()
+        self.sealed, late = newest_sealed(Path(self.memory), self._ranks)
         self.ends["sealed, and not committed"] += late
-        self._receive(receiver, MOST_SAVES * 100)
+        for receiver in receivers:
+            self._receive(receiver, MOST_SAVES * 100)
         self.ends[kind] += 1
+        self.ends["training processes"] += self._ranks
         if kind == "trainer" and self._chance.random() < 0.5:
             self._judge_copied()
 
@@ -154,14 +180,19 @@ def state_of(folder: str) -> agent_messages.Answer | None:
     return None
 
 
-def newest_sealed(memory: Path) -> tuple[int, bool]:
-    """The newest step whose manifest is in memory, and whether its COMMIT is not; (0, False) if there is none."""
-    newest = max(memory.glob(f"gen/*/{layout.manifest_name(0)}"), default=None)
+def newest_sealed(memory: Path, ranks: int = 1) -> tuple[int, bool]:
+    """The newest step of which the manifests of all ranks are in memory, and whether its COMMIT is not.
+
+    (0, False) if there is none.
+    """
+    names = [layout.manifest_name(rank) for rank in range(ranks)]
+    sealed = [one for one in memory.glob("gen/*") if all((one / name).exists() for name in names)]
+    newest = max(sealed, default=None)
     if newest is None:
         return 0, False
-    at = layout.parse_folder(newest.parent.name)
+    at = layout.parse_folder(newest.name)
     assert at is not None
-    return at.step, not (newest.parent / layout.COMMIT).exists()
+    return at.step, not (newest / layout.COMMIT).exists()
 
 
 def kill_agent(folder: str) -> None:
@@ -183,7 +214,7 @@ def memory_for_agents() -> Iterator[Path]:
 
 def series(folder: Path, memory: Path, number: int, lives: int) -> Run:
     """Kill one run `lives` times."""
-    run = Run(folder, memory, number)
+    run = Run(folder, memory, number, ranks=1 + number % 2)
     for _ in range(lives):
         run.live_and_die()
         if run.problems:
@@ -208,7 +239,8 @@ def main() -> int:
     ends = sum((one.ends for one in runs), Counter[str]())
     violated = [problem for one in runs for problem in one.problems]
     facts: dict[str, Any] = {
-        "training_processes_killed": ends["trainer"] + ends["agent first"] + ends["both"],
+        "lives": ends["trainer"] + ends["agent first"] + ends["both"],
+        "training_processes_killed": ends["training processes"],
         "agents_killed": ends["agent first"] + ends["both"],
         "newest_save_copied_by_the_agent_and_found_at_home": ends["copied by the agent"],
         "sealed_and_not_committed": ends["sealed, and not committed"],
