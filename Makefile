@@ -79,6 +79,7 @@ prove: long
 	$(BIN)/python -m lastgood_lab.campaigns.two_writers
 	$(BIN)/python -m lastgood_lab.campaigns.places_damage
 	$(BIN)/python -m lastgood_lab.campaigns.wire_fuzz
+	$(BIN)/python -m lastgood_lab.campaigns.wire_fuzz_tls
 	$(BIN)/python -m lastgood_lab.campaigns.false_alarms
 	$(BIN)/python -m lastgood_lab.campaigns.recovery
 	$(BIN)/python -m lastgood_lab.campaigns.recovery --nodes 2

@@ -1,15 +1,17 @@
-"""A slice of the campaign that sends changed and made-up bytes to a server (wire_fuzz.py)."""
+"""Slices of the campaigns that send changed and made-up bytes to a server (wire_fuzz.py, wire_fuzz_tls.py)."""
 
 from __future__ import annotations
 
 import multiprocessing
+import shutil
 
 import pytest
 
-from lastgood_lab.campaigns import wire_fuzz
-from lastgood_lab.campaigns.wire_fuzz import CHANGES, MODES
+from lastgood_lab import wire
+from lastgood_lab.campaigns import wire_fuzz, wire_fuzz_tls
+from lastgood_lab.campaigns.wire_fuzz import CHANGES, MODES, overwrite
 
-TRIALS = 2000
+TRIALS, TLS_TRIALS = 2000, 150
 
 
 def test_changed_and_made_up_bytes_are_never_accepted():
@@ -17,7 +19,7 @@ def test_changed_and_made_up_bytes_are_never_accepted():
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         found = pool.apply(wire_fuzz.batch, ((7, 0, TRIALS),))
     assert found.problems == []
-    assert set(found.trials) == {one.__name__ for one in CHANGES} and sum(found.trials.values()) == TRIALS
+    assert set(found.trials) == {one.__name__ for one in (*CHANGES, overwrite)} and sum(found.trials.values()) == TRIALS
     reasons = ("magic", "version", "length", "tag", "number", "message", "digest")
     assert {f"FrameInvalid: {one}" for one in reasons} <= set(found.ends)
 
@@ -31,3 +33,14 @@ def test_a_server_that_accepts_a_changed_byte_is_a_violation(security, monkeypat
     for number in range(200):
         wire_fuzz.trial(f"{number}", security, *scripts, found, wire_fuzz.flip)
     assert any("was given" in one or "the bytes were others" in one for one in found.problems)
+
+
+@pytest.mark.skipif(not shutil.which("openssl"), reason="needs the command openssl: apt install openssl")
+def test_bytes_that_were_changed_inside_of_tls_or_before_it_are_never_accepted(tmp_path):
+    wire.certificates(tmp_path)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        found = pool.apply(wire_fuzz_tls.batch, ((str(tmp_path), 7, 0, TLS_TRIALS),))
+    assert found.problems == []
+    kinds = {name.split(", ")[1] if ", " in name else "inside" for name in found.trials}
+    assert kinds == {"inside", *wire_fuzz_tls.FLIGHTS} and sum(found.trials.values()) == TLS_TRIALS
+    assert {"FrameInvalid: tag", "FrameInvalid: tls", "PeerRefused"} <= set(found.ends)

@@ -34,6 +34,7 @@ PROVED = {
     "syscalls": TORCH_FREE,
     "two_writers": TORCH_FREE,
     "wire_fuzz": ("wire",),
+    "wire_fuzz_tls": ("wire",),
 }
 """campaign -> the rooms of the package whose behaviour it tests ("" is the whole package)"""
 

@@ -6,12 +6,16 @@ frames repeated, left out, moved, taken from another session, cut off) or makes 
 pair to the server's own code, and closes the sending end. Whatever the server does has to end, with an error of the
 package or the end of the stream; the service may have been given only a prefix of the valid requests, each with its
 own bytes; and for every buffer that the service gave it was called once more, to handle or to abandon it.
+
+In half of the trials bulk bytes go through windows, whose bytes are changed too: the server's window is ordinary
+memory here, so no transport is tested. Sessions through TLS: wire_fuzz_tls.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import hmac
+import mmap
 import multiprocessing
 import os
 import random
@@ -24,14 +28,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from lastgood.errors import FrameInvalid, LastgoodError
+from lastgood.limits import WIRE_PIECE_BYTES, WIRE_PIECES
 from lastgood.wire.frames import HEADER, MAGIC, PUBLIC_KEY, VERSION, FrameWriter
 from lastgood.wire.handshake import Side, keys_of
 from lastgood.wire.keys import digest
-from lastgood.wire.messages import Hello, Proof, Request, Welcome
+from lastgood.wire.messages import Hello, Offer, Placed, Proof, Request, Taken, Welcome
 from lastgood.wire.port import Answer, Peer
 from lastgood.wire.security import Plain, Security, SharedKey
 from lastgood.wire.serving import Bounds, Conversations
 from lastgood.wire.sockets import Stream
+from lastgood.wire.window import WINDOW_BYTES, MakeMemory
 from lastgood_lab.campaigns.reports import report
 
 SERVER, CLIENT = Peer("run", "node-a"), Peer("run", "node-b")
@@ -39,6 +45,8 @@ KEY = bytes(range(32))
 MODES: tuple[Security, ...] = (SharedKey(KEY), SharedKey(KEY, "blake3"), Plain())
 SERVER_RANDOM, CLIENT_RANDOM, OTHER_RANDOM = b"s" * 32, b"c" * 32, b"o" * 32
 REQUESTS = ((b"ping", b""), (b"put 1", bytes(range(256)) * 3), (b"", b""), (b"put 2", b"x"), (b"get" * 40, b""))
+ANSWER = b"answer" * 10
+"""bulk bytes, to the last request"""
 SECONDS_LIMIT = 5.0
 """A trial that takes longer counts as hung. All bytes are there when it begins, so nothing has to be waited for."""
 BATCH = 2000
@@ -49,18 +57,49 @@ class Script:
     """The bytes of a client in one session, in parts: frames, and bulk bytes after some of them."""
 
     parts: tuple[bytes, ...]
+    pieces: tuple[bytes, ...] = ()
+    """what it has written into the window of the server, each at its place; none: there are no windows"""
 
 
-def recorded(security: Security, nonce: bytes) -> Script:
+def recorded(security: Security, nonce: bytes, windows: bool = False) -> Script:
     """The valid session of a client whose random bytes are `nonce`."""
     hello = Hello(CLIENT.run, CLIENT.node, security.mode, nonce)
     keys = keys_of(security, hello, Welcome(SERVER.run, SERVER.node, SERVER_RANDOM))
     public, writer = FrameWriter(PUBLIC_KEY), FrameWriter(keys.frames_to_server)
     parts = [public.encode(hello), public.encode(Proof(keys.client_proof))]
+    if windows:
+        parts.append(writer.encode(Offer(b"the client's window", 0)))
     for record, bulk in REQUESTS:
         found = digest(security.digest, keys.bulk_to_server, [memoryview(bulk)]) if bulk else b""
-        parts += [writer.encode(Request(record, 0, len(bulk), found)), *([bulk] if bulk else [])]
-    return Script(tuple(parts))
+        parts.append(writer.encode(Request(record, len(ANSWER), len(bulk), found)))
+        if bulk:
+            parts.append(writer.encode(Placed(len(bulk))) if windows else bulk)
+    if windows:
+        parts.append(writer.encode(Taken()))  # the bulk bytes of the last answer
+    return Script(tuple(parts), tuple(bulk for _, bulk in REQUESTS if bulk) if windows else ())
+
+
+class Written:
+    """A window of the server into which a client has written before; the way to the client's leads nowhere."""
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        assert len(pieces) <= WIRE_PIECES
+        self.offer, self.open = Offer(b"the server's window", 0), True
+        self.view = memoryview(mmap.mmap(-1, WINDOW_BYTES))
+        for number, piece in enumerate(pieces):
+            self.view[number * WIRE_PIECE_BYTES :][: len(piece)] = piece
+
+    def connect(self, offer: Offer) -> None: ...
+
+    def write(self, start: int, length: int) -> None: ...
+
+    def written(self) -> bool:
+        return True
+
+    def progress(self) -> None: ...
+
+    def close(self) -> None:
+        self.open = False
 
 
 class Judge:
@@ -83,7 +122,7 @@ class Judge:
         if peer != CLIENT or self.handled >= len(REQUESTS) or (request, bytes(bulk)) != REQUESTS[self.handled]:
             self.problems.append(f"{peer} was given {request!r} with {len(bulk)} bytes as request {self.handled}")
         self.handled += 1
-        return Answer(b"ok")
+        return Answer(b"ok", [memoryview(ANSWER)] if self.handled == len(REQUESTS) else ())
 
     def abandon(self, peer: Peer, request: bytes) -> None:
         if self.waiting != request:
@@ -186,6 +225,15 @@ CHANGES: tuple[Change, ...] = (
 )  # fmt: skip
 
 
+def overwrite(rng: random.Random, pieces: list[bytes], other: Script) -> Sequence[bytes]:
+    """Bits or bytes in the window of the server are others."""
+    at = rng.randrange(len(pieces))
+    if rng.random() < 0.5:
+        return flip(rng, pieces, other)
+    pieces[at] = rng.randbytes(len(pieces[at]))
+    return pieces
+
+
 # ---- trials ------------------------------------------------------------------------------------------------------
 
 
@@ -206,12 +254,15 @@ class Found:
 def trial(seed: str, security: Security, script: Script, other: Script, found: Found, change: Change | None) -> None:
     """One session with one change; `change` None draws it."""
     rng = random.Random(seed)
-    change = change or rng.choice(CHANGES)
-    parts = list(script.parts)
-    sent = b"".join(change(rng, list(parts), other))
-    judge = Judge()
+    change = change or rng.choice((*CHANGES, *([overwrite] if script.pieces else [])))
+    parts, pieces = list(script.parts), list(script.pieces)
+    if change is overwrite:
+        pieces = list(change(rng, pieces, other))
+    else:
+        parts = list(change(rng, parts, other))
+    sent, judge = b"".join(parts), Judge()
     begun = time.monotonic()
-    end = serve(security, judge, sent)
+    end = serve(security, judge, sent, pieces)
     problems = [*judge.problems]
     if time.monotonic() - begun > SECONDS_LIMIT:
         problems.append("it took too long")
@@ -219,29 +270,44 @@ def trial(seed: str, security: Security, script: Script, other: Script, found: F
         problems.append(f"the buffer of {judge.waiting!r} was forgotten")
     if end.startswith("crash"):
         problems.append(end)
-    if judge.handled == len(REQUESTS) and sent[: len(b"".join(parts))] != b"".join(parts):
+    needed = b"".join(script.parts[:-1] if script.pieces else script.parts)  # for the requests, without the last Taken
+    if judge.handled == len(REQUESTS) and (not sent.startswith(needed) or tuple(pieces) != script.pieces):
         problems.append("every request was accepted, and the bytes were others")
     found.trials[change.__name__] += 1
     found.ends[end] += 1
     found.problems += [f"{security.mode}, {seed}, {change.__name__}: {one}" for one in problems]
 
 
-def serve(security: Security, judge: Judge, sent: bytes) -> str:
-    """Let the server's code receive these bytes; returns how it ended."""
-    side = Side(SERVER, security, lambda length: SERVER_RANDOM[:length])
-    conversations = Conversations(side, judge, Bounds(handshake_seconds=SECONDS_LIMIT), time.monotonic)
+def serve(security: Security, judge: Judge, sent: bytes, pieces: Sequence[bytes] = ()) -> str:
+    """Let the server's code receive these bytes, with windows if there are `pieces`; returns how it ended."""
+    windows: list[Written] = []
+
+    def make() -> Written:
+        windows.append(Written(pieces))
+        return windows[-1]
+
     near, far = socket.socketpair()
     with near, far:
         near.sendall(sent)
         near.shutdown(socket.SHUT_WR)
-        try:
-            conversations.serve(Stream(far, "the client"))
-        except FrameInvalid as error:
-            return f"FrameInvalid: {error.reason}"
-        except LastgoodError as error:
-            return type(error).__name__
-        except BaseException as error:
-            return f"crash: {type(error).__name__}: {error}"
+        end = served(security, judge, far, make if pieces else None)
+    if any(one.open for one in windows):
+        judge.problems.append("a window is left open")
+    return end
+
+
+def served(security: Security, judge: Judge, far: socket.socket, windows: MakeMemory | None = None) -> str:
+    """Let the server's code serve this connection; returns how it ended."""
+    side = Side(SERVER, security, lambda length: SERVER_RANDOM[:length])
+    conversations = Conversations(side, judge, Bounds(handshake_seconds=SECONDS_LIMIT), time.monotonic, windows)
+    try:
+        conversations.serve(Stream(far, "the client"))
+    except FrameInvalid as error:
+        return f"FrameInvalid: {error.reason}"
+    except LastgoodError as error:
+        return type(error).__name__
+    except BaseException as error:
+        return f"crash: {type(error).__name__}: {error}"
     return "no error"
 
 
@@ -249,11 +315,16 @@ def batch(job: tuple[int, int, int]) -> Found:
     """The trials from `start` to `end` of a seed, and whether anything is left of them."""
     seed, start, end = job
     found = Found()
-    scripts = [(one, recorded(one, CLIENT_RANDOM), recorded(one, OTHER_RANDOM)) for one in MODES]
+    scripts = [
+        (one, recorded(one, CLIENT_RANDOM, windows), recorded(one, OTHER_RANDOM, windows))
+        for one in MODES
+        for windows in (False, True)
+    ]
     for security, script, _ in scripts:  # the campaign is worth nothing if the valid session is not accepted
         judge = Judge()
-        if serve(security, judge, b"".join(script.parts)) != "PeerDown" or judge.handled != len(REQUESTS):
-            found.problems.append(f"{security.mode}: the valid session was not accepted")
+        how = serve(security, judge, b"".join(script.parts), script.pieces)
+        if how != "PeerDown" or judge.handled != len(REQUESTS) or judge.problems:
+            found.problems.append(f"{security.mode}: the valid session was not accepted: {how}, {judge.problems}")
     before = (len(os.listdir("/proc/self/fd")), threading.active_count())
     for number in range(start, end):
         security, script, other = scripts[number % len(scripts)]
@@ -286,7 +357,7 @@ def main() -> int:
         "violations": len(found.problems),
         "problems": found.problems[:100],
     }
-    what = {change.__name__: (change.__doc__ or "").splitlines()[0] for change in CHANGES}
+    what = {change.__name__: (change.__doc__ or "").splitlines()[0] for change in (*CHANGES, overwrite)}
     tables = [
         "| change | what | trials |\n|---|---|---|\n"
         + "\n".join(f"| {name} | {text} | {found.trials[name]:,} |" for name, text in what.items()),
