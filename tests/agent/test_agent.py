@@ -301,6 +301,28 @@ def test_a_save_that_a_deleted_run_never_had_keeps_the_memory(run: Run, call, ca
     assert steps(run.home.with_name("kept"))[-1] == 3
 
 
+def test_memory_removed_under_a_job_has_its_agent_and_records_again(run: Run) -> None:
+    """systemd removes what a user has in /dev/shm when he logs out. The old agent waited on, connected to the job, and
+    the folder that the next save made had no records: once the job was killed nobody copied, `lastgood agent status`
+    advised to remove the memory, and `lastgood ls` said that nothing was committed yet."""
+    with run.opened() as ckpt:
+        ckpt.restore()
+        run.step(ckpt, 1)
+        until(lambda: state(run.memory) is not None)
+        process = state(run.memory).process
+        ckpt.wait()
+        ckpt._pipeline._upkeep_thread.submit(str).result()  # it is verified
+        shutil.rmtree(run.memory)
+        n = 1
+        while (found := state(run.memory)) is None or found.process == process:
+            n += 1
+            run.step(ckpt, n)
+            ckpt.wait()
+        assert found.attached == 1
+        assert {layout.HEADER, layout.PLACES, agent_link.SPEC} <= {one.name for one in run.memory.glob("*.json")}
+    until(lambda: not os.path.exists(f"/proc/{process}"))
+
+
 def test_a_save_that_a_deleted_run_had_lost_before_keeps_the_memory(run: Run) -> None:
     """The disk at home went back to an older snapshot after an agent had found everything there. What was noted before
     still counted when it was not mounted any more: the memory went, with the only copy of the newest save."""

@@ -20,7 +20,17 @@ from lastgood.coordination.rendezvous import join
 from lastgood.coordination.rounds import MessageStore, RankGroup
 from lastgood.engine.arena import Arena
 from lastgood.engine.inline_executor import Inline
-from lastgood.errors import Damaged, HeardLate, LastgoodError, Overtaken, RankFailed, StepDiffers, TierDown, TimedOut
+from lastgood.errors import (
+    Damaged,
+    HeardLate,
+    LastgoodError,
+    Overtaken,
+    RankFailed,
+    Refused,
+    StepDiffers,
+    TierDown,
+    TimedOut,
+)
 from lastgood.format import layout
 from lastgood.io.files import PosixFiles
 from lastgood.limits import MAX_IN_FLIGHT, VERDICT_HISTORY
@@ -287,6 +297,36 @@ def test_announcements_reach_every_rank_before_their_step(step_seconds, ahead):
     while asking.end is None:
         step(asking)
     assert n <= asking.end == leading.end
+
+
+def test_an_announcement_after_a_long_pause_reaches_every_rank_in_time():
+    """After an evaluation of ten minutes the speed since the restore was low, so the lead was a few steps, and the save
+    that was announced next failed on all ranks."""
+    board, clock = Board(), Clock()
+    leading, following = (Announcements(one, clock) for one in two_on(board))
+    for n in range(1, 500):
+        clock.advance(600.0 if n == 300 else 1 / 16)
+        leading.poll(n)
+        if n == 320:
+            leading.announce(n, "save")
+        clock.advance(1 / 64)
+        following.poll(n)
+        if leading.pending and n == leading.pending[0].step:
+            break
+    assert [one.step for one in following.pending] == [n], "the other rank knows of it at its step"
+
+
+def test_a_barrier_without_a_thread_fails_on_all_ranks(monkeypatch):
+    """The error was hidden by an UnboundLocalError, and the other ranks waited for the timeout."""
+
+    def refused(*_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", refused)
+    board = Board()
+    with pytest.raises(Refused, match="no thread could be started"), two_on(board)[1].topic("load").barrier():
+        raise AssertionError("the block is not entered")
+    assert any(b"no thread" in one for one in board.posts.values()), "the other ranks learn of it"
 
 
 def test_an_end_that_a_rank_receives_late_is_postponed():

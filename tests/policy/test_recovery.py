@@ -148,6 +148,13 @@ def test_a_cause_has_a_budget_of_its_own() -> None:
     assert answer([replace(lost, cause="signal SIGBUS")], budget).act == "end"
 
 
+def test_kills_by_the_kernel_for_memory_count_as_sigkill() -> None:
+    """The most frequent SIGKILL had no bound: its cause has words after the name."""
+    killed = Outcome(0, 5, -9, saved_step=4, cause="signal SIGKILL: the kernel killed it for memory")
+    assert answer([killed], Budget(of_causes={"SIGKILL": 0})).act == "end"
+    assert answer([killed], Budget(of_causes={"SIGBUS": 0})).restart
+
+
 def test_a_user_chooses_what_is_tried() -> None:
     alike = [FAILS] * 3
     assert answer(alike, Budget(remedies=("skip",))).act == "skip"

@@ -270,6 +270,21 @@ def test_the_interval_grows_until_some_step_has_no_save_in_flight() -> None:
     assert adapt(auto, None, 37.0, 0.0).interval_steps == 8  # the earlier step time still counts
 
 
+def test_the_first_save_is_in_time_where_saves_must_be_durable() -> None:
+    """The first interval was ten steps. Where these took longer than the time, `NothingDurable` ended each attempt of a
+    healthy training before any save was begun."""
+    assert Auto.first(Rule()).interval_steps == tune.FIRST_STEPS
+    assert Auto.first(Rule(longest_seconds=300.0)).interval_steps == 1
+
+
+def test_an_interval_beyond_its_bound_falls_at_once() -> None:
+    """Ten steps of ten seconds were kept where 60 s were allowed: the band that keeps an interval still allows more."""
+    auto = Auto(Rule(longest_seconds=60.0), interval_steps=10)
+    assert adapt(auto, 10.0, 25.0, 5.0).interval_steps == 6
+    kept = Auto(Rule(longest_seconds=60.0), interval_steps=9)
+    assert adapt(kept, 10.0, 90.0, 5.0).interval_steps == 9, "no shorter, or saves would queue up"
+
+
 def test_a_shorter_interval_makes_a_save_due_at_once() -> None:
     auto = adapt(Auto(interval_steps=100), 1.0, 1.0, 0.0, step=30)
     assert auto.interval_steps == 1 and auto.due(31, 30) and not auto.due(30, 30)

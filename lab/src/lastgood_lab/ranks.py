@@ -174,7 +174,7 @@ def read_bytes() -> int:
 def agreeing(rank: int, size: int, folder: Path) -> Row:
     """Measure the seconds of a save's agreements and its commit, when all ranks begin at once."""
     folder.mkdir(parents=True, exist_ok=True)
-    ranks, tier = join_group(folder), Disk(PosixFiles(), str(folder))
+    ranks, tier = join_group(str(folder)), Disk(PosixFiles(), str(folder))
     part = {"seal": {"rank": rank, "manifest": f"r{rank:05d}.json", "length": 1000, "digest": "0" * 32}, "bytes": 1000}
     found = []
 

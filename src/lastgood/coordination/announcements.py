@@ -13,8 +13,8 @@ as it deletes old verdicts (`RankGroup.delete_later`).
 
 Invariants
   1. The coordinator announces so far ahead that every rank polls before the step: LEAD_POLLS times the time between two
-     polls, counted in steps at the measured speed of the loop. Each rank polls every ANNOUNCEMENT_POLL_SECONDS, on the
-     training thread, through the quick store.
+     polls, counted in steps at the highest of the last measured speeds of the loop, so that a pause does not count.
+     Each rank polls every ANNOUNCEMENT_POLL_SECONDS, on the training thread, through the quick store.
   2. Steps of announcements ascend, but for the end. A number is used for one announcement only. One whose post failed
      may have reached the store, so it is posted again before anything else is announced.
   3. A rank that receives an announcement after its step fails that step on all ranks, with the error HeardLate
@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
@@ -39,6 +40,8 @@ from ..limits import ANNOUNCEMENT_POLL_SECONDS, COORDINATOR_TIMEOUTS, LEAD_POLLS
 from .rounds import RankGroup
 
 END = "end"
+SPEEDS_REMEMBERED = 16
+"""measured speeds of the loop, of which the highest counts"""
 
 
 class Announcement(NamedTuple):
@@ -67,9 +70,12 @@ class Announcements:
         """the step of the newest announcement but for the end"""
         self._unposted: Announcement | None = None
         """an announcement whose post failed, or is under way"""
-        self._first: tuple[int, float] | None = None
+        self._from: tuple[int, float] | None = None
+        """step and time from which the speed is measured now"""
         self._last: tuple[int, float] | None = None
-        """step and time of the first and of the last call of `poll`"""
+        """step and time of the last call of `poll`"""
+        self._speeds = deque[float](maxlen=SPEEDS_REMEMBERED)
+        """steps a second, of the last periods between two polls"""
         self.pending: list[Announcement] = []
         """announcements whose step has not come yet"""
         self.end: int | None = None
@@ -83,7 +89,7 @@ class Announcements:
         `request_end`: this rank asks for the end; it is repeated until the store has it. Raises TierDown.
         """
         now = self._now()
-        self._first, self._last = self._first or (step, now), (step, now)
+        self._measure(step, now)
         requests = request_end and not self._requested and self.end is None
         # A new request for the end is posted without waiting for the next poll, but not during a pause after a failure.
         if now < (self._down_until if requests or self._ends else self._next_poll):
@@ -91,6 +97,23 @@ class Announcements:
         with self._backing_off():
             self._exchange(step, requests)
         self._next_poll = now + ANNOUNCEMENT_POLL_SECONDS
+
+    def _measure(self, step: int, now: float) -> None:
+        """Note the speed of the loop, once for each period of ANNOUNCEMENT_POLL_SECONDS in which it made a step."""
+        begun, since = self._from or (step, now)
+        if step > begun and now - since >= ANNOUNCEMENT_POLL_SECONDS:
+            self._speeds.append((step - begun) / (now - since))
+            begun, since = step, now
+        self._from, self._last = (begun, since), (step, now)
+
+    def _speed(self) -> float:
+        """Steps a second: the highest of the last periods. A long evaluation or a stalled batch is in one of them, and
+        after it the loop is as fast as before. In the first period, the speed so far; 0 before the second step."""
+        if self._speeds:
+            return max(self._speeds)  # guard: pause-keeps-the-lead
+        assert self._from is not None and self._last is not None
+        steps, seconds = self._last[0] - self._from[0], self._last[1] - self._from[1]
+        return steps / seconds if seconds > 0 else 0.0
 
     def pop_due(self, step: int) -> list[Announcement]:
         """Remove and return the pending announcements for `step` and for earlier steps, in the order of publication."""
@@ -163,14 +186,13 @@ class Announcements:
 
     def _first_safe_step(self, step: int, kind: str) -> int:
         """The first step before which every rank polls, at the speed of the loop so far."""
-        assert self._first is not None and self._last is not None
-        steps, seconds = self._last[0] - self._first[0], self._last[1] - self._first[1]
+        speed = self._speed()
         # The grace period of a preemption is short, and an end that a rank receives too late is announced once more.
         lead_polls = LEAD_POLLS if kind == END else self._lead_polls
-        ahead = lead_polls * ANNOUNCEMENT_POLL_SECONDS * steps / seconds if seconds > 0 else 1.0
+        ahead = lead_polls * ANNOUNCEMENT_POLL_SECONDS * speed if speed > 0 else 1.0
         # Where a step takes longer than the lead, every rank polls in each step, and the next step is early enough. In
         # faster loops, and before the speed is known, one more step covers the step that a rank has just begun.
-        safe = step + max(math.ceil(ahead), 1) + (ahead > 1 or steps == 0)  # guard: announced-ahead-of-step
+        safe = step + max(math.ceil(ahead), 1) + (ahead > 1 or speed == 0)  # guard: announced-ahead-of-step
         return safe if kind == END else max(safe, self._latest_step)  # guard: announced-steps-ascend
 
     def _exchange(self, step: int, requests: bool) -> None:

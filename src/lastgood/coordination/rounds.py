@@ -36,7 +36,7 @@ from typing import Any
 import msgspec
 
 from .. import errors, reporting
-from ..errors import Cancelled, Damaged, LastgoodError, RankFailed, StepDiffers, TierDown, TimedOut
+from ..errors import Cancelled, Damaged, LastgoodError, RankFailed, Refused, StepDiffers, TierDown, TimedOut
 from ..limits import (
     COORDINATOR_TIMEOUTS,
     QUICK_STORE_SECONDS,
@@ -250,6 +250,15 @@ class Topic:
         with ThreadPoolExecutor(1, "lastgood-barrier") as thread:
             try:
                 job = thread.submit(accompany)
+            except RuntimeError as error:
+                alone = Refused(
+                    f"no thread could be started that keeps in touch with the other ranks: {error}",
+                    safe="Nothing was changed.",
+                    todo="Raise the limit of threads of this user or container.",
+                )
+                self.fail(alone)
+                raise alone from error
+            try:
                 yield
             except Exception as error:
                 failed.append(error)

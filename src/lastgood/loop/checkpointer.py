@@ -161,10 +161,10 @@ class Checkpointer:
         if several:
             require_no_flat_parameters(state)
         self._process, self._closed = os.getpid(), False
-        group = join_group(path, options.ranks.patience) if several else None
+        url = paths.parsed(path).url  # the same on ranks with other working directories
+        group = join_group(url, options.ranks.patience) if several else None
         self._ranks = ranks = group or SingleRank()
         self._pipeline = pipeline = Pipeline(places[0].path, options.of_run(places), ranks)
-        url = paths.parsed(path).url
         with contextlib.ExitStack() as failed:
             failed.callback(pipeline.close)
             replicas = Replicas(group, options.tuning.digest, options.tuning.in_flight) if group else None

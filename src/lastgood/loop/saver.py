@@ -123,7 +123,7 @@ class Saver:
         if cadence != "auto":
             return PlaceCadence(cadence, self._ranks.size == 1)
         rule = options.rule_below(place, failures)
-        return CopyPace(Auto(rule), below[place].tier.place if below else "", self._reports)
+        return CopyPace(Auto.first(rule), below[place].tier.place if below else "", self._reports)
 
     def require_idle(self) -> None:
         """Raises Refused while a save reads the state: a signal handler may have interrupted it."""
@@ -354,4 +354,4 @@ def _cadence(options: Options, failures: Known) -> Every | Pace:
     front = options.front_cadence()
     if isinstance(front, Every):
         return front
-    return Pace(Auto(options.rule(failures), options.tuning.in_flight))
+    return Pace(Auto.first(options.rule(failures), options.tuning.in_flight))

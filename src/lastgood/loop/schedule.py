@@ -25,7 +25,6 @@ from ..coordination.rounds import RankGroup
 from ..errors import HeardLate
 from ..limits import MAX_IN_FLIGHT, STEPS_REMEMBERED
 from ..policy.cadence import Every, crossed
-from ..policy.tune import FIRST_STEPS
 from ..run.save_handle import Save
 from .adaptive_interval import Pace
 from .reports import Reports
@@ -95,7 +94,7 @@ class AgreedSchedule(Schedule):
     ) -> None:
         super().__init__(cadence, reports)
         self._ranks, self._ahead, self._in_flight = ranks, ahead, in_flight
-        self._interval = FIRST_STEPS if isinstance(cadence, Pace) else cadence.steps or 0
+        self._interval = cadence.auto.interval_steps if isinstance(cadence, Pace) else cadence.steps or 0
         """steps between two saves; 0: none is due by steps"""
         self._from = 0
         """the step from which the interval counts"""

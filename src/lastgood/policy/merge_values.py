@@ -64,7 +64,14 @@ def _completed(tree: Any, others: Sequence[Any]) -> Any:
     What this rank had stays, except in the parameter lists of optimizer groups, where the last rank's entry counts.
     "!module" and "!optimizer" are the tags of these objects in the stored values.
     """
-    if not isinstance(tree, dict) or all(other == tree for other in others):
+    if all(other == tree for other in others):
+        return tree
+    if isinstance(tree, list) and any(isinstance(one, (dict, list)) for one in tree):
+        alike = [other for other in others if isinstance(other, list) and len(other) == len(tree)]
+        return [
+            _completed(one, [other[at] for other in alike]) for at, one in enumerate(tree)
+        ]  # guard: lists-completed
+    if not isinstance(tree, dict) or tree.keys() == {RECORDS}:
         return tree
     if tree.keys() == {"!module"}:
         found = {name: one for other in others if _is(other, "!module") for name, one in other["!module"].items()}
@@ -75,6 +82,8 @@ def _completed(tree: Any, others: Sequence[Any]) -> Any:
                 tree["!optimizer"], [one["!optimizer"] for one in others if _is(one, "!optimizer")]
             )
         }
+    if len(tree) == 1 and next(iter(tree)).startswith("!") and tree.keys() != {"!tuple"}:
+        return tree  # what other containers hold has no place of its own, by which it could be found in `others`
     return {
         key: _completed(value, [other[key] for other in others if isinstance(other, dict) and key in other])
         for key, value in tree.items()

@@ -212,7 +212,8 @@ def hopeless(one: Outcome) -> bool:
 
 def _is_of(one: Outcome, cause: str) -> bool:
     """Whether an attempt failed of this cause: its kind, or its name without modules."""
-    kind, _, name = one.cause.partition(" ")
+    kind, _, what = one.cause.partition(" ")
+    name = what.partition(":")[0]  # as of "SIGKILL: the kernel killed it for memory"  # guard: memory-kill-is-a-sigkill
     return cause in (kind, name, name.rpartition(".")[2])
 
 

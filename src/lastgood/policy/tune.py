@@ -196,7 +196,8 @@ def choose(measured: Sequence[Measured], enough_seconds: float = 0.0) -> Measure
 # ---- while training runs ----------------------------------------------------------------------------------------
 
 FIRST_STEPS = 10
-"""the interval before the first measurement; if it is too short it grows after the first save"""
+"""the interval before the first measurement; if it is too short it grows after the first save. Where saves must be
+durable in time it is 1: how long ten steps take is not known"""
 RISES_ABOVE = 1.1
 """the interval rises when the wanted one is longer than this many times the interval"""
 FALLS_BELOW = 1.5
@@ -236,6 +237,12 @@ class Auto:
     def __post_init__(self) -> None:
         require_positive(in_flight=self.in_flight, interval_steps=self.interval_steps)
 
+    @classmethod
+    def first(cls, rule: Rule, in_flight: int = 1) -> Auto:
+        """The record before the first measurement."""
+        bounded = math.isfinite(rule.longest_seconds)  # guard: first-save-in-time
+        return cls(rule, in_flight, 1 if bounded else FIRST_STEPS)
+
     def due(self, step: int, last_saved_step: int) -> bool:
         """Whether a save is due after `step`."""
         return step - last_saved_step >= self.interval_steps
@@ -256,7 +263,8 @@ def adapt(
     third and a step, because until then a longer interval costs no more than some lost work. If every measurement is
     within a tenth of the truth, wanted intervals differ by a factor of at most (1.1 / 0.9)**2 = 1.49, which is below
     FALLS_BELOW, so an interval that has risen does not fall again and cannot oscillate. An interval that follows from
-    failures moves less, because it grows with the root of the cost of a save.
+    failures moves less, because it grows with the root of the cost of a save. An interval that is longer than
+    `rule.longest_seconds` falls at once.
 
     It at most doubles at a time, so that a disk that hung for a minute does not stop saving for an hour. It doubles if
     no step was ever free of a save, because then t is unknown. `step`: at which it changes, for the reason.
@@ -279,7 +287,8 @@ def adapt(
         c = median(measured.recent_contention_seconds or (0.0,))
         found = _wanted(auto.rule, t, tw, c, auto.in_flight)
         wanted = found.seconds / t
-        if now <= wanted * FALLS_BELOW + 1 and wanted <= now * RISES_ABOVE:
+        late = now * t > auto.rule.longest_seconds and found.steps(t) < now  # guard: interval-kept-within-its-bound
+        if not late and now <= wanted * FALLS_BELOW + 1 and wanted <= now * RISES_ABOVE:
             return measured
         bounded = "" if wanted <= interval else "; no more than doubled at once"
         interval = min(found.steps(t), interval)

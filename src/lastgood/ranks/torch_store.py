@@ -197,15 +197,15 @@ def require_group(environ: Mapping[str, str] = os.environ) -> None:
         )
 
 
-def join_group(path: str | os.PathLike[str], timeout_seconds: float = RANK_TIMEOUT_SECONDS) -> RankGroup:
-    """Wait until all ranks of the process group have called this for `path`, and return this process among them.
+def join_group(url: str, timeout_seconds: float = RANK_TIMEOUT_SECONDS) -> RankGroup:
+    """Wait until all ranks of the process group have called this for `url`, and return this process among them.
 
     All ranks must open their runs in the same order. Raises RankFailed, TierDown.
     """
     _keep_gloo()
     store: Any = dist.distributed_c10d._get_default_store()  # the store through which the process group was made
     rank, size = dist.get_rank(), dist.get_world_size()
-    place = f"lastgood/{hashlib.sha256(os.fsencode(os.path.abspath(path))).hexdigest()[:12]}"
+    place = f"lastgood/{hashlib.sha256(os.fsencode(url)).hexdigest()[:12]}"
     clients = Clients(store.clone)
     abandoned = threading.Event()
     usual = GroupStore(clients, timeout_seconds, abandoned)

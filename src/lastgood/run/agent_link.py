@@ -40,7 +40,7 @@ from ..format import layout
 from ..io.files import regular_file
 from ..ports import Mendable
 from ..records import Record
-from . import paths
+from . import front_records, paths
 from .agent_messages import AgentSpec, Answer, Copied, KnownPeers, Request, Send, Serve, Work, answer_of
 from .agent_start import LOG, started
 
@@ -79,6 +79,8 @@ class AgentLink:
         self._serve: Serve | None = None
         self._written: tuple[Mendable, AgentSpec] | None = None
         """where the agent's record lies, and what is in it; None: this process has written none"""
+        self._records = dict[str, bytes]()
+        """as `front_records.kept`, then"""
         self._missed = 0
         """how often this process has found no agent, since one has lived for LIVED_SECONDS"""
         self._retry_at = 0.0
@@ -129,6 +131,7 @@ class AgentLink:
     def start(self, disk: Mendable, spec: AgentSpec) -> None:
         """Write what the agent is to know, and start it unless it runs. Raises what writing raises."""
         self._written = disk, spec
+        self._records = front_records.kept(self._folder)
         write_spec(disk, spec)
         self.check()
 
@@ -152,6 +155,7 @@ class AgentLink:
             return
         if self._written is not None and read_spec(self._folder) is None and os.path.isdir(self._folder):
             with contextlib.suppress(LastgoodError):  # then the agent keeps what it finds, and reports that
+                front_records.write(self._written[0], self._records)
                 write_spec(*self._written)  # the folder was removed, and was made anew
         problem, self._started = started(self._url), self._started + 1
         self._retry_at = time.monotonic() + RETRY_SECONDS

@@ -30,11 +30,14 @@ def opened(folder: Path) -> Summary:
 
     Raises Refused where that cannot be.
     """
+    path = folder / NAME
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / NAME
         return msgspec.json.decode(path.read_bytes(), type=Summary) if path.exists() else Summary()
-    except (OSError, msgspec.DecodeError) as error:
+    except msgspec.DecodeError as error:
+        todo = f"Move {NAME} away if it is damaged, or give a new directory."
+        raise Refused(f"--records {path}: {error}", safe="Nothing was started.", todo=todo) from error
+    except OSError as error:
         todo = "Give a new directory that can be written."
         raise Refused(f"--records {folder}: {error}", safe="Nothing was started.", todo=todo) from error
 
@@ -53,7 +56,11 @@ def add(folder: Path, attempt: Attempt, restarts: bool) -> None:
     """
     draft = folder / f"{NAME}.tmp"
     try:
-        draft.write_bytes(msgspec.json.format(msgspec.json.encode(added(opened(folder), attempt, restarts))))
+        data = msgspec.json.format(msgspec.json.encode(added(opened(folder), attempt, restarts)))
+        with open(draft, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())  # or a power loss may leave an empty file under the name
         os.replace(draft, folder / NAME)
     except (OSError, Refused) as error:
         reporting.warning(f"{folder / NAME} was not written: {error}")

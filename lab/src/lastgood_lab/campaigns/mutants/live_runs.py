@@ -47,4 +47,10 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         ("an abandoned save in memory is not reported", "abandoned-save-in-memory-reported", Always()),
     ),
+    *table(
+        "removed memory",
+        ("agent",),
+        ("an agent that waits does not see that its folder is gone", "removed-folder-noticed", Instead("return drill")),
+        ("memory that was made anew is not found", "records-of-removed-memory-written", Remove()),
+    ),
 )

@@ -56,8 +56,9 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "an announcement is made only one step ahead",
             "announced-ahead-of-step",
-            Swap("max(math.ceil(ahead), 1) + (ahead > 1 or steps == 0)", "1"),
+            Swap("max(math.ceil(ahead), 1) + (ahead > 1 or speed == 0)", "1"),
         ),
+        ("a pause lowers the speed by which saves are announced", "pause-keeps-the-lead", Swap("max", "min")),
         (
             "a later announcement may take effect before an earlier one",
             "announced-steps-ascend",

@@ -27,6 +27,12 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a group with a number of an ended one is killed", "number-of-ended-group-reused", Always()),
     ),
     *table(
+        "saves in time",
+        ("tune",),
+        ("ten steps are awaited before the first save", "first-save-in-time", Instead("bounded = False")),
+        ("an interval stays longer than its bound", "interval-kept-within-its-bound", Instead("late = False")),
+    ),
+    *table(
         "supervisor",
         ("pacing",),
         ("a restore counts as the cost of a save", "restore-costs-no-save", Remove()),
@@ -113,6 +119,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "full-disk-blames-no-state",
             Swap("() if _is_of_a_place(last) else budget.remedies", "budget.remedies"),
         ),
+        ("a kill for memory has no budget as SIGKILL", "memory-kill-is-a-sigkill", Swap('.partition(":")[0]', "")),
         ("a full disk counts as an error of the same class", "full-disk-is-own-cause", Never()),
         ("an error of the script counts as one of lastgood", "user-error-named-with-module", Never()),
         ("a warning ends ranks that have no handler yet", "warning-ends-no-rank", Instead("pass")),

@@ -111,6 +111,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *table(
         "memory order",
         LAYOUT,
+        ("an optimizer in a list is not completed from other ranks", "lists-completed", Instead("return tree")),
         (
             "the bytes of a single element with a stride are taken with reshape",
             "single-element-stride-bytes",
