@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import lastgood
+from agents import until
 from harness import steps
 from lastgood.cli import replay
 
@@ -118,6 +120,30 @@ def test_a_command_that_fails_is_shown(tmp_path: Path, call) -> None:
     code, _, text = call("replay", str(tmp_path / "run"), "--", *failing)
     assert code == 3 and "ValueError: no data" in text
     assert call("replay", str(tmp_path / "run"), "--", sys.executable, "-c", "")[0] == 3
+
+
+def test_a_replay_that_is_ended_leaves_no_process_and_no_copies(tmp_path: Path) -> None:
+    """SIGTERM left the copies beside the run, and the training went on, writing into them."""
+    lastgood.save(tmp_path / "run", {"n": 1}, step=1)
+    script = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    inner = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {script!r}])"
+    command = [sys.executable, "-m", "lastgood", "replay", str(tmp_path / "run"), "--", sys.executable, "-c", inner]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 130
+    until(lambda: not Path("/proc", (tmp_path / "pid").read_text()).exists())
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["pid", "run"]
+
+
+def test_a_replay_leaves_room_for_the_saves_of_the_job(tmp_path: Path, call, monkeypatch) -> None:
+    """It keeps two generations for each step, and a save that finds a full disk deletes older ones."""
+    lastgood.save(tmp_path / "run", {"n": 1}, step=1)
+    needed = 2 * 6 * lastgood.open(tmp_path / "run").generations()[-1].bytes
+    monkeypatch.setattr(replay, "free_bytes", lambda _: 2 * needed - 1)
+    code, _, text = call("replay", str(tmp_path / "run"), "--", "true")
+    assert code == 5 and f"needs {needed:,} bytes" in text and "--steps" in text
+    assert [one.name for one in tmp_path.iterdir()] == ["run"]
 
 
 def test_a_folder_for_the_copies_that_cannot_be_used_is_refused(tmp_path: Path, call, monkeypatch) -> None:

@@ -85,6 +85,14 @@ def test_one_node_decides_and_all_have_its_verdict(nodes: list[SeveralNodes]) ->
     assert [one.verdict(None if one is not nodes[0] else "go on") for one in nodes] == ["go on"] * 3
 
 
+def test_a_verdict_is_known_to_spares_also_if_its_node_is_lost(nodes: list[SeveralNodes], board: Board) -> None:
+    """It was lost after its first of two writes. The others went on with the next attempt, and a node that joined them
+    waited in the attempt before: neither began, and the job hung."""
+    nodes[0]._membership.claim("0/verdict", "go on")
+    assert nodes[1].verdict(None) == "go on"
+    assert board.job_keys["verdict/this"] == "go on"
+
+
 def test_a_report_longer_than_a_value_of_the_store_arrives_whole(nodes: list[SeveralNodes], board: Board) -> None:
     """torch's store ends the connection that sends it 9 MiB, so a report with notes of ranks ended the job."""
     long = "".join(map(str, range(400_000)))

@@ -50,7 +50,7 @@ from .drain import Drained, committed, drained, report_left
 from .nodes import Nodes
 from .works import Done, Works, text_of
 
-FIRST_SECONDS, FOLDER_CHECK_SECONDS = 2.0, 2.0
+FIRST_SECONDS, CHECK_SECONDS = 2.0, 2.0
 """How long a new agent waits for the process that has started it; how often one checks that its folder is there."""
 FINDINGS_LIMIT = 200
 """So many findings, and names of files, fit into an answer that is sent at once."""
@@ -154,9 +154,7 @@ class Server:
     def _timeout_seconds(self) -> float | None:
         drill = self._nodes.drills.seconds_left()
         if self._attached() or self._copies is not None or self._works.running():  # guard: agent-waits-for-work
-            return (
-                FOLDER_CHECK_SECONDS if drill is None else min(drill, FOLDER_CHECK_SECONDS)
-            )  # guard: removed-folder-noticed
+            return CHECK_SECONDS if drill is None else min(drill, CHECK_SECONDS)  # guard: removed-folder-noticed
         until = self._kept_until if self._next_at is None else self._next_at
         left = max(0.0, until - time.monotonic())
         return left if drill is None else min(left, drill)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import signal
 import sys
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -21,6 +18,7 @@ from ..run.drill_peers import UNKNOWN, PeerRead
 from ..units import size
 from .answer import Answer
 from .arguments import Json, Run
+from .interrupts import ended_as_by_ctrl_c
 from .terminal import clean
 from .texts import id_of, named, new_table
 
@@ -44,7 +42,7 @@ def drill(
 
 def drilled(run: str, folder: str | None) -> dict[str, Any]:
     """Play the drill. Raises what `run.drill.drill` raises."""
-    with _ended_as_by_ctrl_c():
+    with ended_as_by_ctrl_c():
         found = drills.drill(run, folder, lambda text: print(f"lastgood: {clean(text)}", file=sys.stderr))
     generation = found.generation
     return {
@@ -57,31 +55,6 @@ def drilled(run: str, folder: str | None) -> dict[str, Any]:
         "peers": [_rounded({**one._asdict(), "bytes_per_second": _speed(one)}) for one in found.peers],
         "cleared": found.cleared,
     }
-
-
-@contextlib.contextmanager
-def _ended_as_by_ctrl_c() -> Iterator[None]:
-    """In the block SIGTERM and SIGHUP raise KeyboardInterrupt, so that a drill that they end removes its copies.
-
-    Only the first of them does: a terminal that is closed sends several, and the removal goes on. One that is ignored,
-    as by nohup, stays ignored.
-    """
-
-    def interrupt(*_: object) -> None:
-        for one in before:
-            signal.signal(one, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    before = dict[signal.Signals, Any]()
-    try:
-        if threading.current_thread() is threading.main_thread():
-            for one in (signal.SIGTERM, signal.SIGHUP):
-                if signal.getsignal(one) is not signal.SIG_IGN:
-                    before[one] = signal.signal(one, interrupt)  # guard: drill-signals-remove-copies
-        yield
-    finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
 
 
 def _speed(one: PeerRead) -> int | None:

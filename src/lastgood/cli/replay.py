@@ -13,9 +13,10 @@ import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ..errors import Damaged, Diverged, Refused
+from ..errors import Damaged, Diverged, NoSpace, Refused
 from ..format import commit
-from ..io import os_errors
+from ..io import os_errors, processes
+from ..io.files import free_bytes
 from ..records import Generation
 from ..run import access, drill_scratch
 from ..run.content import Content
@@ -23,6 +24,7 @@ from .answer import Answer
 from .arguments import Json, Run
 from .compare import compared
 from .copying import copied
+from .interrupts import ended_as_by_ctrl_c
 from .replay_causes import by_group, usual_cause
 from .selection import pick
 from .terminal import clean
@@ -67,9 +69,10 @@ def replay(
     tier = access.for_reading(run)
     generation = pick(commit.survey(tier), step)
     parent = drill_scratch.parent_folder(run, scratch)
+    _require_room(parent, 2 * (steps + 1) * generation.bytes)
     with os_errors.translated(parent):
         made = tempfile.TemporaryDirectory(prefix="replay-", dir=parent)
-    with made as folder:
+    with ended_as_by_ctrl_c(), made as folder:
         sides = [Path(folder) / name for name in ("first", "second")]
         for source, side in ((run, sides[0]), (str(sides[0]), sides[1])):  # training may delete the generation
             _copy(source, str(side), generation)
@@ -80,6 +83,19 @@ def replay(
     same = all(not one.first and one.metrics[0] == one.metrics[1] for one in found)
     data = {"step": generation.step, "same": same, "steps": [one._asdict() for one in found]}
     return Answer(data, _view(found, same), 0 if same else Diverged.exit_code)
+
+
+def _require_room(parent: str, needed: int) -> None:
+    """Raise NoSpace if the copies need more than half of what is free: a save of the job that finds a full disk deletes
+    generations. Raises what `os_errors.at_path` returns too."""
+    with os_errors.translated(parent):
+        free = free_bytes(parent)
+    if free // 2 < needed:  # guard: replay-needs-free-space
+        raise NoSpace(
+            f"a replay of so many steps needs {needed:,} bytes in {parent}, free are {free:,}, of which it gets half",
+            safe="Nothing was copied, and the rest is left for the saves of the job.",
+            todo="Compare fewer steps (--steps), free space on this disk, or name another directory: --in DIR.",
+        )
 
 
 def _copy(source: str, target: str, generation: Generation) -> None:
@@ -95,14 +111,18 @@ def _copy(source: str, target: str, generation: Generation) -> None:
 
 def _played(command: list[str], start: dict[str, Any], log: Path) -> None:
     """Run the command on a copy of the run. `start`: as `loop.replaying.Replay`. Raises Refused if it fails."""
-    text = msgspec.json.encode(start).decode()
+    environment = {**os.environ, VARIABLE: msgspec.json.encode(start).decode()}
     with open(log, "w") as output:
         try:
-            code = subprocess.run(
-                command, env={**os.environ, VARIABLE: text}, stdout=output, stderr=subprocess.STDOUT
-            ).returncode
+            process = subprocess.Popen(
+                command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
         except OSError as error:
             raise Refused(f"{command[0]} cannot be started: {error.strerror}", safe="RUN was only read.") from error
+        try:
+            code = process.wait()
+        finally:
+            processes.end_group(process)  # guard: ended-replay-leaves-no-process
     if code:
         tail = log.read_text(errors="replace")[-TAIL_CHARACTERS:]
         raise Refused(

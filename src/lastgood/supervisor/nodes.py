@@ -328,19 +328,17 @@ class SeveralNodes:
 
     def _standing(self, mine: str | None) -> str | None:
         key = f"{self._number}/verdict"
-        if mine is not None:
-            found = self._membership.claim(key, mine)
-            self._membership.put({f"verdict/{self.job}": found}, job=True)
-            return found
-        while self.node not in self.lost:
-            standing = self._poll(time.monotonic(), [key], [])[0]
-            if standing is not None:
-                return standing
-            self.lost |= {policy.leader(len(self.infos), self.lost)} & {*self._silent()}
-            if self._decides:
-                return None
-            self._pause()
-        return None
+        found = None if mine is None else self._membership.claim(key, mine)
+        while found is None and self.node not in self.lost:
+            found = self._poll(time.monotonic(), [key], [])[0]
+            if found is None:
+                self.lost |= {policy.leader(len(self.infos), self.lost)} & {*self._silent()}
+                if self._decides:
+                    return None
+                self._pause()
+        if found is not None:  # from each node: the one that has decided may be lost before it has put it there
+            self._membership.put({f"verdict/{self.job}": found}, job=True)  # guard: spares-know-the-verdict
+        return found
 
     def next_round(self, leaving: Collection[int]) -> policy.Next:
         """What the nodes do if the job is to go on. `leaving`: nodes that were asked to end. Raises TierDown."""

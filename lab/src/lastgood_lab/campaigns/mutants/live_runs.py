@@ -48,6 +48,12 @@ MUTANTS: tuple[Mutant, ...] = (
         ("an abandoned save in memory is not reported", "abandoned-save-in-memory-reported", Always()),
     ),
     *table(
+        "replays",
+        ("replay",),
+        ("a replay fills the disk of the job", "replay-needs-free-space", Never()),
+        ("a replay that is ended leaves its training", "ended-replay-leaves-no-process", Instead("pass")),
+    ),
+    *table(
         "removed memory",
         ("agent",),
         ("an agent that waits does not see that its folder is gone", "removed-folder-noticed", Instead("return drill")),

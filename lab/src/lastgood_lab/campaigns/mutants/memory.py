@@ -350,7 +350,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("copies lie in a place of the run", "drill-copies-outside-the-run", Never()),
         (
             "a drill that is ended by SIGTERM leaves its copies",
-            "drill-signals-remove-copies",
+            "signals-remove-copies",
             Instead("before[one] = signal.getsignal(one)"),
         ),
         ("copies take memory that is not there", "drill-needs-free-memory", Never()),

@@ -120,6 +120,7 @@ MUTANTS: tuple[Mutant, ...] = (
             Swap("() if _is_of_a_place(last) else budget.remedies", "budget.remedies"),
         ),
         ("a kill for memory has no budget as SIGKILL", "memory-kill-is-a-sigkill", Swap('.partition(":")[0]', "")),
+        ("a verdict whose node is lost does not reach spares", "spares-know-the-verdict", Remove()),
         ("a full disk counts as an error of the same class", "full-disk-is-own-cause", Never()),
         ("an error of the script counts as one of lastgood", "user-error-named-with-module", Never()),
         ("a warning ends ranks that have no handler yet", "warning-ends-no-rank", Instead("pass")),
