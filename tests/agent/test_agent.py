@@ -301,6 +301,24 @@ def test_a_save_that_a_deleted_run_never_had_keeps_the_memory(run: Run, call, ca
     assert steps(run.home.with_name("kept"))[-1] == 3
 
 
+def test_memory_without_an_agent_whose_run_was_moved_is_not_promised_a_copy(run: Run, call) -> None:
+    """`lastgood agent status` said that the next opening copies it; there was no run to open."""
+    run.killed_at(2, attached=True)
+    ended(str(run.memory))
+    run.home.rename(run.home.with_name("moved"))
+    text = " ".join(call("agent", "status")[1].split())
+    assert f"it has no agent, and {run.home} is not there" in text and "Move the run back" in text
+    assert "The next opening" not in text
+
+
+def test_memory_of_another_node_name_is_shown_for_its_run(run: Run, call_json, monkeypatch) -> None:
+    """Without LASTGOOD_NODE the command denied memory that lay beside the folder in which it had looked."""
+    run.killed_at(2, attached=True)
+    monkeypatch.setenv("LASTGOOD_NODE", "another")
+    (row,) = call_json("agent", "status", str(run.home))[1]["runs"]
+    assert row["folder"] == str(run.memory) and row["bytes"] > 0
+
+
 def test_memory_removed_under_a_job_has_its_agent_and_records_again(run: Run) -> None:
     """systemd removes what a user has in /dev/shm when he logs out. The old agent waited on, connected to the job, and
     the folder that the next save made had no records: once the job was killed nobody copied, `lastgood agent status`

@@ -13,6 +13,7 @@ import lastgood
 from harness import flip, reports, steps
 from lastgood_lab.campaigns.rank_jobs import PATIENCE, Loop
 from lastgood_lab.worlds import world
+from ranked import saved_from_own_folder
 from ranked_places import copied_by, failing, interrupted, preempted, replicas_restored, trained
 
 pytestmark = pytest.mark.slow
@@ -31,6 +32,12 @@ def test_every_rank_copies_its_own_part_to_the_place_below(tmp_path):
     for place in ("front", "last"):
         run = lastgood.open(tmp_path / place)
         assert run.generation(4).commit.world.ranks == 2 and run.verify(4).good and run.generation(4).verified
+
+
+def test_ranks_in_different_folders_open_one_run_by_its_url(tmp_path):
+    """The name by which ranks meet had the working directory in it: each waited for the other, and the job ended with
+    a remedy about another directory."""
+    assert world(2, saved_from_own_folder, tmp_path / "run") == [1, 1]
 
 
 @pytest.mark.parametrize("lost", ["front", "last"])

@@ -37,6 +37,18 @@ def trained(rank: int, size: int, kind: str, root: Path, upto: int, **options: A
     return losses
 
 
+def saved_from_own_folder(rank: int, size: int, root: Path) -> int:
+    """Save and restore a run that is given as a URL, in a working directory of this rank's own."""
+    import lastgood
+
+    folder = root.with_name(f"folder{rank}")
+    folder.mkdir()
+    os.chdir(folder)
+    with lastgood.Checkpointer(f"file://{root}", {"w": torch.ones(2)}, patience=PATIENCE) as ckpt:
+        ckpt.save(1).result()
+        return ckpt.restore().step
+
+
 def reports_of_a_restore(rank: int, size: int, kind: str, root: Path) -> list[str]:
     """Restore. Returns what this rank reports that is no mere information."""
     import lastgood

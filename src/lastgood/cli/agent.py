@@ -40,7 +40,7 @@ def status(
     """
     if run and (nothing := _nothing_at(run)):
         raise nothing
-    rows = [state_of(folder) for folder in ([_place_of(run).root] if run else _folders())]
+    rows = [state_of(folder) for folder in (_folders_of(run) if run else _folders())]
     silent = [row for row in rows if row["agent"] == "silent"]
     return Answer({"runs": rows}, _view(rows), TierDown.exit_code if silent else 0)
 
@@ -230,7 +230,8 @@ def state_of(folder: str) -> dict[str, Any]:
     except OSError:
         return {**row, "agent": "silent", "process": agent_link.process_of(folder)}
     if answer is None:
-        return {**row, "agent": "none"}
+        gone = [one.url for one in spec.places if _is_gone(one.url)] if spec is not None else []
+        return {**row, "agent": "none", "absent": gone}
     state = "attached" if answer.attached else "copying" if answer.copying else "waiting"
     found = {name: getattr(answer, name) for name in ("attached", "process", "missing", "absent", "deleted", "error")}
     return {**row, **found, "agent": state}
@@ -261,6 +262,21 @@ def _nothing_at(run: str) -> NotARun | None:
 
 def _is_in_memory(folder: str) -> bool:
     return os.path.dirname(folder) == memory_place.folder_of_user()
+
+
+def _is_gone(url: str) -> bool:
+    """Whether a place is a directory that is not there."""
+    place = paths.parsed(url)
+    return place.kind == "directory" and not os.path.isdir(place.root)
+
+
+def _folders_of(run: str) -> list[str]:
+    """The memory of a run on this machine: of this node; where there is none, that of nodes with other names."""
+    own, home = _place_of(run).root, paths.parsed(run).url
+    if os.path.isdir(own):
+        return [own]
+    named = [(one, agent_link.read_spec(one)) for one in _folders()]
+    return [one for one, spec in named if spec is not None and home in [place.url for place in spec.places]] or [own]
 
 
 def _folders() -> list[str]:
@@ -299,6 +315,8 @@ def _remedies(row: dict[str, Any]) -> Iterator[str]:
         yield f"{row['error']}. The next opening of the run replaces it; kill {row['process']} ends it"
     elif row["agent"] == "silent":
         yield f"its agent does not answer. {_remedy(row['process'], folder)}"
+    elif row["agent"] == "none" and row["bytes"] and _is_in_memory(folder) and row["absent"]:
+        yield f"it has no agent, and {', '.join(row['absent'])} is not there"
     elif row["agent"] == "none" and row["bytes"] and _is_in_memory(folder):
         yield f"it has no agent. The next opening of the run copies what only this memory has. {_without_agent(folder)}"
     if row["attached"] or not _is_in_memory(folder):
