@@ -301,7 +301,7 @@ def test_a_save_that_a_deleted_run_never_had_keeps_the_memory(run: Run, call, ca
     assert steps(run.home.with_name("kept"))[-1] == 3
 
 
-def test_memory_without_an_agent_whose_run_was_moved_is_not_promised_a_copy(run: Run, call) -> None:
+def test_memory_of_a_moved_run_is_not_promised_a_copy(run: Run, call) -> None:
     """`lastgood agent status` said that the next opening copies it; there was no run to open."""
     run.killed_at(2, attached=True)
     ended(str(run.memory))

@@ -230,8 +230,8 @@ def state_of(folder: str) -> dict[str, Any]:
     except OSError:
         return {**row, "agent": "silent", "process": agent_link.process_of(folder)}
     if answer is None:
-        gone = [one.url for one in spec.places if _is_gone(one.url)] if spec is not None else []
-        return {**row, "agent": "none", "absent": gone}
+        absent = [one.url for one in spec.places if _is_absent(one.url)] if spec is not None else []
+        return {**row, "agent": "none", "absent": absent}
     state = "attached" if answer.attached else "copying" if answer.copying else "waiting"
     found = {name: getattr(answer, name) for name in ("attached", "process", "missing", "absent", "deleted", "error")}
     return {**row, **found, "agent": state}
@@ -264,7 +264,7 @@ def _is_in_memory(folder: str) -> bool:
     return os.path.dirname(folder) == memory_place.folder_of_user()
 
 
-def _is_gone(url: str) -> bool:
+def _is_absent(url: str) -> bool:
     """Whether a place is a directory that is not there."""
     place = paths.parsed(url)
     return place.kind == "directory" and not os.path.isdir(place.root)
@@ -272,11 +272,11 @@ def _is_gone(url: str) -> bool:
 
 def _folders_of(run: str) -> list[str]:
     """The memory of a run on this machine: of this node; where there is none, that of nodes with other names."""
-    own, home = _place_of(run).root, paths.parsed(run).url
+    own, url = _place_of(run).root, paths.parsed(run).url
     if os.path.isdir(own):
         return [own]
     named = [(one, agent_link.read_spec(one)) for one in _folders()]
-    return [one for one, spec in named if spec is not None and home in [place.url for place in spec.places]] or [own]
+    return [one for one, spec in named if spec is not None and url in [place.url for place in spec.places]] or [own]
 
 
 def _folders() -> list[str]:
