@@ -311,6 +311,15 @@ def test_memory_of_a_moved_run_is_not_promised_a_copy(run: Run, call) -> None:
     assert "The next opening" not in text
 
 
+def test_a_folder_for_memory_that_others_can_write_is_named(call, memory: Path) -> None:
+    """The command said that no run has memory there, and training refused the folder."""
+    folder = Path(memory_place.folder_of_user())
+    assert "no run has memory in" in call("agent", "status")[1]
+    folder.mkdir(mode=0o777)
+    folder.chmod(0o777)
+    assert f"{folder} is not of this user alone" in " ".join(call("agent", "status")[1].split())
+
+
 def test_memory_of_another_node_name_is_shown_for_its_run(run: Run, call_json, monkeypatch) -> None:
     """Without LASTGOOD_NODE the command denied memory that lay beside the folder in which it had looked."""
     run.killed_at(2, attached=True)

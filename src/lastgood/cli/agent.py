@@ -294,7 +294,13 @@ def _bytes_of(folder: str) -> int:
 
 def _view(rows: list[dict[str, Any]]) -> RenderableType:
     if not rows:
-        return Text(f"no run has memory in {memory_place.folder_of_user()}")
+        above = memory_place.folder_of_user()
+        if os.path.lexists(above) and not memory_place.is_private(os.path.join(above, "run")):
+            return Text(
+                f"{above} is not of this user alone, so no run is saved there: name another tmpfs in "
+                f"{memory_place.VARIABLE}"
+            )
+        return Text(f"no run has memory in {above}")
     table = new_table("memory", "size", "agent", "process")
     for row in rows:
         table.add_row(clean(row["folder"]), size(row["bytes"]), row["agent"], str(row["process"] or ""))
