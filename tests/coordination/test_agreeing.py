@@ -316,6 +316,18 @@ def test_an_announcement_after_a_long_pause_reaches_every_rank_in_time():
     assert [one.step for one in following.pending] == [n], "the other rank knows of it at its step"
 
 
+def test_a_loop_that_has_become_slow_is_announced_to_few_steps_ahead():
+    """Steps that only skip samples take a millisecond. With their speed the end of a job whose steps take a minute
+    would be announced hours ahead."""
+    board, clock = Board(), Clock()
+    leading, _ = (Announcements(one, clock) for one in two_on(board))
+    for n in range(1, 1005):
+        clock.advance(1 / 256 if n <= 1000 else 60.0)
+        leading.poll(n)
+    leading.announce(1004, "save")
+    assert [one.step for one in leading.pending] == [1005]
+
+
 def test_a_barrier_without_a_thread_fails_on_all_ranks(monkeypatch):
     """The error was hidden by an UnboundLocalError, and the other ranks waited for the timeout."""
 

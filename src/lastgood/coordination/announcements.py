@@ -40,8 +40,9 @@ from ..limits import ANNOUNCEMENT_POLL_SECONDS, COORDINATOR_TIMEOUTS, LEAD_POLLS
 from .rounds import RankGroup
 
 END = "end"
-SPEEDS_REMEMBERED = 16
-"""measured speeds of the loop, of which the highest counts"""
+SPEEDS_REMEMBERED = 3
+"""measured speeds of the loop, of which the highest counts: a pause is in one of them. No more, or the lead would be
+many long steps in a loop that has become slower, as after steps that only skip samples."""
 
 
 class Announcement(NamedTuple):
