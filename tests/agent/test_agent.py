@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 import shutil
@@ -318,6 +319,19 @@ def test_a_folder_for_memory_that_others_can_write_is_named(call, memory: Path) 
     folder.mkdir(mode=0o777)
     folder.chmod(0o777)
     assert f"{folder} is not of this user alone" in " ".join(call("agent", "status")[1].split())
+
+
+def test_a_folder_that_cannot_be_seen_now_counts_as_being_there(tmp_path: Path, monkeypatch) -> None:
+    """An agent on a disk of NFS would end, and its work with it, because of one stale handle."""
+    with contextlib.closing(Lock(str(tmp_path / "lock"))) as lock:
+        assert lock.is_at(str(tmp_path / "lock")) and not lock.is_at(str(tmp_path / "other"))
+
+        def stale(path: str) -> os.stat_result:
+            raise OSError(errno.ESTALE, "Stale file handle", path)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "lstat", stale)
+            assert lock.is_at(str(tmp_path / "lock"))
 
 
 def test_memory_of_another_node_name_is_shown_for_its_run(run: Run, call_json, monkeypatch) -> None:

@@ -123,17 +123,25 @@ def test_a_command_that_fails_is_shown(tmp_path: Path, call) -> None:
 
 
 def test_a_replay_that_is_ended_leaves_no_process_and_no_copies(tmp_path: Path) -> None:
-    """SIGTERM left the copies beside the run, and the training went on, writing into them."""
+    """SIGTERM left the copies beside the run, and the training went on, writing into them. Each rank of torchrun has a
+    group of its own."""
     lastgood.save(tmp_path / "run", {"n": 1}, step=1)
-    script = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
-    inner = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {script!r}])"
-    command = [sys.executable, "-m", "lastgood", "replay", str(tmp_path / "run"), "--", sys.executable, "-c", inner]
+    script = tmp_path / "train.py"
+    script.write_text(f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", str(script)]
+    command = [sys.executable, "-m", "lastgood", "replay", str(tmp_path / "run"), "--", sys.executable, *launcher]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 130
     until(lambda: not Path("/proc", (tmp_path / "pid").read_text()).exists())
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["pid", "run"]
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["pid", "run", "train.py"]
+
+
+def test_a_replay_ends_what_its_command_has_left_behind(tmp_path: Path, call) -> None:
+    lastgood.save(tmp_path / "run", {"n": 1}, step=1)
+    assert call("replay", str(tmp_path / "run"), "--", "sh", "-c", f"sleep 600 & echo $! > {tmp_path}/pid")[0] == 3
+    until(lambda: not Path("/proc", (tmp_path / "pid").read_text().strip()).exists())
 
 
 def test_a_replay_leaves_room_for_the_saves_of_the_job(tmp_path: Path, call, monkeypatch) -> None:

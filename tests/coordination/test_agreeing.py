@@ -328,6 +328,22 @@ def test_a_loop_that_has_become_slow_is_announced_to_few_steps_ahead():
     assert [one.step for one in leading.pending] == [1005]
 
 
+def test_a_loop_that_has_become_fast_is_announced_in_time():
+    """After 20 s of slow steps the lead was three steps of a sixteenth of a second."""
+    board, clock = Board(), Clock()
+    leading, following = (Announcements(one, clock) for one in two_on(board))
+    for n in range(1, 100):
+        clock.advance(1.5 if n <= 17 else 1 / 16)
+        leading.poll(n)
+        if n == 22:
+            leading.announce(n, "save")
+        clock.advance(1 / 64)
+        following.poll(n)
+        if leading.pending and n == leading.pending[0].step:
+            break
+    assert [one.step for one in following.pending] == [n]
+
+
 def test_a_barrier_without_a_thread_fails_on_all_ranks(monkeypatch):
     """The error was hidden by an UnboundLocalError, and the other ranks waited for the timeout."""
 

@@ -36,6 +36,17 @@ def test_an_older_step_than_was_sealed_is_a_violation(tmp_path: Path, memory: Pa
     ]
 
 
+def test_ranks_that_restore_different_steps_are_a_violation(tmp_path: Path, memory: Path) -> None:
+    """Each of them may be right by itself: the last committed save, and the one that was under way."""
+    run = Run(tmp_path, memory, 1, ranks=2)
+    run.committed = 7
+    pipes = [memory_kills.CONTEXT.Pipe(duplex=False) for _ in range(2)]
+    for (_, sender), step in zip(pipes, (7, 8), strict=True):
+        sender.send(("restored", step, True))
+    run._receive_restored([receiver for receiver, _ in pipes])
+    assert [one.split(": ")[1] for one in run.problems] == ["the ranks have restored the steps [7, 8]"]
+
+
 def test_a_save_counts_as_sealed_once_all_ranks_have_sealed_it(tmp_path: Path) -> None:
     """Or a restore of an older step would be called a violation while no reader could take the newer one."""
     for step, ranks in ((1, (0, 1)), (2, (1,))):

@@ -281,6 +281,8 @@ def test_an_interval_beyond_its_bound_falls_at_once() -> None:
     """Ten steps of ten seconds were kept where 60 s were allowed: the band that keeps an interval still allows more."""
     auto = Auto(Rule(longest_seconds=60.0), interval_steps=10)
     assert adapt(auto, 10.0, 25.0, 5.0).interval_steps == 6
+    unknown = adapt(Auto(Rule(longest_seconds=60.0), interval_steps=2), None, 51.0, None, busy_seconds=20.0)
+    assert unknown.interval_steps == 2, "no step was free of a save, and four of them may take 80 s"
     kept = Auto(Rule(longest_seconds=60.0), interval_steps=9)
     assert adapt(kept, 10.0, 90.0, 5.0).interval_steps == 9, "no shorter, or saves would queue up"
 

@@ -371,7 +371,15 @@ def of_rank(rank: int, values: dict[str, Any]) -> Manifest:
     return Manifest(format=1, step=1, incarnation="00000000", rank=rank, digest="xxh3_128", values=values, **empty)
 
 
-@pytest.mark.parametrize("inside", [lambda one: one, lambda one: [3, one], lambda one: {"!tuple": [one, [one]]}])
+@pytest.mark.parametrize(
+    "inside",
+    [
+        lambda one: one,
+        lambda one: [3, one],
+        lambda one: {"!tuple": [one, [one]]},
+        lambda one: {"!dataclass": {"class": "State", "fields": {"optimizer": one}}},
+    ],
+)
 def test_parameters_of_all_ranks_keep_their_memory_order_when_merged(inside: Callable[[Any], Any]) -> None:
     """`inside`: of what the optimizer is a part. One in a list was not completed: a restore of two stages on one
     process raised StateMismatch."""

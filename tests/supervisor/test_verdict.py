@@ -93,6 +93,20 @@ def test_a_verdict_is_known_to_spares_also_if_its_node_is_lost(nodes: list[Sever
     assert board.job_keys["verdict/this"] == "go on"
 
 
+def test_a_node_that_is_taken_for_lost_puts_no_old_verdict(nodes: list[SeveralNodes], board: Board) -> None:
+    nodes[0]._membership.claim("0/verdict", "of attempt 0")
+    board.job_keys["verdict/this"] = "of attempt 2"
+    poll = nodes[1]._poll
+
+    def late(*arguments):
+        nodes[1].lost.add(nodes[1].node)  # as `_poll` notes, where the others have begun another round
+        return poll(*arguments)
+
+    nodes[1]._poll = late  # type: ignore[method-assign]
+    nodes[1].verdict(None)
+    assert board.job_keys["verdict/this"] == "of attempt 2"
+
+
 def test_a_report_longer_than_a_value_of_the_store_arrives_whole(nodes: list[SeveralNodes], board: Board) -> None:
     """torch's store ends the connection that sends it 9 MiB, so a report with notes of ranks ended the job."""
     long = "".join(map(str, range(400_000)))

@@ -18,7 +18,7 @@ from ..format import commit
 from ..io import os_errors, processes
 from ..io.files import free_bytes
 from ..records import Generation
-from ..run import access, drill_scratch
+from ..run import access, drill_scratch, paths
 from ..run.content import Content
 from .answer import Answer
 from .arguments import Json, Run
@@ -32,6 +32,8 @@ from .texts import new_table, plural
 
 VARIABLE = "LASTGOOD_REPLAY"
 """as in loop/replaying.py, which needs torch"""
+END_SECONDS = 15.0
+"""how long a command may take to end after SIGTERM, once the replay is ended, before it is killed"""
 TAIL_CHARACTERS = 3000
 """of the output of a command that failed"""
 
@@ -69,7 +71,7 @@ def replay(
     tier = access.for_reading(run)
     generation = pick(commit.survey(tier), step)
     parent = drill_scratch.parent_folder(run, scratch)
-    _require_room(parent, 2 * (steps + 1) * generation.bytes)
+    _require_room(parent, 2 * (steps + 1) * generation.bytes, paths.parsed(run))
     with os_errors.translated(parent):
         made = tempfile.TemporaryDirectory(prefix="replay-", dir=parent)
     with ended_as_by_ctrl_c(), made as folder:
@@ -85,14 +87,16 @@ def replay(
     return Answer(data, _view(found, same), 0 if same else Diverged.exit_code)
 
 
-def _require_room(parent: str, needed: int) -> None:
-    """Raise NoSpace if the copies need more than half of what is free: a save of the job that finds a full disk deletes
-    generations. Raises what `os_errors.at_path` returns too."""
+def _require_room(parent: str, needed: int, run: paths.Place) -> None:
+    """Raise NoSpace if the copies do not fit, or need more than half of what is free on the disk of the run: a save of
+    the job that finds a full disk deletes generations. Raises what `os_errors.at_path` returns too."""
     with os_errors.translated(parent):
         free = free_bytes(parent)
-    if free // 2 < needed:  # guard: replay-needs-free-space
+        beside = os.path.exists(run.root) and os.stat(parent).st_dev == os.stat(run.root).st_dev
+    if free // (2 if beside else 1) < needed:  # guard: replay-needs-free-space
+        half = ", of which it gets half" if beside else ""
         raise NoSpace(
-            f"a replay of so many steps needs {needed:,} bytes in {parent}, free are {free:,}, of which it gets half",
+            f"a replay of so many steps needs {needed:,} bytes in {parent}, free are {free:,}{half}",
             safe="Nothing was copied, and the rest is left for the saves of the job.",
             todo="Compare fewer steps (--steps), free space on this disk, or name another directory: --in DIR.",
         )
@@ -120,9 +124,10 @@ def _played(command: list[str], start: dict[str, Any], log: Path) -> None:
         except OSError as error:
             raise Refused(f"{command[0]} cannot be started: {error.strerror}", safe="RUN was only read.") from error
         try:
-            code = process.wait()
+            processes.wait_unreaped(process)
         finally:
-            processes.end_group(process)  # guard: ended-replay-leaves-no-process
+            processes.end_group_gently(process, END_SECONDS)  # guard: ended-replay-leaves-no-process
+        code = process.returncode
     if code:
         tail = log.read_text(errors="replace")[-TAIL_CHARACTERS:]
         raise Refused(

@@ -40,9 +40,11 @@ from ..limits import ANNOUNCEMENT_POLL_SECONDS, COORDINATOR_TIMEOUTS, LEAD_POLLS
 from .rounds import RankGroup
 
 END = "end"
-SPEEDS_REMEMBERED = 3
+SPEEDS_REMEMBERED = 2
 """measured speeds of the loop, of which the highest counts: a pause is in one of them. No more, or the lead would be
 many long steps in a loop that has become slower, as after steps that only skip samples."""
+LEAST_PERIOD_SECONDS = ANNOUNCEMENT_POLL_SECONDS / 4
+"""how long a period has to run until its speed counts"""
 
 
 class Announcement(NamedTuple):
@@ -108,13 +110,13 @@ class Announcements:
         self._from, self._last = (begun, since), (step, now)
 
     def _speed(self) -> float:
-        """Steps a second: the highest of the last periods. A long evaluation or a stalled batch is in one of them, and
-        after it the loop is as fast as before. In the first period, the speed so far; 0 before the second step."""
-        if self._speeds:
-            return max(self._speeds)  # guard: pause-keeps-the-lead
+        """Steps a second: the highest of the last periods and of the one that runs. A long evaluation or a stalled
+        batch is in one of them, and after it the loop is as fast as before. 0 before the second step."""
         assert self._from is not None and self._last is not None
         steps, seconds = self._last[0] - self._from[0], self._last[1] - self._from[1]
-        return steps / seconds if seconds > 0 else 0.0
+        counts = seconds >= LEAST_PERIOD_SECONDS or (seconds > 0 and not self._speeds)
+        runs = [steps / seconds] if counts else []
+        return max([*self._speeds, *runs], default=0.0)  # guard: pause-keeps-the-lead
 
     def pop_due(self, step: int) -> list[Announcement]:
         """Remove and return the pending announcements for `step` and for earlier steps, in the order of publication."""
@@ -187,9 +189,10 @@ class Announcements:
 
     def _first_safe_step(self, step: int, kind: str) -> int:
         """The first step before which every rank polls, at the speed of the loop so far."""
-        speed = self._speed()
+        speed, lead_polls = self._speed(), self._lead_polls
         # The grace period of a preemption is short, and an end that a rank receives too late is announced once more.
-        lead_polls = LEAD_POLLS if kind == END else self._lead_polls
+        if kind == END:
+            speed, lead_polls = self._speeds[-1] if self._speeds else speed, LEAD_POLLS
         ahead = lead_polls * ANNOUNCEMENT_POLL_SECONDS * speed if speed > 0 else 1.0
         # Where a step takes longer than the lead, every rank polls in each step, and the next step is early enough. In
         # faster loops, and before the speed is known, one more step covers the step that a rank has just begun.

@@ -275,11 +275,11 @@ class Lock:
         os.register_at_fork(after_in_child=lambda: (left := leave()) and left())  # guard: lock-not-inherited-by-fork
 
     def is_at(self, path: str) -> bool:
-        """Whether the file of the lock is still that at `path`."""
+        """Whether the file of the lock is still that at `path`. True where that cannot be seen now."""
         try:
             return self._fd is not None and os.path.samestat(os.fstat(self._fd), os.lstat(path))
-        except OSError:
-            return False
+        except OSError as error:
+            return error.errno not in (errno.ENOENT, errno.ENOTDIR)  # guard: unseen-folder-is-not-removed
 
     def close(self) -> None:
         fd, self._fd = self._fd, None

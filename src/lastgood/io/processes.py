@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -57,6 +58,37 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def end_group_gently(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Ask the group that a process leads to end, and kill after `seconds` what is left of it, also where the process
+    itself has ended. Nobody may have waited for it (`wait_unreaped`): until then no other group has its number.
+
+    What a launcher has put into groups of its own it ends itself, if it is asked.
+    """
+    try:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)  # guard: launcher-ends-its-ranks
+        _wait_unreaped(process, seconds)
+    finally:  # also where somebody presses Ctrl-C again
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def wait_unreaped(process: subprocess.Popen[bytes]) -> None:
+    """Wait until a process has ended, and leave its status to `wait`."""
+    _wait_unreaped(process, None)
+
+
+def _wait_unreaped(process: subprocess.Popen[bytes], seconds: float | None) -> None:
+    pidfd = os.pidfd_open(process.pid)
+    try:
+        ended = select.poll()
+        ended.register(pidfd, select.POLLIN)
+        ended.poll(None if seconds is None else seconds * 1000)
+    finally:
+        os.close(pidfd)
 
 
 def adopt_orphans() -> None:

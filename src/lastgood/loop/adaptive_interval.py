@@ -75,7 +75,9 @@ class Pace:
                 lost = self._lost_seconds(n, now, free)
                 if lost is not None:  # steps whose times vary may hide what a save costs, but not that the loop stood
                     lost = max(lost, save.stall_seconds - waited_seconds)
-                self.auto = adapt(self.auto, free, save.seconds, lost, step=n)
+                first, began = self._period
+                busy = (now - began) / (n - first) if n > first else None
+                self.auto = adapt(self.auto, free, save.seconds, lost, step=n, busy_seconds=busy)
                 self._free.clear()
         return self.auto.reason if self.auto.interval_steps != before.interval_steps else ""
 

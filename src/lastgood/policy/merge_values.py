@@ -82,8 +82,10 @@ def _completed(tree: Any, others: Sequence[Any]) -> Any:
                 tree["!optimizer"], [one["!optimizer"] for one in others if _is(one, "!optimizer")]
             )
         }
-    if len(tree) == 1 and next(iter(tree)).startswith("!") and tree.keys() != {"!tuple"}:
-        return tree  # what other containers hold has no place of its own, by which it could be found in `others`
+    if len(tree) == 1 and tree.keys() != {"!tuple"}:
+        ((tag, body),) = tree.items()
+        if tag.startswith("!") and isinstance(body, list):  # of a dict or a set: the same place is another entry there
+            return tree
     return {
         key: _completed(value, [other[key] for other in others if isinstance(other, dict) and key in other])
         for key, value in tree.items()

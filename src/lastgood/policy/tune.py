@@ -255,6 +255,7 @@ def adapt(
     contention_seconds: float | None,
     *,
     step: int = 0,
+    busy_seconds: float | None = None,
 ) -> Auto:
     """The record after one more durable save. A measurement that could not be made is None. Raises Refused.
 
@@ -267,7 +268,8 @@ def adapt(
     `rule.longest_seconds` falls at once.
 
     It at most doubles at a time, so that a disk that hung for a minute does not stop saving for an hour. It doubles if
-    no step was ever free of a save, because then t is unknown. `step`: at which it changes, for the reason.
+    no step was ever free of a save, because then t is unknown; but not beyond `rule.longest_seconds`, by the time of a
+    step with a save in flight, `busy_seconds`. `step`: at which it changes, for the reason.
     """
     require_positive(write_seconds=write_seconds)
     if step_seconds is not None:
@@ -294,6 +296,8 @@ def adapt(
         interval = min(found.steps(t), interval)
         cost = f"Tw {tw:.3g} s with {auto.in_flight} in flight, {t:.3g} s a step, {c:.3g} s lost to copying a save"
         why = "; ".join(part for part in (cost, str(auto.rule.failures), found.why + bounded) if part)
+    elif busy_seconds is not None and interval * busy_seconds > auto.rule.longest_seconds:
+        return measured  # guard: unknown-step-stays-within-its-bound
     reason = f"a save every {interval} steps instead of {now} from step {step}: {why}"
     return replace(measured, interval_steps=interval, reason=reason)
 

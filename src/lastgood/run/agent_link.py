@@ -155,7 +155,7 @@ class AgentLink:
             return
         if self._written is not None and read_spec(self._folder) is None and os.path.isdir(self._folder):
             with contextlib.suppress(LastgoodError):  # then the agent keeps what it finds, and reports that
-                front_records.write(self._written[0], self._records)
+                front_records.write(self._written[0], self._folder, self._records)
                 write_spec(*self._written)  # the folder was removed, and was made anew
         problem, self._started = started(self._url), self._started + 1
         self._retry_at = time.monotonic() + RETRY_SECONDS

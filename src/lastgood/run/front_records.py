@@ -8,7 +8,6 @@ import contextlib
 import os
 from collections.abc import Mapping
 
-from ..errors import NameTaken
 from ..format import layout
 from ..io.files import regular_file
 from ..ports import Tier
@@ -23,8 +22,10 @@ def kept(folder: str) -> dict[str, bytes]:
     return found
 
 
-def write(tier: Tier, records: Mapping[str, bytes]) -> None:
-    """Write those that the place lacks. Raises what writing raises."""
+def write(tier: Tier, folder: str, records: Mapping[str, bytes]) -> None:
+    """Write those that the place lacks, which is `folder`. Raises what writing raises; NameTaken where another run has
+    begun there."""
+    there = kept(folder)
     for name, data in records.items():
-        with contextlib.suppress(NameTaken):
+        if there.get(name) != data:
             tier.put_new(name, data)  # guard: records-of-removed-memory-written

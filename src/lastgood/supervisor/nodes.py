@@ -336,8 +336,10 @@ class SeveralNodes:
                 if self._decides:
                     return None
                 self._pause()
-        if found is not None:  # from each node: the one that has decided may be lost before it has put it there
-            self._membership.put({f"verdict/{self.job}": found}, job=True)  # guard: spares-know-the-verdict
+        if found is not None and (mine is not None or self.node not in self.lost):  # guard: old-verdict-stays-old
+            # From each node: the one that has decided may be lost before it has put it there.
+            with contextlib.suppress(*(() if mine is not None else (TierDown, StoreLost))):
+                self._membership.put({f"verdict/{self.job}": found}, job=True)  # guard: spares-know-the-verdict
         return found
 
     def next_round(self, leaving: Collection[int]) -> policy.Next:

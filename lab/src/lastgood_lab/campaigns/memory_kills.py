@@ -17,6 +17,7 @@ import os
 import random
 import select
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -118,19 +119,21 @@ class Run:
             sender.close()
             processes.append(process)
             receivers.append(receiver)
-        for receiver in receivers:
-            self._receive(receiver, 1)  # what it has restored
+        self._receive_restored(receivers)
         self._receive(receivers[0], self._chance.randrange(MOST_SAVES - 1))
         if kind == "agent first":
             kill_agent(self.memory)
             self._receive(receivers[0], self._chance.randrange(1, 4))
-        for process in self._chance.sample(processes, self._ranks):
+        order = self._chance.sample(processes, self._ranks)
+        for process in order:
             select.select([], [], [], self._chance.uniform(0, LATE_SECONDS))
             process.kill()
         if kind == "both":
             kill_agent(self.memory)
         for process in processes:
             process.join()
+        if order[0].exitcode != -signal.SIGKILL:  # one that is killed later may fail because of the first
+            self.problems.append(f"{self.home.name}: a training process has ended with {order[0].exitcode}")
         self.sealed, late = newest_sealed(Path(self.memory), self._ranks)
         self.ends["sealed, and not committed"] += late
         for receiver in receivers:
@@ -139,6 +142,16 @@ class Run:
         self.ends["training processes"] += self._ranks
         if kind == "trainer" and self._chance.random() < 0.5:
             self._judge_copied()
+
+    def _receive_restored(self, pipes: list[Connection]) -> None:
+        """What all ranks have restored, which has to be one step."""
+        committed, steps = self.committed, list[int]()
+        for pipe in pipes:
+            self.committed = committed
+            self._receive(pipe, 1)
+            steps.append(self.committed)
+        if len(set(steps)) > 1:
+            self.problems.append(f"{self.home.name}: the ranks have restored the steps {steps}")
 
     def _receive(self, pipe: Connection, count: int) -> None:
         for _ in range(count):

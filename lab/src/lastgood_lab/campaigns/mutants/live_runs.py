@@ -51,12 +51,18 @@ MUTANTS: tuple[Mutant, ...] = (
         "replays",
         ("replay",),
         ("a replay fills the disk of the job", "replay-needs-free-space", Never()),
-        ("a replay that is ended leaves its training", "ended-replay-leaves-no-process", Instead("pass")),
+        ("a replay that is ended leaves its training", "ended-replay-leaves-no-process", Instead("process.wait()")),
+        ("a replay kills a launcher before it has ended its ranks", "launcher-ends-its-ranks", Instead("pass")),
     ),
     *table(
         "removed memory",
         ("agent",),
         ("an agent that waits does not see that its folder is gone", "removed-folder-noticed", Instead("return drill")),
+        (
+            "an agent ends because its folder cannot be seen now",
+            "unseen-folder-is-not-removed",
+            Instead("return False"),
+        ),
         ("memory that was made anew is not found", "records-of-removed-memory-written", Remove()),
     ),
 )

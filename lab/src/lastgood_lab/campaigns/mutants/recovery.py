@@ -30,6 +30,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "saves in time",
         ("tune",),
         ("ten steps are awaited before the first save", "first-save-in-time", Instead("bounded = False")),
+        ("an unknown interval is doubled beyond its bound", "unknown-step-stays-within-its-bound", Instead("pass")),
         ("an interval stays longer than its bound", "interval-kept-within-its-bound", Instead("late = False")),
     ),
     *table(
@@ -120,7 +121,12 @@ MUTANTS: tuple[Mutant, ...] = (
             Swap("() if _is_of_a_place(last) else budget.remedies", "budget.remedies"),
         ),
         ("a kill for memory has no budget as SIGKILL", "memory-kill-is-a-sigkill", Swap('.partition(":")[0]', "")),
-        ("a verdict whose node is lost does not reach spares", "spares-know-the-verdict", Remove()),
+        ("a verdict whose node is lost does not reach spares", "spares-know-the-verdict", Instead("pass")),
+        (
+            "a node that was taken for lost puts an old verdict",
+            "old-verdict-stays-old",
+            Swap(" and (mine is not None or self.node not in self.lost)", ""),
+        ),
         ("a full disk counts as an error of the same class", "full-disk-is-own-cause", Never()),
         ("an error of the script counts as one of lastgood", "user-error-named-with-module", Never()),
         ("a warning ends ranks that have no handler yet", "warning-ends-no-rank", Instead("pass")),
