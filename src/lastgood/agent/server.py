@@ -65,8 +65,7 @@ NOTHING = Done()
 class Server:
     """The agent of a run at `place`: in memory, or in a directory on a disk of this node.
 
-    `lock`: of the agent, in that folder. `listener`: its socket. `linger_seconds`: as LINGER_SECONDS. `first_seconds`:
-    as FIRST_SECONDS.
+    `lock`: of the agent, in that folder. `listener`: its socket. `linger_seconds`, `first_seconds`: as the constants.
     """
 
     def __init__(
@@ -153,10 +152,11 @@ class Server:
 
     def _timeout_seconds(self) -> float | None:
         drill = self._nodes.drills.seconds_left()
-        if self._attached() or self._copies is not None or self._works.running():  # guard: agent-waits-for-work
+        if self._attached():
             return CHECK_SECONDS if drill is None else min(drill, CHECK_SECONDS)  # guard: removed-folder-noticed
-        until = self._kept_until if self._next_at is None else self._next_at
-        left = max(0.0, until - time.monotonic())
+        if self._copies is not None or self._works.running():  # guard: agent-waits-for-work
+            return drill
+        left = max(0.0, (self._kept_until if self._next_at is None else self._next_at) - time.monotonic())
         return left if drill is None else min(left, drill)
 
     def _accept(self) -> None:

@@ -333,7 +333,7 @@ def report(found: Restored, verb: str, for_all: bool = True) -> None:
             f"step {found.step} is good, and was misread at first: {found.misread} Check memory, cable, controller."
         )
     for at, names in found.repaired:
-        reporting.warning(f"step {at}: files that were missing or damaged were written again: {names}")
+        reporting.warning(f"step {at}: what was missing or damaged was rebuilt: {names}")
 
 
 def _load_failed(error: Exception, step: int) -> LoadFailed:
