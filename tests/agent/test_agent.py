@@ -357,6 +357,7 @@ def test_memory_removed_under_a_job_has_its_agent_and_records_again(run: Run) ->
         n = 1
         while (found := state(run.memory)) is None or found.process == process:
             n += 1
+            assert n < 1000, "no other agent has come"
             run.step(ckpt, n)
             ckpt.wait()
         assert found.attached == 1
