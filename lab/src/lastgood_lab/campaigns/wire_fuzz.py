@@ -263,19 +263,25 @@ def trial(seed: str, security: Security, script: Script, other: Script, found: F
     sent, judge = b"".join(parts), Judge()
     begun = time.monotonic()
     end = serve(security, judge, sent, pieces)
-    problems = [*judge.problems]
-    if time.monotonic() - begun > SECONDS_LIMIT:
-        problems.append("it took too long")
-    if judge.waiting is not None:
-        problems.append(f"the buffer of {judge.waiting!r} was forgotten")
-    if end.startswith("crash"):
-        problems.append(end)
+    problems = problems_of(judge, end, time.monotonic() - begun)
     needed = b"".join(script.parts[:-1] if script.pieces else script.parts)  # for the requests, without the last Taken
     if judge.handled == len(REQUESTS) and (not sent.startswith(needed) or tuple(pieces) != script.pieces):
         problems.append("every request was accepted, and the bytes were others")
     found.trials[change.__name__] += 1
     found.ends[end] += 1
     found.problems += [f"{security.mode}, {seed}, {change.__name__}: {one}" for one in problems]
+
+
+def problems_of(judge: Judge, end: str, seconds: float) -> list[str]:
+    """What is wrong with a session that has ended so, after so many seconds, whatever was sent."""
+    problems = [*judge.problems]
+    if seconds > SECONDS_LIMIT:
+        problems.append("it took too long")
+    if judge.waiting is not None:
+        problems.append(f"the buffer of {judge.waiting!r} was forgotten")
+    if end.startswith("crash"):
+        problems.append(end)
+    return problems
 
 
 def serve(security: Security, judge: Judge, sent: bytes, pieces: Sequence[bytes] = ()) -> str:

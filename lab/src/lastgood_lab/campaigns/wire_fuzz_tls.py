@@ -118,13 +118,7 @@ def trial(seed: str, certificates: Certificates, script: Script, other: Script, 
         name = f"{change.__name__}, {FLIGHTS[changed]}"
     begun = time.monotonic()
     end = session(certificates, judge, b"".join(sent), changed, lambda data: b"".join(change(rng, [data], script)))
-    problems = [*judge.problems]
-    if time.monotonic() - begun > wire_fuzz.SECONDS_LIMIT:
-        problems.append("it took too long")
-    if judge.waiting is not None:
-        problems.append(f"the buffer of {judge.waiting!r} was forgotten")
-    if end.startswith("crash"):
-        problems.append(end)
+    problems = wire_fuzz.problems_of(judge, end, time.monotonic() - begun)
     if judge.handled == len(wire_fuzz.REQUESTS) and not b"".join(sent).startswith(b"".join(script.parts)):
         problems.append("every request was accepted, and the bytes were others")
     found.trials[name] += 1
