@@ -82,6 +82,29 @@ def test_a_run_that_is_opened_after_another_begins_without_its_signs(tmp_path: P
     assert shown.closed is shown.sign is None and shown.longest_seconds == 0.0
 
 
+def test_a_run_that_is_opened_after_another_does_not_show_its_steps(tmp_path: Path) -> None:
+    """A script that trains two runs one after the other: its job was given up although the second run saved newer
+    steps in each attempt, because they were compared with the last step of the first run; where the first run was
+    short, and the second one never saved anything, the job was started again for ever."""
+    environ = {heartbeat.VARIABLE: str(tmp_path / "page")}
+    heartbeat.create(environ[heartbeat.VARIABLE])
+    first = heartbeat.own(environ)
+    assert first is not None
+    first.opened("/runs/pretrain")
+    first.restored(50, "b742ae1a", heartbeat.Position(1, 2, 3))
+    first.beat(51)
+    first.saved(51)
+    first.released()
+    second = heartbeat.own(environ)
+    assert second is not None
+    shown = heartbeat.read(environ[heartbeat.VARIABLE])
+    assert shown.opened is shown.restored is shown.first is None, "it is not open yet"
+    second.opened("/runs/finetune")
+    second.restored(4)
+    shown = heartbeat.read(environ[heartbeat.VARIABLE])
+    assert (shown.restored_step, shown.saved_step, shown.step, shown.incarnation) == (4, 0, 4, "")
+
+
 @pytest.mark.parametrize("runs_before", [0, 1])
 def test_the_longest_step_is_measured_from_the_second_one_on(tmp_path: Path, runs_before: int) -> None:
     """A save after the first step set the limit: a second step that was compiled was taken for hung after a minute. In

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,26 @@ def test_a_restore_is_shown_from_its_first_wait_on(tmp_path: Path, monkeypatch: 
         monkeypatch.setattr(ckpt._pipeline, "wait", watched)
         ckpt.restore()
     assert phases[:1] == [RESTORE]
+
+
+def test_a_loop_in_another_thread_than_the_opening_shows_its_phases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evaluations of a loop that a thread runs counted as hung steps, also with the name that the report asks for."""
+    page, phases = str(tmp_path / "page"), list[str]()
+    heartbeat.create(page)
+    monkeypatch.setenv(heartbeat.VARIABLE, page)
+    with lastgood.Checkpointer(tmp_path / "run", {"w": torch.zeros(1)}) as ckpt:
+
+        def loop() -> None:
+            ckpt.step(ckpt.restore().step + 1)
+            with ckpt.phase("eval"):
+                phases.append(heartbeat.read(page).phase)
+
+        thread = threading.Thread(target=loop)
+        thread.start()
+        thread.join()
+    assert phases == ["eval"]
 
 
 def test_an_opening_that_fails_late_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

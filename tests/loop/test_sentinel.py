@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 import lastgood
 from harness import reported, reports, steps
-from lastgood.errors import NothingGood, Refused, TrainingDiverged
+from lastgood.errors import NothingGood, Refused, TierDown, TrainingDiverged
 from lastgood.io import heartbeat
 from lastgood.loop import sentinel
 from lastgood.run import access, advice
@@ -39,13 +39,18 @@ class Loop:
     """A loop whose loss is 1.0, but for the values that `losses` gives for the number of a batch of the order."""
 
     def __init__(
-        self, run: Path, losses: dict[int, float], sentinel: lastgood.Sentinel = SENTINEL, every: int = 2
+        self,
+        run: Path | str,
+        losses: dict[int, float],
+        sentinel: lastgood.Sentinel = SENTINEL,
+        every: int = 2,
+        kept: int = 9,
     ) -> None:
         self.model, self.audit, self.losses = torch.nn.Linear(2, 2), lastgood.Audit(), losses
         self.sampler = lastgood.ResumableSampler(400, global_batch=8, seed=1)
         state = {"model": self.model, "sampler": self.sampler, "audit": self.audit}
-        steps, kept = lastgood.Every(steps=every), lastgood.Keep(last=9)
-        self.ckpt = lastgood.Checkpointer(run, state, cadence=steps, sentinel=sentinel, retention=kept)
+        steps, keep = lastgood.Every(steps=every), lastgood.Keep(last=kept)
+        self.ckpt = lastgood.Checkpointer(run, state, cadence=steps, sentinel=sentinel, retention=keep)
 
     def train(self, last: int) -> int:
         """Restore and train until step `last`. Returns the restored step."""
@@ -153,6 +158,43 @@ def test_a_generation_after_the_spike_is_not_restored(tmp_path: Path) -> None:
         assert again.audit.report(again.sampler).exact
     (line,) = (one for one in texts if "left out" in one)
     assert line.startswith("40 samples are left out, from epoch 0: training diverged")
+
+
+SPIKES = lastgood.Sentinel(every=10, spike=5)
+
+
+@pytest.mark.parametrize("kept", [1, 3])
+@pytest.mark.parametrize("every", [1, 2, 25])
+def test_a_generation_from_before_the_spike_outlives_those_after_it(tmp_path: Path, kept: int, every: int) -> None:
+    """Those after it are finite, so retention took them for good: with more than `last` saves between two comparisons
+    it deleted the last one from before the spike, and the job went on from a state that had diverged."""
+    loop = Loop(tmp_path, {31: 50.0}, SPIKES, every, kept)
+    with loop.ckpt:
+        with pytest.raises(TrainingDiverged, match="step 32: loss 50"), reported(rf"at most \({kept + 1} kept", 0):
+            loop.train(60)
+        loop.ckpt.wait()
+        assert loop.train(60) == 25 if every == 25 else 30, "the newest one that was compared, or newer"
+        assert loop.audit.report(loop.sampler).exact
+
+
+def test_slots_are_compared_before_each_save(tmp_path: Path) -> None:
+    """They keep the newest verified generation and no older one, so after the save of a step that had diverged nothing
+    from before it was there."""
+    loop = Loop(f"slots://{tmp_path}/run", {31: 50.0}, SPIKES)
+    with loop.ckpt:
+        with pytest.raises(TrainingDiverged, match="step 32: loss 50"):
+            loop.train(60)
+        assert loop.train(60) == 30
+
+
+def test_what_has_diverged_counts_as_good_nowhere(tmp_path: Path) -> None:
+    """Until the next restore `ls` and `load` took it for the newest good generation."""
+    loop = Loop(tmp_path, {31: 50.0}, SPIKES)
+    with loop.ckpt, pytest.raises(TrainingDiverged):
+        loop.train(60)
+    found = {one.step: one for one in lastgood.open(tmp_path).generations()}
+    assert found[40].commit.milestone and found[40].unfit, "it is kept for people"
+    assert lastgood.load(tmp_path, {"model": loop.model}, strict=False).step == 30
 
 
 @pytest.mark.parametrize(("bad", "every"), [({0: math.nan}, 2), ({25: 50.0}, 100)])
@@ -290,6 +332,41 @@ def test_a_loop_whose_good_generation_was_deleted_does_not_start_over(tmp_path: 
         again.train(20)
 
 
+def test_a_norm_that_a_scaler_found_too_large_is_no_divergence(tmp_path: Path) -> None:
+    """With fp16, a GradScaler finds its scale by norms that are infinite: training was taken back to its beginning ten
+    times, each time without the batches of these steps."""
+    scaler, every = torch.amp.GradScaler("cpu"), lastgood.Every(steps=4)
+    state = {"w": torch.zeros(2), "scaler": scaler}
+    sentinel = lastgood.Sentinel(every=2, grad_norm="norm", spike=3)
+    norms = [math.inf, math.nan, *([1.0] * 20), math.inf, 1.0]
+    with lastgood.Checkpointer(tmp_path, state, cadence=every, sentinel=sentinel) as ckpt:
+        for n, norm in enumerate(norms, 1):
+            ckpt.step(n, metrics={"loss": 1.0, "norm": norm})
+        with pytest.raises(TrainingDiverged, match=r"step 25: loss 1 \(mean 1\), norm 4 \(mean 1\)"):
+            for n in (25, 26):
+                ckpt.step(n, metrics={"loss": 1.0, "norm": 4.0})
+    with lastgood.Checkpointer(tmp_path / "other", {"w": torch.zeros(2), "scaler": scaler}, sentinel=sentinel) as ckpt:
+        ckpt.step(1, metrics={"loss": math.nan, "norm": 1.0})
+        with pytest.raises(TrainingDiverged, match="step 1: loss nan"):
+            ckpt.step(2, metrics={"loss": 1.0, "norm": 1.0})
+
+
+def test_without_advice_what_has_diverged_is_not_restored_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A durable place that was down received no advice, and the state that was saved for people was restored."""
+
+    def fails(*_: object) -> None:
+        raise TierDown("the disk does not answer")
+
+    loop = Loop(tmp_path, {31: 50.0}, SPIKES)
+    with loop.ckpt:
+        with monkeypatch.context() as patched, pytest.raises(TrainingDiverged, match="trains the same batches again"):
+            patched.setattr(advice, "append", fails)
+            loop.train(60)
+        assert loop.ckpt.restore().step == 30
+
+
 def test_a_spike_within_the_first_steps_is_none(tmp_path: Path) -> None:
     loop = Loop(tmp_path, {3: 50.0}, lastgood.Sentinel(every=2, spike=5))
     with loop.ckpt:
@@ -307,6 +384,28 @@ def test_batches_are_left_out_so_often_as_was_permitted(tmp_path: Path) -> None:
     found = advice.read(access.for_reading(tmp_path))
     assert {one.step for one in found if one.skip} == {4}
     assert {one.suspect.step for one in found if one.suspect} == {4, 13}, "no restore takes the state of either"
+
+
+def test_a_state_after_which_no_more_is_left_out_is_kept_with_its_batches(tmp_path: Path) -> None:
+    """That is when people have to look: the state was kept until the next saves, and its batches were named nowhere."""
+    loop = Loop(tmp_path, {3: math.nan, 13: math.nan}, lastgood.Sentinel(every=1, at_most=1), every=1)
+    with loop.ckpt:
+        for _ in range(3):
+            with pytest.raises(TrainingDiverged):
+                loop.train(20)
+    found = [one for one in lastgood.open(tmp_path).generations() if one.commit.milestone]
+    assert [one.step for one in found] == [4, 13], "the same step is kept once, however often it fails"
+    assert str(loop.sampler.order(0)[13].tolist())[1:-1] in found[1].unfit[-1].what
+
+
+def test_a_bad_step_that_was_saved_already_is_kept_for_people(tmp_path: Path) -> None:
+    """It was no milestone, and was deleted once the job had gone on."""
+    loop = Loop(tmp_path, {12: 50.0}, lastgood.Sentinel(every=100, spike=5), every=7)
+    with pytest.raises(TrainingDiverged, match="nan"), loop.ckpt:
+        loop.losses[13] = math.nan
+        loop.train(14)
+    (kept,) = (one for one in lastgood.open(tmp_path).generations() if one.commit.milestone)
+    assert kept.step == 14 and any(one.layer == "training" for one in kept.unfit)
 
 
 def test_a_diverged_step_is_no_progress_once_no_batches_are_left_out(tmp_path: Path, monkeypatch) -> None:

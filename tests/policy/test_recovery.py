@@ -128,6 +128,24 @@ def test_a_state_that_is_kept_for_people_counts_as_no_save() -> None:
     assert answer([replace(FAILS, saved_step=12)], Budget()).why == "it has saved step 12"
 
 
+def test_what_a_sentinel_has_judged_gets_no_remedy() -> None:
+    """Once a Sentinel left out no more batches, the supervisor left out those of the step after the bad one, and took
+    the job back from a generation that the Sentinel had found good."""
+    diverged = {"error": "TrainingDiverged: training has diverged: step 13: loss nan", "batches_known": True}
+    assert after("restart", **diverged) == "restart"
+    assert after("restart", "restart", **diverged) == "end"
+
+
+def test_batches_after_batches_may_be_left_out_at_one_comparison() -> None:
+    """A long stretch of bad data failed at the same comparison three times, each time with other batches: the job was
+    given up long before `Sentinel.at_most`."""
+    error = "TrainingDiverged: training has diverged: step 23: loss nan"
+    left_out = [replace(FAILS, cause="exception TrainingDiverged", error=error, saved_step=12) for _ in range(9)]
+    assert answer(left_out, Budget()).restart
+    stays = [replace(one, saved_step=0) for one in left_out[:3]]
+    assert answer([*left_out, *stays], Budget()).act == "end", "no more batches are left out"
+
+
 def test_a_full_disk_is_no_failure_like_another_of_its_class() -> None:
     """Two full disks and then an OSError of another kind, at the same step, made a generation suspect: only the last
     error was looked at."""

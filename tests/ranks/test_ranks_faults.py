@@ -34,7 +34,7 @@ from ranked import (
     timed,
     unfit,
 )
-from ranked_twice import ended_after_a_bad_loss, learning_late, saved_again, updated_at_the_end
+from ranked_twice import ended_after_a_bad_loss, learning_late, leaving_windows_out, saved_again, updated_at_the_end
 
 pytestmark = pytest.mark.slow
 
@@ -280,3 +280,11 @@ def test_several_ranks_compare_their_last_steps_however_they_end(tmp_path, preem
     assert len(lastgood.open(tmp_path).generations()) == 2
     with lastgood.Checkpointer(tmp_path, made("plain", 1).state) as ckpt:
         assert ckpt.restore().step == 1
+
+
+def test_batches_are_left_out_on_all_ranks_or_on_none(tmp_path):
+    """Where rank 0 had the sampler of an evaluation in its state too, it trained the batches that the others left out:
+    other samples in each step, and a rank that came one batch short at the end of the epoch."""
+    first, second = world(2, leaving_windows_out, tmp_path)
+    assert first[:2] == second[:2] == (3, [])
+    assert ["a rank has none there, or several" in one for one in first[2]] == [True] and not second[2]

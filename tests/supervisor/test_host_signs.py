@@ -116,6 +116,24 @@ def test_a_health_file_whose_read_stands_still_holds_nobody(tmp_path: Path, monk
     file.close()
 
 
+def test_a_health_file_on_a_slow_mount_delays_no_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The supervisor waited three seconds for each reading, and passed a SIGTERM on after that: a rank that had
+    received it at once took it for a second one, and ended before its last save."""
+    waits, wait = list[float](), subprocess.Popen.wait
+
+    def noted(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        waits.append(timeout or 0.0)
+        return wait(process, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", noted)
+    (tmp_path / "health").write_text("fan 3 stands still")
+    file = HealthFile(str(tmp_path / "health"))
+    until(lambda: file.collected(0.0))
+    until(lambda: file.collected(0.0))
+    assert waits[0] == host_signs.READ_SECONDS and max(waits[1:]) <= 0.2
+    file.close()
+
+
 def test_only_errors_since_the_supervisor_began_are_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each error of a device that was counted long ago would have taken its node out of each new job."""
     tool, report, runs = (tmp_path / name for name in ("nvidia-smi", "report", "runs"))

@@ -11,11 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import lastgood
 from harness import reports
 from lastgood.errors import TrainingDiverged
+from lastgood.format import layout
 from lastgood.ranks.replica_check import Replicas
+from lastgood.run import advice, side_records
+from lastgood.run.advice import Advice, Skip
 from lastgood_lab.campaigns.rank_jobs import PATIENCE, made, outcome_of
 from ranked import LIMIT_SECONDS, opened
 
@@ -73,6 +77,37 @@ def ended_after_a_bad_loss(rank: int, size: int, root: Path, preempted: bool) ->
     except (lastgood.Preempted, TrainingDiverged) as end:
         return type(end).__name__
     return "no end"
+
+
+def leaving_windows_out(rank: int, size: int, root: Path) -> tuple[int, list[tuple[int, int]], list[str]]:
+    """Train three steps; a supervisor then advises to leave two windows out, and rank 0 restores with the sampler of an
+    evaluation in its state. Returns the restored step, what is left out, and what was reported."""
+
+    def opened_again() -> tuple[lastgood.Checkpointer, lastgood.ResumableSampler]:
+        sampler = lastgood.ResumableSampler(40, 4, seed=0, rank=rank, world_size=size)
+        state = {"weights": torch.ones(3), "sampler": sampler}
+        if rank == 0:
+            state["evaluation"] = lastgood.ResumableSampler(8, 4, seed=0)
+        return lastgood.Checkpointer(root, state, cadence=lastgood.Every(steps=1)), sampler
+
+    ckpt, sampler = opened_again()
+    with ckpt:
+        n = ckpt.restore().step
+        for _ in sampler.loader(list(range(40))):
+            n += 1
+            ckpt.step(n)
+            if n == 3:
+                break
+    skip = Skip(epoch=0, first=5, count=2)
+    if rank == 0:
+        with side_records.opened(str(root)) as tier:
+            made = Advice(format=layout.FORMAT, by="supervisor", at=0.0, step=5, why="it failed", skip=skip)
+            advice.append(tier, made)
+    dist.barrier()
+    ckpt, sampler = opened_again()
+    with reports() as texts, ckpt:
+        step = ckpt.restore().step
+    return step, sampler.skipped, [one for one in texts if "left out" in one]
 
 
 def learning_late(rank: int, size: int, root: Path, steps: list[int]) -> list[str]:

@@ -340,14 +340,14 @@ class ResumableSampler(Sampler[list[int]]):
         """
         saved = stored_state(state, self._order)
         self._invalidate("a state was loaded into the sampler")
-        self._earlier = saved.earlier
+        self._earlier, self._step, self._skips = saved.earlier, saved.step, saved.skips
         if saved.order != self._order:
+            self._skips = saved.skips.before(saved.epoch)  # guard: skips-belong-to-their-order
             if saved.epoch:
                 self._earlier = [*saved.earlier, (saved.epoch, saved.order)]  # guard: earlier-epoch-orders-kept
             if self.rank == 0:
                 changed = differences(saved.order, self._order)
                 reporting.info(f"from epoch {saved.epoch} on the samples have another order: {changed}")
-        self._step, self._skips = saved.step, saved.skips
         self._counts_inside = saved.cursor > 0
         self._move(saved.epoch, saved.cursor)
 

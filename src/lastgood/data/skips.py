@@ -18,6 +18,14 @@ class Skips:
         """Leave these windows of an epoch out."""
         self._windows.setdefault(epoch, set()).update(windows)
 
+    def before(self, epoch: int) -> Skips:
+        """Those of the epochs before this one."""
+        kept = Skips()
+        for one, windows in self._windows.items():
+            if one < epoch:
+                kept.add(one, windows)
+        return kept
+
     def next(self, epoch: int, window: int) -> int:
         """The first window from this one on that is not left out. It may lie behind the last one of the epoch."""
         skipped = self._windows.get(epoch, ())

@@ -154,7 +154,7 @@ class Heartbeat:
         self._numbers[_Field.OPENED] = time.monotonic_ns()
 
     def restored(self, step: int, incarnation: str = "", position: Position | None = None) -> None:
-        """The state is that of a step; 0: nothing was restored. What the process restored first is shown.
+        """The state is that of a step; 0: nothing was restored. What was restored first of this run is shown.
 
         `incarnation`: of the generation. `position`: of the sampler, and the windows of the next step; None: not known.
         """
@@ -224,8 +224,12 @@ class Heartbeat:
 # Attributes of an Enum take longer to read than the stores themselves.
 _FIRST, _STEP, _SAVED, _BEAT = int(_Field.FIRST), int(_Field.STEP), int(_Field.SAVED), int(_Field.BEAT)
 _SIGN, _LONGEST, _PHASE = int(_Field.SIGN), int(_Field.LONGEST), int(_Field.PHASE)
-_OF_ONE_RUN = _Field.SIGN, _Field.PHASE, _Field.LONGEST, _Field.CLOSED, _Field.JUST_IN_TIME, _Field.WRITTEN
-"""What a run that was opened before must not have left."""
+_OF_ONE_RUN = (
+    *(_Field.OPENED, _Field.RESTORED, _Field.RESTORED_STEP, _Field.INCARNATION, _Field.FIRST, _Field.STEP),
+    *(_Field.SAVED, _Field.BEAT, _Field.EPOCH, _Field.WINDOW, _Field.WINDOWS),
+    *(_Field.SIGN, _Field.PHASE, _Field.LONGEST, _Field.CLOSED, _Field.JUST_IN_TIME, _Field.WRITTEN),
+)
+"""What a run that was opened before must not have left: its steps say nothing about those of the next one."""
 
 
 def own(environ: Mapping[str, str] = os.environ, run: str = "") -> Heartbeat | None:

@@ -110,7 +110,8 @@ class Beat:
         return self._in(SAVE)
 
     def restoring(self) -> contextlib.AbstractContextManager[None]:
-        """In the block, the loop restores."""
+        """In the block, the loop restores. From now on the loop is in this thread."""
+        self._thread = threading.get_ident()  # guard: loop-is-where-it-restores
         return self._in(RESTORE)
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:

@@ -40,10 +40,12 @@ class Bounds:
         # As many wait as the place keeps, beside the one that is copied there, and one whose copy has just ended.
         waiting = max((one.writer.keep.last for one in below), default=0) + len(below) + 1 - front.keep.last
         waiting = max(waiting, 0) if below else 0
-        disk_space.report_bound(front.tier, front.keep, self._options.tuning.in_flight, own, held, waiting)
+        compared, flights = int(self._options.sentinel is not None), self._options.tuning.in_flight
+        disk_space.report_bound(front.tier, front.keep, flights, own, held, waiting, compared)
         for place in below:
             if paths.parsed(place.tier.place).kind != "objects":
-                place.report_first(partial(_report_below, place.writer, whole))  # guard: bound-below-holds-no-save
+                report = partial(_report_below, place.writer, whole, compared)
+                place.report_first(report)  # guard: bound-below-holds-no-save
 
     def _front_bytes(self, front: RunWriter, parts: Sequence[int]) -> int:
         """The bytes of a generation in the place that is written first, on one node if each has it for itself."""
@@ -58,11 +60,12 @@ class Bounds:
         return round(largest * run.times_own_part(len(table.nodes) if table else 1)) + RECORDS_BYTES
 
 
-def _report_below(writer: RunWriter, whole: int) -> None:
-    """Report the bound of a place below. `whole`: the bytes of a generation without its parity."""
+def _report_below(writer: RunWriter, whole: int, compared: int) -> None:
+    """Report the bound of a place below. `whole`: the bytes of a generation without its parity. `compared`: as for
+    `report_bound`."""
     code = writer.verifier.code
     size = round(whole * (1 + code.parity / code.data)) if code else whole
-    disk_space.report_bound(writer.tier, writer.keep, None, size, _held(writer))
+    disk_space.report_bound(writer.tier, writer.keep, None, size, _held(writer), compared=compared)
 
 
 def _held(writer: RunWriter) -> int:

@@ -267,7 +267,7 @@ class Checkpointer:
         self._pipeline.outcomes.require_durable(n, self._options.durable_within_seconds)
         if not self._saver.due(n, time.monotonic()):
             return None
-        self._divergence.settle()
+        self._divergence.before_save()
         with self._beat.saving():
             save = self._saver.save(n, False, numbers(metrics), must=False)
             if self._replay is not None:
@@ -292,7 +292,7 @@ class Checkpointer:
         """
         n, found = self._advance(n, metrics), numbers(metrics)
         self._surface()
-        self._divergence.settle()
+        self._divergence.before_save()
         require(
             not (milestone and self._pipeline.run.tier.newest_only),
             "a milestone in slots, which keep the newest only",

@@ -9,6 +9,8 @@ import operator
 import sys
 from collections.abc import Iterator
 
+from torch.amp.grad_scaler import GradScaler
+
 from .. import reporting
 from ..coordination.single_rank import AnyRanks
 from ..data.sampler import ResumableSampler
@@ -117,6 +119,10 @@ class Progress:
         behind = (window + (at - epoch) * sampler.steps_per_epoch for at, window in sampler.skipped)
         left_out = sum(first <= window < first + count for window in behind)
         return Position(*found[:2], max(1, count - left_out))
+
+    def scales_loss(self) -> bool:
+        """Whether the state has a GradScaler that is in use."""
+        return any(one.is_enabled() for one in instances_of(self._state, GradScaler))
 
     def samples(self, trained: Position) -> Iterator[tuple[int, range, list[int]]]:
         """Epoch, windows and ids of the samples, of all ranks, that a step has trained, epoch by epoch.

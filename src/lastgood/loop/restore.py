@@ -27,7 +27,6 @@ from ..errors import HalfLoaded, LastgoodError, NoSuchStep, NothingGood, NotWrit
 from ..format import commit, layout
 from ..format.commit import Survey
 from ..policy.arguments import is_whole, require
-from ..policy.restore import choose, never_good
 from ..ports import Tier
 from ..records import Finding, Generation, GenerationId, Record
 from ..run import advice, node_opening, reader, side_records
@@ -42,6 +41,7 @@ from ..run.pipeline import Pipeline
 from ..run.watched import Sources
 from ..run.writer import RunWriter
 from ..state.objects import find_objects, instances_of
+from . import suspects
 from .load import LoadRequest, Restored, load
 from .progress import Progress
 from .reports import Reports
@@ -308,40 +308,12 @@ class Restorer:
         except Unavailable as error:
             self._pipeline.outcomes.put(error)
             return msgspec.to_builtins(Followed())
-        suspects = advice.suspects(found)
-        anew = never_good(self.run.survey, {one.suspect for one in suspects if one.suspect and one.from_start})
-        for one in suspects:
-            self._set_aside(one, advice.finding(one, found), anew)
-        if anew:
+        over = suspects.start_over(self._pipeline, found)
+        for one in suspects.set_aside(self._pipeline, found, over):
+            reporting.warning(f"{one.suspect} is suspect, and the only good one: it is restored again. {one.why}")
+        if over:
             reporting.warning("training has diverged before anything good was saved: it starts from the beginning")
-        return msgspec.to_builtins(Followed(advice=found, from_start=anew))
-
-    def _set_aside(self, one: Advice, finding: Finding, anew: bool) -> None:
-        """Let this restore take another generation than the suspect one of this advice, which `finding` is to mark.
-        `anew`: whether it may take none at all.
-
-        What a Sentinel has found is marked. What a supervisor suspects is marked once training has come past the step
-        at which it failed, without that generation: until then the script may be to blame. If training has gone on from
-        it, nothing is done: retention would delete it.
-        """
-        candidates, at = choose(self.run.survey, None).candidates, one.suspect
-        assert at is not None
-        passed = bool(candidates) and candidates[0].step > one.step
-        if at not in candidates:
-            known = self.run.survey.generations.get(at)
-            if one.by == "supervisor" and passed and known is not None and known.restorable:
-                self._pipeline.places.mark_suspect(at, finding)  # guard: proven-suspect-marked
-            judged = known is not None and any(other.layer == finding.layer for other in known.unfit)
-            if one.by == "sentinel" and known is not None and known.unfit and not judged:
-                # That its tensors are not finite is known, and not yet with which batches they were trained.
-                self._pipeline.places.mark_suspect(at, finding)
-        elif one.by == "supervisor" and at != candidates[0]:  # guard: resumed-suspect-is-none
-            return  # the job has gone on from it all the same
-        elif len(candidates) == 1 and not anew:  # guard: only-good-generation-stays
-            reporting.warning(f"{at} is suspect, and the only good one: it is restored again. {one.why}")
-        else:
-            # guard: suspect-generation-marked
-            self._pipeline.places.mark_suspect(at, finding, durably=one.by == "sentinel")
+        return msgspec.to_builtins(Followed(advice=found, from_start=over))
 
     def started_over(self, followed: Followed) -> Restored | None:
         """The result of a restore where training has diverged before anything good was saved; None elsewhere.
@@ -360,17 +332,18 @@ class Restorer:
 
     def _leave_out(self, found: list[Advice]) -> None:
         """Leave out the batches that are to be skipped, if it is known to which sampler they belong."""
-        samplers = instances_of(self._request.state, ResumableSampler)
+        skips = [(one.skip, one.why) for one in found if one.skip is not None]
+        sampler = self._only_sampler() if skips else None
+        if sampler is None:
+            return
         left, kept = Counter[tuple[int, str]](), Counter[tuple[int, str]]()
-        for one in found:
-            if (skip := one.skip) is None or len(samplers) != 1:
-                continue
-            windows = samplers[0].order(skip.epoch)[skip.first : skip.first + skip.count]
+        for skip, why in skips:
+            windows = sampler.order(skip.epoch)[skip.first : skip.first + skip.count]
             # guard: windows-of-another-order-kept
             if skip.samples and sorted(skip.samples) != sorted(windows.reshape(-1).tolist()):
-                kept[skip.epoch, one.why] += skip.count
+                kept[skip.epoch, why] += skip.count
             else:
-                left[skip.epoch, one.why] += len(samplers[0].skip(skip.epoch, skip.first, skip.count))
+                left[skip.epoch, why] += len(sampler.skip(skip.epoch, skip.first, skip.count))
         if not self._ranks.is_coordinator:
             return
         for (epoch, why), samples in left.items():
@@ -381,6 +354,19 @@ class Restorer:
                 f"batches of epoch {epoch} that were to be left out ({batches:,}) have other samples now, because "
                 f"global_batch or the dataset has changed, and are trained: {why}"
             )
+
+    def _only_sampler(self) -> ResumableSampler | None:
+        """The sampler that advice is about, the only one of each rank's state; None if a rank has none, or several."""
+        samplers = instances_of(self._request.state, ResumableSampler)
+        alone = self._ranks.topic("sampler of advice").agree(len(samplers) == 1, all)
+        if alone:  # guard: ranks-leave-out-the-same
+            return samplers[0]
+        if self._ranks.is_coordinator:
+            reporting.warning(
+                "no batches are left out, although advice names some: they are those of the only ResumableSampler in "
+                "the state, and a rank has none there, or several"
+            )
+        return None
 
     def _report_missing_parts(self) -> None:
         """Report, at rank 0, if no sampler of any rank has a part of the order."""

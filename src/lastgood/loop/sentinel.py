@@ -9,7 +9,8 @@ the device has work while the host waits; before a save and at the end it is rea
 once: what follows must come at the same step on all of them.
 
 The next restore, in this process or another one, goes back to the newest generation before the first bad step, and
-leaves out the batches from that step on (run/advice.py). Everything here runs on the training thread.
+leaves out the batches from that step on (run/advice.py). Retention keeps one of the steps that were compared, so that
+there is such a generation however often saves are made. Everything here runs on the training thread.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from ..run import advice, side_records
 from ..run.advice import Advice, Skip
 from ..run.pipeline import Pipeline
 from ..units import plural
+from . import suspects
 from .beat import Beat
 from .metrics import number
 from .progress import Progress
@@ -68,14 +70,18 @@ class DivergenceCheck:
         self._pending: tuple[_Values, dict[int, Position]] | None = None
         """what is to be compared once a device has copied it: metrics, and the windows that their steps have trained"""
         self._at_end: Exception | None = None
+        self._found = list[Advice]()
+        """at the coordinator: the advice that was written when training had diverged"""
         self.restart()
 
     def restart(self) -> None:
         """The state was restored, or nothing was trained yet: what was seen before counts no more."""
-        self._seen, self._last = _Seen(self._options), self._progress.step
+        self._seen, self._last = _Seen(self._options, self._progress.scales_loss()), self._progress.step
         self._trained = dict[int, Position]()
         """step -> the windows that it has trained, since the last comparison"""
         self._pending = None
+        if self._options is not None:
+            self._pipeline.places.note_compared(self._last)
 
     def check(self, n: int, metrics: Mapping[str, Any] | None, at_once: bool) -> None:
         """Look at the metrics of step `n`. `at_once`: whether the loop is about to end.
@@ -105,13 +111,23 @@ class DivergenceCheck:
         if at_once:
             self.settle()
 
+    def before_save(self) -> None:
+        """Compare what is pending; in slots, which keep no older generation, all steps. Raises what `check` raises."""
+        self.settle()
+        if self._options is not None and self._pipeline.run.tier.newest_only:  # guard: compared-before-saved-to-slots
+            self._pending, self._trained = (self._seen.taken(), self._trained), {}
+            self.settle()
+
     def settle(self) -> None:
         """Compare what is pending: a step later, before a save, and at the end. Raises what `check` raises."""
         if self._pending is None:
             return
         (values, trained), self._pending = self._pending, None
         first = _earliest(self._seen.first_bad(values))
-        if first is not None:
+        if first is None:
+            for n, _ in values.rows[-1:]:
+                self._pipeline.places.note_compared(n)  # guard: compared-steps-noted
+        else:
             self._trained = {**trained, **self._trained}
             with self._beat.saving():
                 self._stop(self._progress.step, first)
@@ -156,64 +172,80 @@ class DivergenceCheck:
         what = self._ranks.topic("diverged").agree(mine, _joined)
         # The advice first: if the process dies in between, no restore takes the state that is saved then.
         topic = self._ranks.topic("diverged advice")
-        todo, for_ever = topic.agree(None, lambda _: self._advised(n, first, what))
-        kept = self._kept(n, for_ever)
-        if not for_ever:
+        todo, left_out, for_ever = topic.agree(None, lambda _: self._advised(n, first, what))
+        kept = self._kept(n, for_ever and not self._pipeline.run.tier.newest_only)
+        if not left_out:
             self._beat.diverged(first)  # guard: diverged-step-is-no-progress
-        self._seen = _Seen(self._options)  # who catches the error and leaves the `with` does not receive it again
+        # Who catches the error and leaves the `with` does not receive it again.
+        self._seen = _Seen(self._options, self._progress.scales_loss())
         raise TrainingDiverged(f"training has diverged: {what}", safe=f"{kept}{_SAFE}", todo=todo)
 
     def _kept(self, n: int, for_ever: bool) -> str:
-        """Save the state as it is, for people. Returns what was done."""
-        last = self._saver.last
-        if last is not None and last.step == n and not last.failed():
-            return f"Step {n} had been saved already, and is marked as suspect. "
+        """Save the state as it is, for people, and mark it as suspect. Returns what was done."""
+        last, what = self._saver.last, f"Step {n} was saved as it is, for people. "
         try:
-            save = self._saver.save(n, for_ever and not self._pipeline.run.tier.newest_only, {}, must=True)
-            if save is not None:
+            if last is not None and last.step == n and not last.failed():
+                what = f"Step {n} had been saved already, and is marked as suspect. "
+                self._pipeline.pin_and_label(last, for_ever, {}).result()  # guard: saved-step-kept-for-people
+            elif (save := self._saver.save(n, for_ever, {}, must=True)) is not None:
                 save.result()
             self._pipeline.wait()
         except LastgoodError as error:
-            return f"The state was not saved ({type(error).__name__}: {error.what}). "
-        return f"Step {n} was saved as it is, for people. "
+            what = f"The state was not saved ({type(error).__name__}: {error.what}). "
+        self._mark_suspects()
+        return what
 
-    def _advised(self, n: int, first: int, what: str) -> tuple[str, bool]:
-        """Write the advice, at the coordinator. Returns the remedy for the user, and whether batches are left out: then
-        the state is kept for ever."""
+    def _mark_suspects(self) -> None:
+        """Mark what is suspect, at the coordinator: until the next restore others would take it for good."""
+        over = suspects.start_over(self._pipeline, self._found)
+        suspects.set_aside(self._pipeline, self._found, over)  # guard: suspects-marked-at-once
+
+    def _advised(self, n: int, first: int, what: str) -> tuple[str, bool, bool]:
+        """Write the advice, at the coordinator, and mark what is suspect. Returns the remedy for the user, whether
+        batches are left out, and whether the state is kept for ever: not if the same step fails again and again."""
         assert self._options is not None
         survey, incarnation = self._pipeline.run.known.view, self._pipeline.run.known.incarnation
         saved = self._saver.first_step
         from_start = not self._progress.restored_generation and (saved is None or saved >= first)
-        suspects = list[GenerationId]()
+        diverged = list[GenerationId]()
         if incarnation is not None:
             mine = [at for at in survey.generations if at.incarnation == incarnation.id]
             next_one = GenerationId(step=n, incarnation=incarnation.id)  # which is saved for people
-            suspects = [*(at for at in mine if at.step >= first), next_one]
+            diverged = [*(at for at in mine if at.step >= first), next_one]
         try:
             with side_records.opened(self._url) as tier:
-                before = {one.at for one in advice.read(tier) if one.by == "sentinel"}
-                permitted = len(before) < self._options.at_most  # guard: skips-of-sentinel-bounded
-                pieces = self._pieces(n, first, what, suspects, from_start and permitted)
+                earlier = [one for one in advice.read(tier) if one.by == "sentinel"]
+                times = len({one.at for one in earlier})
+                permitted = times < self._options.at_most  # guard: skips-of-sentinel-bounded
+                pieces = self._pieces(n, first, what, diverged, from_start and permitted)
+                if not permitted:
+                    pieces = [replace(one, skip=None, trained=one.skip) for one in pieces]
                 for one in pieces:
-                    if permitted or one.skip is None:
-                        advice.append(tier, one)
+                    advice.append(tier, one)
         except LastgoodError as error:
             reporting.threat(f"the advice for the next restore was not written: {error}")
-            return f"Restore a step before {first}: restore(step=...).", False
+            found = self._pieces(n, first, what, diverged, False)
+            self._found = [one for one in found if one.skip is None]
+            self._mark_suspects()  # guard: suspects-marked-without-advice
+            return f"restore() goes back to before step {first}, and trains the same batches again.", False, True
+        self._found = pieces
+        self._mark_suspects()
+        is_new = first not in {one.step for one in earlier}
         if not permitted:
-            times = f"This is time {len(before) + 1} (Sentinel.at_most)"
-            return f"{times}, and no more batches are left out: look at the data.", False
+            remedy = f"This is time {times + 1} (Sentinel.at_most), and no more batches are left out: look at the data."
+            return remedy, False, is_new
         again, back = "Start the process again: it begins at step 0", "restore() goes back to before step"
         where = again if from_start else f"{back} {first}"
         if all(one.skip is None for one in pieces):
             why = "the state does not hold exactly one ResumableSampler"
-            return f"{where}, and trains the same batches again, because {why}: look at the data.", False
-        return f"{where}, and leaves its batches out: `lastgood run` calls for it.", True
+            remedy = f"{where}, and trains the same batches again, because {why}: look at the data."
+            return remedy, False, is_new
+        return f"{where}, and leaves its batches out: `lastgood run` calls for it.", True, True
 
-    def _pieces(self, n: int, first: int, what: str, suspects: list[GenerationId], from_start: bool) -> list[Advice]:
+    def _pieces(self, n: int, first: int, what: str, diverged: list[GenerationId], from_start: bool) -> list[Advice]:
         why = f"training diverged: {what}"
         made = Advice(format=layout.FORMAT, by="sentinel", at=time.time(), step=first, why=why, from_start=from_start)
-        found = [replace(made, suspect=one) for one in suspects]
+        found = [replace(made, suspect=one) for one in diverged]
         for step, trained in self._trained.items():
             if first <= step <= n:
                 for epoch, windows, ids in self._progress.samples(trained):
@@ -245,10 +277,15 @@ class _Values(NamedTuple):
 
 
 class _Seen:
-    """The metrics of the steps since the last comparison, and the running mean of each. Rank by rank."""
+    """The metrics of the steps since the last comparison, and the running mean of each. Rank by rank.
 
-    def __init__(self, options: Sentinel | None) -> None:
+    `scaled`: whether a GradScaler scales the loss: it takes a norm that is not finite for a sign that its scale is too
+    large, and leaves that update out.
+    """
+
+    def __init__(self, options: Sentinel | None, scaled: bool) -> None:
         self._names, self._spike = (options.names, options.spike) if options else ([], None)
+        self._overflow = [scaled and options is not None and name == options.grad_norm for name in self._names]
         self._rows = list[tuple[int, list[float | None]]]()
         self._on_device = list[torch.Tensor]()
         self._means, self._count = [0.0] * len(self._names), 0
@@ -290,12 +327,14 @@ class _Seen:
     def first_bad(self, values: _Values) -> int | None:
         """The first bad step of this rank; None if there is none. Waits until `values` are on the host."""
         for n, numbers in values.numbers():
-            if self._bad is None and self._is_bad(numbers):
+            overflows = [may and not math.isfinite(one) for may, one in zip(self._overflow, numbers, strict=True)]
+            judged = [mean if out else one for out, one, mean in zip(overflows, numbers, self._means, strict=True)]
+            if self._bad is None and self._is_bad(judged):
                 means = [f" (mean {mean:.6g})" if self._count else "" for mean in self._means]
                 pairs = zip(self._names, numbers, means, strict=True)
                 listed = ", ".join(f"{name} {value:.6g}{mean}" for name, value, mean in pairs)
                 self._bad = n, f"step {n}: {listed}"
-            else:
+            elif not any(overflows):  # guard: overflow-is-no-hit
                 old = DECAY if self._count else 0.0
                 self._means = [old * mean + (1 - old) * now for mean, now in zip(self._means, numbers, strict=True)]
                 self._count += 1

@@ -46,6 +46,8 @@ whatever was trained. torch puts that of a DataLoader's worker behind a text and
 torch.save and numpy's tofile say of a short write."""
 ASKED = "the job was asked to end"
 RUN_MISSING = "the run is not in its place any more, and a restart would begin a new one at step 0"
+DIVERGED = "TrainingDiverged"
+"""how the error begins with which a Sentinel ends an attempt: it has found the suspects, and left out what it may"""
 HANG = "hang"
 """the `cause` of an attempt in which ranks hung"""
 STORE = "store"
@@ -199,7 +201,7 @@ def answer(
     pause = min(budget.pause_seconds * 2**doublings, budget.longest_pause_seconds) if same > 1 else 0.0
     if last.saved_newer:
         why = f"it has saved step {last.saved_step}"
-        if last.error.startswith("TrainingDiverged") and last.saved_step == last.last_step:
+        if last.error.startswith(DIVERGED) and last.saved_step == last.last_step:
             why = f"its Sentinel leaves batches out; step {last.saved_step} is kept for people only"
         return Answer("restart", why, pause)
     return Answer("restart", f"failure {same} of {budget.without_progress} without a newer saved step", pause)
@@ -236,6 +238,8 @@ def _alike(outcomes: Sequence[Outcome]) -> list[Outcome]:
     for one in reversed(outcomes):
         if not one.cause or one.restored_step is None or one.cause != last.cause:
             break
+        if one.error.startswith(DIVERGED) and one.saved_newer:  # guard: other-batches-are-another-failure
+            break  # its Sentinel has left batches out: the next one fails at the same comparison with others
         if _is_of_a_place(one) != _is_of_a_place(last):  # guard: full-disk-is-own-cause
             break
         if one.last_step != last.last_step and (one.trained or last.trained):  # guard: first-steps-fail-alike
@@ -253,8 +257,9 @@ def _remedy(alike: Sequence[Outcome], budget: Budget) -> Answer:
     # A hang is an evaluation without a name, or a machine, rather than a batch.
     back = bool(last.restored_step) and not last.after_loop  # guard: failure-after-loop-blames-no-state
     possible = {"back": back, "skip": last.batches_known and trained and last.cause != HANG}
+    judged = last.error.startswith(DIVERGED)  # guard: sentinel-has-judged-itself
     # guard: full-disk-blames-no-state
-    for act in () if _is_of_a_place(last) else budget.remedies:
+    for act in () if judged or _is_of_a_place(last) else budget.remedies:
         if act not in tried and possible[act]:  # guard: each-remedy-tried-once
             how = "from the generation before" if act == "back" else f"without the batches after step {last.last_step}"
             return Answer(act, f"{what}: it goes on {how}")

@@ -84,14 +84,21 @@ def room_bytes(place: str) -> int:
 
 
 def report_bound(
-    tier: Tier, keep: Keep, in_flight: int | None, state_bytes: int, held_bytes: int, waiting: int = 0
+    tier: Tier,
+    keep: Keep,
+    in_flight: int | None,
+    state_bytes: int,
+    held_bytes: int,
+    waiting: int = 0,
+    compared: int = 0,
 ) -> None:
     """Report how much of its disk a place takes at most, and warn if the disk has less room than that.
 
     `in_flight`: saves that are written there at a time; None: for a place below, which receives one copy at a time.
     `state_bytes`: the size of one generation with its parity. `held_bytes`: the size of the generations that it holds
     already. `waiting` (default 0): so many generations more are kept there while copies to a place below are slow;
-    they are reported, and not compared.
+    they are reported, and not compared. `compared` (default 0): so many are kept for a Sentinel, beside
+    those of `keep`.
     """
     flights = in_flight or 1
     if tier.newest_only:
@@ -100,7 +107,7 @@ def report_bound(
         what = f"({flights} in flight + {beside}) slots of {size(state_bytes)} = {most}, and a little for records"
         reporting.info(f"{tier.place} takes {what}")
         return
-    kept = keep.last + len(keep.milestones) + (keep.best[2] if keep.best else 0)
+    kept = keep.last + len(keep.milestones) + (keep.best[2] if keep.best else 0) + compared
     states, more = kept + flights + 2, f", and each {keep.every}th step" if keep.every else ""
     what, further = f"{flights} in flight + 2", "; milestones and damaged generations come on top, and for a while the "
     further += "generations that a rewind abandoned"

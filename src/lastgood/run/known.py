@@ -105,6 +105,8 @@ class KnownRun:
         """generations that are being deleted: they get no label"""
         self.held = Holds()
         """generations whose saves have not ended, or that wait for a copy to another place: they are not deleted"""
+        self.compared_step: int | None = None
+        """the newest step until which a Sentinel has compared all; None: none compares the steps of this process"""
         self.lost: set[GenerationId] = set()
         """generations that lack the files of a rank, because its node was replaced: they get no mark"""
         self.below: Sequence[KnownRun] = ()
@@ -153,6 +155,16 @@ class KnownRun:
             found = self.view
             chain = (found.generations[at] for at in restore.lineage(found).chain if at in found.generations)
             return next((one.step for one in chain if one.good), None)
+
+    def compared(self, chain: Sequence[Generation]) -> set[GenerationId]:
+        """Where a Sentinel compares the steps of this process: the newest generation of those that were compared, and
+        the newest verified one of them. Any newer one may turn out to hold what has diverged. `chain`: the lineage."""
+        limit = self.compared_step
+        if limit is None:
+            return set()
+        known = [one for one in chain if one.step <= limit and one.restorable]
+        verified = [one for one in known if one.good]
+        return {one.id for one in (*known[:1], *verified[:1])}
 
     def newest_restorable(self) -> Generation | None:
         """The newest generation of the lineage that is neither damaged nor unfit, verified or not."""

@@ -104,6 +104,11 @@ class Places:
         """Record what was found where the generation was read. As `Marks.conclude`."""
         self.writer_of(generation.id).conclude(generation, findings)
 
+    def note_compared(self, step: int) -> None:
+        """A Sentinel has compared all steps until this one: a generation of these is kept until a newer one is."""
+        for one in self._writers():
+            one.known.compared_step = step
+
     def mark_suspect(self, at: GenerationId, finding: Finding, durably: bool = True) -> None:
         """Mark a generation in each place that has it. `durably` (default True): False: in this process only."""
         for one in self._writers():

@@ -162,7 +162,8 @@ class Retirement:
             retired = [*going, *(at for at in decide(self._keep, chain, abandoned) if at not in going)]
             named = known.survey.pointer
             pointed = GenerationId(step=named.step, incarnation=named.incarnation) if named else None
-            free = [at for at in retired if at not in known.held]
+            compared = known.compared(chain)
+            free = [at for at in retired if at not in known.held and at not in compared]  # guard: compared-one-kept
             # guard: pointed-generation-kept
             return [at for at in free if at != pointed and not self._deletions.postponed(at)]
 

@@ -27,9 +27,9 @@ MESSAGE_BYTES, OUTPUT_BYTES = 8192, 65536
 """what is read of one message of the kernel, and of what a tool writes"""
 ANSWER_SECONDS = 60.0
 """A command that runs for longer is a sign too: its driver hangs."""
-READ_SECONDS = 3.0
-"""How long the file of a fleet's tool is waited for: a local one is read in much less, and ranks are watched again soon
-enough."""
+READ_SECONDS, SHORT_SECONDS = 3.0, 0.2
+"""How long the file of a fleet's tool is waited for, before anything is started and then: a local one is read in much
+less, and signals are passed on again soon enough."""
 READ_FILE = f"""
 import sys
 try:
@@ -147,13 +147,18 @@ class HealthFile(Command):
     def __init__(self, path: str) -> None:
         super().__init__([sys.executable, "-I", "-S", "-c", READ_FILE, path], of_file)
         self._source, self._before = f"reading {path}", set()
+        self._waits_seconds = READ_SECONDS
 
     def collected(self, now: float) -> list[Finding]:
-        """What stands in the file; if that is not read soon, what stood there at the last call."""
+        """What stands in the file; if that is not read soon, what stood there at the last call.
+
+        Later calls wait less: they come while ranks train, and a signal that is to be passed on waits meanwhile.
+        """
         before, found = self._running, super().collected(now)
         if self._running is not None and self._running is not before:
+            seconds, self._waits_seconds = self._waits_seconds, SHORT_SECONDS  # guard: file-delays-no-signal
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._running.wait(READ_SECONDS)
+                self._running.wait(seconds)
                 found += self._ended()
         return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from . import (
     background,
     data,
+    divergence,
     integrity,
     live_runs,
     memory,
@@ -37,4 +38,5 @@ MUTANTS: tuple[Mutant, ...] = (
     *data.MUTANTS,
     *wire.MUTANTS,
     *recovery.MUTANTS,
+    *divergence.MUTANTS,
 )

@@ -118,7 +118,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "samples are left out because a disk is full",
             "full-disk-blames-no-state",
-            Swap("() if _is_of_a_place(last) else budget.remedies", "budget.remedies"),
+            Swap("judged or _is_of_a_place(last)", "judged"),
         ),
         ("a kill for memory has no budget as SIGKILL", "memory-kill-is-a-sigkill", Swap('.partition(":")[0]', "")),
         ("a verdict whose node is lost does not reach spares", "spares-know-the-verdict", Instead("pass")),

@@ -1,0 +1,39 @@
+"""Mutants of the safeguards of training that diverges: what it was before stays, what it has become is marked,
+and its batches are left out on all ranks alike."""
+
+from __future__ import annotations
+
+from .change import Always, Instead, Never, Remove, Swap
+from .record import Mutant, table
+
+MUTANTS: tuple[Mutant, ...] = (
+    *table(
+        "divergence",
+        ("sentinel", "recovery"),
+        (
+            "what was compared is deleted for what was not",
+            "compared-one-kept",
+            Swap(" and at not in compared", ""),
+        ),
+        ("no comparison is noted", "compared-steps-noted", Remove()),
+        ("slots are saved to before the comparison", "compared-before-saved-to-slots", Never()),
+        ("what has diverged is good until the next restore", "suspects-marked-at-once", Remove()),
+        ("a bad step that was saved is deleted", "saved-step-kept-for-people", Remove()),
+        (
+            "a supervisor blames batches that a Sentinel has not",
+            "sentinel-has-judged-itself",
+            Instead("judged = False"),
+        ),
+        ("other batches at one comparison count as one failure", "other-batches-are-another-failure", Never()),
+        ("without advice what has diverged is good", "suspects-marked-without-advice", Remove()),
+        ("a norm that is too large for its scale enters the mean", "overflow-is-no-hit", Always()),
+    ),
+    *table(
+        "divergence",
+        ("skips", "ranks_faults", "beat", "host_signs"),
+        ("windows are left out of another order", "skips-belong-to-their-order", Remove()),
+        ("ranks leave out different windows", "ranks-leave-out-the-same", Swap("alone", "len(samplers) == 1")),
+        ("a loop in another thread shows no phase", "loop-is-where-it-restores", Remove()),
+        ("a file on a slow mount delays signals", "file-delays-no-signal", Swap("SHORT_SECONDS", "READ_SECONDS")),
+    ),
+)
