@@ -174,6 +174,30 @@ def test_the_plan_and_the_running_loop_choose_the_same_interval(tmp_path, capsys
     assert "a failure every 4.4 h (3.3 h expected, 1 seen in 5.6 h); the least time is lost so" in loop.reasons[-1]
 
 
+@pytest.mark.parametrize(
+    ("flags", "options", "costs"),
+    [
+        ([], {"tuning": lastgood.Tuning(mtbf=3600.0)}, (0.01, 90.0)),
+        (["--overhead=0.01"], {"tuning": lastgood.Tuning(mtbf=3600.0, overhead=0.01)}, (0.5, 2.0)),
+        (
+            ["--durable-within-seconds=20"],
+            {"tuning": lastgood.Tuning(mtbf=3600.0), "durable_within_seconds": 20.0},
+            (0.5, 2.0),
+        ),
+    ],
+)
+def test_the_plan_knows_the_bounds_of_a_job(flags, options, costs, capsys):
+    """It had no such options, and another number of saves in flight than a job by default."""
+    stall, write = costs
+    command = ["plan", "--json", "--mtbf-seconds=3600", f"--stall-seconds={stall}", f"--write-seconds={write}", *flags]
+    assert main(command) == 0
+    job = Options(cadence="auto", **options)
+    wanted = job.rule(Known(Failures(3600), Failures(3600))).interval(stall, write, job.tuning.in_flight)
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["auto_seconds"] == wanted.seconds and planned["auto_why"] == wanted.why
+    assert not any(one["too_short"] for one in planned["intervals"] if one["interval_seconds"] == wanted.seconds)
+
+
 @pytest.mark.parametrize("options", [{"mtbf": 3600.0}, {}])
 def test_failures_that_the_supervisor_has_seen_count_in_the_next_attempt(tmp_path, options):
     lastgood.save(tmp_path, {"w": torch.zeros(1)}, step=1)

@@ -13,7 +13,9 @@ from torch.distributed.run import get_args_parser
 from lastgood.errors import Refused
 from lastgood.supervisor.arguments import Job, parsed
 from lastgood.supervisor.options import parser
+from lastgood.supervisor.placement import Placement
 from lastgood.supervisor.program import Program
+from lastgood.supervisor.rank_start import RankStart
 
 WITHOUT_BOUND = {"max_restarts"}
 """torchrun's default is 0; a supervisor is there to start again"""
@@ -111,6 +113,35 @@ def test_variables_of_torchrun_without_its_prefix_are_honoured(script: str) -> N
     assert parsed(["--shutdown-timeout", "9", script], {name: "7", prefixed: "8"}).shutdown_seconds == 9.0
     with pytest.raises(Refused, match=f"^{name}: 'soon' is not a number of seconds"):
         parsed([script], {name: "soon"})
+
+
+def test_a_path_that_is_run_comes_before_what_contradicts_it(script: str) -> None:
+    """As under torchrun, where --run-path takes precedence: the file was executed as a program."""
+    for given in (["--run-path", "--no-python"], ["--run-path", "--no-python", "-m"], ["--run-path", "-m"]):
+        job = parsed([*given, script], {})
+        assert job.program.kind == "script" and not job.spawn
+
+
+def test_a_job_of_this_machine_alone_has_no_rendezvous(script: str) -> None:
+    """Of --standalone, torchrun ignores what else is said of the rendezvous; it was refused."""
+    for given in (["--rdzv-backend", "etcd"], ["--node-rank", "1"], ["--rdzv-endpoint", "a:1"]):
+        assert parsed(["--standalone", *given, script], {}).rendezvous is None
+
+
+def test_events_that_nobody_writes_are_reported(script: str) -> None:
+    assert (
+        "--event-log-handler console has no effect" in parsed(["--event-log-handler", "console", script], {}).notes[0]
+    )
+    assert not parsed([script], {}).notes
+
+
+def test_each_rank_has_its_number_in_the_arguments(script: str, tmp_path: Path) -> None:
+    """torchrun puts it in the place of ${local_rank}."""
+    job = parsed(["--nproc-per-node", "2", script, "--log", "out-${local_rank}.txt", "$HOME"], {})
+    place = Placement(0, 1, 0, 2, "localhost", 1)
+    start = RankStart(job, 0, tmp_path, None, place)
+    assert [start._program(one).arguments[1] for one in range(2)] == ["out-0.txt", "out-1.txt"]
+    assert start._program(0).arguments[2] == "$HOME"
 
 
 def test_another_python_starts_the_script_as_under_torchrun(script: str) -> None:
@@ -265,6 +296,7 @@ def test_another_rendezvous_is_refused_whatever_the_number_of_nodes(backend: str
         (["--nnodes", "2", "--stage", "slots:///x", "SCRIPT"], "--stage slots:///x"),
         (["--nnodes", "2", "--stage", "s4://bucket/run", "SCRIPT"], "s4"),
         (["--nnodes", "2", "--rdzv-conf", "join_timout=5", "SCRIPT"], "join_timout=5"),
+        (["--rdzv-conf", "join_timout=5", "SCRIPT"], "join_timout=5"),
         (["--nnodes", "2", "--rdzv-conf", "join_timeout=soon", "SCRIPT"], "join_timeout=soon"),
         (["--nnodes", "3", "--rdzv-endpoint", "a,b", "--rdzv-conf", "is_host=1", "SCRIPT"], "is_host with several"),
         (["--tee", "7", "SCRIPT"], "--tee 7"),

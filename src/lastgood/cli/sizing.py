@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ..policy import sizing
 from ..policy.failures import Known
-from ..policy.interval import Rule
+from ..policy.interval import IN_FLIGHT, Rule, longest_interval
 from ..run import access, side_records
 from ..supervisor import attempt_log
 from ..units import size
@@ -39,6 +39,7 @@ _PARAMETERS = typer.Option(metavar="COUNT", parser=positive, help="1e12.", show_
 _PER_PARAMETER = typer.Option(metavar="BYTES", parser=positive, help="14: bf16 weights, fp32 master and two moments.")
 _STATE = typer.Option(metavar="SIZE", parser=bytes_of, help="Instead of these two.", show_default=False)
 _RESTORE = typer.Option(metavar="NAME=SIZE", help="Of a tier, bytes a second; several times.")
+_OVERHEAD = typer.Option(metavar="FRACTION", parser=positive, help="By which saving may slow training, as in Tuning.")
 _RESTART = typer.Option(metavar="SECONDS", parser=not_negative, help="R, from a failure until training goes on.")
 
 
@@ -60,7 +61,9 @@ def plan(
     run: Annotated[str | None, typer.Option(metavar="RUN", help="Its failures under `lastgood run` count too.")] = None,
     stall_seconds: Annotated[float | None, _seconds("C, instead of shard / copy rate.")] = None,
     write_seconds: Annotated[float | None, _seconds("Tw, instead of state / write rate.")] = None,
-    in_flight: Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="N.")] = 1,
+    in_flight: Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="N.")] = IN_FLIGHT,
+    overhead: Annotated[float | None, _OVERHEAD] = None,
+    durable_within_seconds: Annotated[float | None, _seconds("As for the Checkpointer.")] = None,
     step_seconds: Annotated[float | None, _seconds("One step, no save.")] = None,
     restart_seconds: Annotated[float, _RESTART] = 0.0,
     minutes: Annotated[str, typer.Option(metavar="LIST", help="Intervals to weigh: 5,15,60.")] = "",
@@ -85,6 +88,8 @@ def plan(
         stall_seconds=stall_seconds or (shard / copy_rate if shard and copy_rate else None),
         write_seconds=write_seconds or (held / write_rate if held and write_rate else 0.0),
         in_flight=in_flight,
+        overhead=overhead,
+        longest_seconds=longest_interval(durable_within_seconds),
         step_seconds=step_seconds,
         restart_seconds=restart_seconds,
         intervals=[60 * positive(one) for one in minutes.split(",") if minutes],
@@ -131,6 +136,10 @@ class Facts:
     write_seconds: float
     """from the beginning of a save until it is durable; 0.0 if it is not known"""
     in_flight: int
+    overhead: float | None
+    """the fraction by which saving may slow training"""
+    longest_seconds: float
+    """a bound of the interval; infinite: there is none"""
     step_seconds: float | None
     restart_seconds: float
     intervals: Sequence[float]
@@ -158,8 +167,9 @@ def sized(facts: Facts) -> dict[str, Any]:
     }
     if stall is None:
         return data
-    auto = Rule(facts.failures.all).interval(stall, facts.write_seconds, facts.in_flight)
-    below = Rule(facts.failures.of_nodes).interval(stall, facts.write_seconds, in_flight=1)
+    bounds = facts.overhead, facts.longest_seconds
+    auto = Rule(facts.failures.all, *bounds).interval(stall, facts.write_seconds, facts.in_flight)
+    below = Rule(facts.failures.of_nodes, *bounds).interval(stall, facts.write_seconds, in_flight=1)
     data |= {
         "auto_seconds": auto.seconds,
         "auto_steps": auto.steps(facts.step_seconds) if facts.step_seconds else None,
@@ -184,7 +194,7 @@ def sized(facts: Facts) -> dict[str, Any]:
             "wasted_first_order": job.wasted_first_order(one),
             "useful": job.useful(one),
             "breaks_down": job.breaks_down(one),
-            "too_short": one < job.shortest,
+            "too_short": one < job.shortest and one != auto.seconds,  # which has a floor of its own
         }
         for one in chosen
     ]

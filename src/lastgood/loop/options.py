@@ -29,7 +29,7 @@ from ..limits import (
 from ..policy.arguments import is_positive, is_whole, require
 from ..policy.cadence import Every
 from ..policy.failures import Known
-from ..policy.interval import Rule
+from ..policy.interval import IN_FLIGHT, Rule, longest_interval
 from ..policy.retention import KEEP, Keep
 from ..policy.scrub import Scrub
 from ..run import access, memory_place, paths
@@ -74,7 +74,7 @@ class Tuning:
     """
 
     memory: int | None = None
-    in_flight: int = 2
+    in_flight: int = IN_FLIGHT
     writers: int = WORKERS
     chunk: int = CHUNK_BYTES
     staging: Staging | None = None
@@ -302,8 +302,7 @@ class Options:
 
     @property
     def _longest_seconds(self) -> float:
-        """Between two saves that must be durable in time: the other half of the time is for the save itself."""
-        return math.inf if self.durable_within_seconds is None else self.durable_within_seconds / 2
+        return longest_interval(self.durable_within_seconds)
 
     def cadences_below(self) -> list[Every | Literal["auto"] | None]:
         """The cadences of the places that receive copies; None: all that are saved in the first place."""

@@ -18,6 +18,16 @@ OVERHEAD = 0.03
 """the fraction by which saving may slow training where neither it nor a mean time between failures is given"""
 
 
+IN_FLIGHT = 2
+"""so many saves may be in flight, where nothing else is given"""
+
+
+def longest_interval(durable_within_seconds: float | None) -> float:
+    """The longest interval, in seconds, between two saves that must be durable in time, of which the other half is for
+    the save itself; None: no bound."""
+    return math.inf if durable_within_seconds is None else durable_within_seconds / 2
+
+
 @dataclass(frozen=True)
 class Interval:
     """Training time between two saves. `why`: what it follows from, for people."""

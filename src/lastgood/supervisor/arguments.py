@@ -26,15 +26,13 @@ from ..policy.slow import Pace
 from ..run import paths
 from . import devices, policy_file
 from .option_values import fault
-from .options import NO_ID, parser, split, variable
+from .options import NO_EVENTS, NO_ID, parser, split, variable
 from .outputs import PREFIX, STDERR, STDOUT, TEMPLATE, Outputs
 from .policy_file import Policy
 from .program import Program
 from .rendezvous_options import Options, Rendezvous, without_effect
 from .rendezvous_options import rendezvous as several_nodes
 
-ACCELERATORS = ("auto", "gpu", "xpu")
-"""values of --nproc-per-node that ask for one rank a device"""
 PYTHON_VARIABLE = "PYTHON_EXEC"
 """what starts Python in place of this one, as for torchrun"""
 
@@ -125,7 +123,7 @@ def _job(args: argparse.Namespace, rest: list[str], environ: Mapping[str, str], 
     _refuse(args, python)
     name = args.training_script
     kind: Literal["module", "command", "script"] = (
-        "module" if args.module else "command" if args.no_python else "script"
+        "script" if args.run_path else "module" if args.module else "command" if args.no_python else "script"
     )
     _require_program(kind, name)
     program = Program(kind=kind, name=name, arguments=rest)
@@ -166,7 +164,7 @@ def _job(args: argparse.Namespace, rest: list[str], environ: Mapping[str, str], 
         health_seconds=args.health_seconds,
         unhealthy=args.unhealthy,
         quarantine_after=args.quarantine_after,
-        notes=[*([policy] if policy else []), *without_effect(nodes)],
+        notes=[*([policy] if policy else []), *without_effect(nodes), *_no_events(args.event_log_handler)],
     )
 
 
@@ -218,11 +216,12 @@ def _python(environ: Mapping[str, str]) -> str:
 
 def _refuse(args: argparse.Namespace, python: str) -> None:
     """Raise Refused for what contradicts itself, and for what is not done. `python`: as `_python` returns it."""
-    if args.no_python and args.module:
+    if args.no_python and args.module and not args.run_path:
         raise Refused(
             "--no-python and --module contradict each other", safe="Nothing was started.", todo="Leave one out."
         )
-    not_forked = "--spawn" if args.spawn else "--no-python" if args.no_python else PYTHON_VARIABLE if python else ""
+    command = args.no_python and not args.run_path
+    not_forked = "--spawn" if args.spawn else "--no-python" if command else PYTHON_VARIABLE if python else ""
     if args.preload and not_forked:
         raise Refused(
             f"--preload and {not_forked} contradict each other: nothing is imported before ranks that are not forked",
@@ -318,23 +317,27 @@ def _nodes(args: argparse.Namespace) -> Options:
     )
 
 
+def _no_events(handler: str) -> list[str]:
+    """A line about torchrun's --event-log-handler, if it asks for events."""
+    if handler == NO_EVENTS:
+        return []
+    return [f"--event-log-handler {handler} has no effect: `lastgood attempts` shows what happened"]
+
+
 def _ranks(text: str) -> int:
-    """The number of ranks of one node."""
-    if text in ACCELERATORS:
-        return devices.count(text)
+    """The number of ranks of one node: a number, or a kind of device; torch knows of more kinds than those that are
+    named here, of backends that are installed beside it."""
     if text == "cpu":
         return len(os.sched_getaffinity(0))
-    try:
-        ranks = int(text)
-    except ValueError:
-        ranks = 0
-    if ranks < 1:
+    if text.isidentifier() and (ranks := devices.count(text)) is not None:
+        return ranks
+    if not text.isdecimal() or int(text) < 1:
         raise Refused(
             f"--nproc-per-node {text} is no number of ranks",
             safe="Nothing was started.",
             todo="Give a number of at least 1, or cpu, gpu, xpu or auto.",
         )
-    return ranks
+    return int(text)
 
 
 def _outputs(args: argparse.Namespace, ranks: int, environ: Mapping[str, str]) -> Outputs:

@@ -19,7 +19,12 @@ from .program import CPUS
 _COUNT = """
 import sys
 from torch.distributed.run import determine_local_world_size
-print(determine_local_world_size(sys.argv[1]))
+try:
+    print(determine_local_world_size(sys.argv[1]))
+except ValueError as error:
+    if "Unsupported" not in str(error):
+        raise
+    print(0)
 """
 _BINDING = """
 import json, sys
@@ -30,9 +35,11 @@ print(json.dumps([sorted(_get_logical_cpus_to_bind_to(gpu_index=one, numa_option
 """
 
 
-def count(kind: str) -> int:
-    """The number of ranks for --nproc-per-node. `kind`: "gpu", "xpu" or "auto". Raises Refused if there is none."""
-    return int(_asked(f"--nproc-per-node {kind}", _COUNT, kind))
+def count(kind: str) -> int | None:
+    """The number of ranks for --nproc-per-node; None: torch knows no such kind. `kind`: "gpu", "xpu", "auto", or the
+    name of a backend that is installed. Raises Refused if there is no such device."""
+    found = int(_asked(f"--nproc-per-node {kind}", _COUNT, kind))
+    return found or None
 
 
 def bindings(mode: str, ranks: int) -> list[list[int]]:

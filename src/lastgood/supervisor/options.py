@@ -31,6 +31,8 @@ from .rendezvous_options import ADDRESS
 
 NO_ID = "none"
 """--rdzv-id, if it is not given"""
+NO_EVENTS = "null"
+"""--event-log-handler, if it is not given"""
 NUMA = ["node", "socket", "exclusive", "core-complex"]
 """values of --numa-binding"""
 OTHER_VARIABLES = {"shutdown_timeout": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"}
@@ -122,7 +124,7 @@ def _add_those_of_torchrun(to: _Options) -> None:
     to.both("max-restarts", type=whole(0), help="Restarts in all. Default: no bound while newer steps are saved.")
     to.both("monitor-interval", type=seconds, default=0.1, help="Accepted; the end of a rank is noticed at once.")
     to.both("start-method", default="spawn", choices=["spawn", "fork", "forkserver"], help="Accepted, as for scripts.")
-    to.both("event-log-handler", default="null", help="Accepted; `lastgood attempts` has the events.")
+    to.both("event-log-handler", default=NO_EVENTS, help="Accepted; `lastgood attempts` has the events.")
     to.option("--role", default="default", help="ROLE_NAME of the ranks.")
     to.option("-m", "--module", action="store_true", help="The script is a module.")
     to.both("no-python", action="store_true", help="The script is a command.")

@@ -9,8 +9,10 @@ import signal
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from string import Template
 
 import msgspec
+from msgspec.structs import replace
 
 from .. import reporting
 from ..errors import TierDown
@@ -20,7 +22,7 @@ from . import devices
 from .arguments import Job
 from .outputs import NAMES
 from .placement import Placement
-from .program import ERROR_FILE, PYTHON
+from .program import ERROR_FILE, PYTHON, Program
 from .watch import RankProcess
 from .zygote import Fork, Zygote
 
@@ -68,7 +70,7 @@ class RankStart:
         self._forks_ahead = False
         try:
             for local in range(self._job.ranks):
-                self._zygote.fork_ahead(self._fork(self._environment(local), waits=True), local)
+                self._zygote.fork_ahead(self._fork(local, self._environment(local), waits=True), local)
         except (OSError, TierDown) as error:
             reporting.warning(
                 f"no process waits for the next attempt (--warm-ranks), which is started as usual: {error}"
@@ -112,14 +114,20 @@ class RankStart:
                 files.callback(os.close, found[-1])
         return found[0], found[1]
 
-    def _fork(self, environment: Mapping[str, str], waits: bool = False) -> Fork:
+    def _program(self, local: int) -> Program:
+        """What a rank runs: with its local rank for ${local_rank} in its arguments, as under torchrun."""
         program = self._job.program
+        arguments = [Template(one).safe_substitute(local_rank=local) for one in program.arguments]
+        return replace(program, arguments=arguments)
+
+    def _fork(self, local: int, environment: Mapping[str, str], waits: bool = False) -> Fork:
+        program = self._program(local)
         return Fork(program=program, environment=dict(environment), supervisor=os.getpid(), waits=waits)
 
     def _started(self, local: int, environment: Mapping[str, str], stdout: int, stderr: int) -> int:
         if self._zygote is not None:
-            return self._zygote.fork(self._fork(environment), local, stdout, stderr)
-        text = json.dumps(msgspec.to_builtins(self._job.program))
+            return self._zygote.fork(self._fork(local, environment), local, stdout, stderr)
+        text = json.dumps(msgspec.to_builtins(self._program(local)))
         command = [*PYTHON, "lastgood.supervisor.program", str(os.getpid()), text]
         started = subprocess.Popen(command, env=environment, stdout=stdout, stderr=stderr, start_new_session=True)
         started.returncode = 0  # its end is learned from the pidfd

@@ -72,6 +72,8 @@ class Options(NamedTuple):
 def rendezvous(given: Options) -> Rendezvous | None:
     """The rendezvous of a job of several nodes; None: it has one. Raises Refused for what cannot be meant."""
     bounds = _bounds(given.nnodes)
+    if given.standalone and bounds.most == 1 and not given.spares:
+        return None  # what else is said of the rendezvous has no effect then, as under torchrun
     if given.backend not in BACKENDS:
         raise _refused(f"--rdzv-backend {given.backend} is not done", "Use c10d, or static with --node-rank.")
     if bounds.most == 1:
@@ -80,6 +82,7 @@ def rendezvous(given: Options) -> Rendezvous | None:
         if given.spares:
             what = f"--spares {given.spares} with one node"
             raise _refused(what, "Give --nnodes too: the nodes that train, without those in reserve.")
+        _configuration(given.configuration)  # raises what is wrong with it: the policy file is that of several nodes
         return None
     if given.standalone:
         raise _refused(f"--standalone and --nnodes {given.nnodes} contradict each other", "Leave one of them out.")
