@@ -192,17 +192,14 @@ class DivergenceCheck:
             self._pipeline.wait()
         except LastgoodError as error:
             what = f"The state was not saved ({type(error).__name__}: {error.what}). "
-        self._mark_suspects()
-        return what
-
-    def _mark_suspects(self) -> None:
-        """Mark what is suspect, at the coordinator: until the next restore others would take it for good."""
+        # Until the next restore others would take it for good. Only the coordinator has found anything.
         over = suspects.start_over(self._pipeline, self._found)
         suspects.set_aside(self._pipeline, self._found, over)  # guard: suspects-marked-at-once
+        return what
 
     def _advised(self, n: int, first: int, what: str) -> tuple[str, bool, bool]:
-        """Write the advice, at the coordinator, and mark what is suspect. Returns the remedy for the user, whether
-        batches are left out, and whether the state is kept for ever: not if the same step fails again and again."""
+        """Write the advice, at the coordinator. Returns the remedy for the user, whether batches are left out, and
+        whether the state is kept for ever: not if the same step fails again and again."""
         assert self._options is not None
         survey, incarnation = self._pipeline.run.known.view, self._pipeline.run.known.incarnation
         saved = self._saver.first_step
@@ -225,11 +222,9 @@ class DivergenceCheck:
         except LastgoodError as error:
             reporting.threat(f"the advice for the next restore was not written: {error}")
             found = self._pieces(n, first, what, diverged, False)
-            self._found = [one for one in found if one.skip is None]
-            self._mark_suspects()  # guard: suspects-marked-without-advice
-            return f"restore() goes back to before step {first}, and trains the same batches again.", False, True
+            self._found = [one for one in found if one.skip is None]  # guard: suspects-marked-without-advice
+            return f"restore() goes back to before step {first}, and trains the same batches again.", False, False
         self._found = pieces
-        self._mark_suspects()
         is_new = first not in {one.step for one in earlier}
         if not permitted:
             remedy = f"This is time {times + 1} (Sentinel.at_most), and no more batches are left out: look at the data."
