@@ -112,7 +112,10 @@ def test_a_loop_in_another_thread_than_the_opening_shows_its_phases(
         thread = threading.Thread(target=loop)
         thread.start()
         thread.join()
-    assert phases == ["eval"]
+        ckpt.step(2)
+        with ckpt.phase("test"):
+            phases.append(heartbeat.read(page).phase)
+    assert phases == ["eval", "test"], "the loop is where the newest step was"
 
 
 def test_an_opening_that_fails_late_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,11 +17,12 @@ from torch.utils.data import Dataset
 
 import lastgood
 from harness import reported, reports, steps
-from lastgood.errors import NothingGood, Refused, TierDown, TrainingDiverged
+from lastgood.errors import NoSpace, NothingGood, Refused, RunReplaced, TierDown, TrainingDiverged
 from lastgood.io import heartbeat
 from lastgood.loop import sentinel
 from lastgood.run import access, advice
 from lastgood.run.pipeline import Pipeline
+from lastgood.run.places import Places
 from lastgood.run.writer import RunWriter
 
 SENTINEL = lastgood.Sentinel(every=5)
@@ -37,6 +38,9 @@ class Ids(Dataset[int]):
 
 class Loop:
     """A loop whose loss is 1.0, but for the values that `losses` gives for the number of a batch of the order."""
+
+    poisons = True
+    """whether the loss enters the weights"""
 
     def __init__(
         self,
@@ -59,7 +63,7 @@ class Loop:
             loss = torch.tensor(self.losses.get(self.sampler.position[1], 1.0))
             self.audit.observe(*self.sampler.position, ids)
             with torch.no_grad():
-                self.model.weight += loss
+                self.model.weight += loss if self.poisons else 1.0
             n += 1
             save = self.ckpt.step(n, metrics={"loss": loss})
             if save is not None:
@@ -175,6 +179,90 @@ def test_a_generation_from_before_the_spike_outlives_those_after_it(tmp_path: Pa
         loop.ckpt.wait()
         assert loop.train(60) == 25 if every == 25 else 30, "the newest one that was compared, or newer"
         assert loop.audit.report(loop.sampler).exact
+
+
+def test_a_loop_that_diverges_before_the_first_comparison_goes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Retention had deleted the saves from before the bad step, of which none had been compared yet: the job went on
+    from what had diverged. The oldest one is kept until then."""
+    monkeypatch.setattr("lastgood.loop.sentinel.WARM_STEPS", 2)
+    loop = Loop(tmp_path, {3: 50.0}, SPIKES, every=1, kept=3)
+    with loop.ckpt, pytest.raises(TrainingDiverged, match=r"step 4: .* goes back to before step 4"):
+        loop.train(20)
+    again = Loop(tmp_path, {3: 50.0}, SPIKES, every=1, kept=3)
+    with again.ckpt:
+        assert again.train(20) == 1 and again.audit.report(again.sampler).exact
+
+
+@pytest.mark.parametrize("kept", [1, 9])
+def test_steps_that_a_killed_process_had_not_compared_are_suspect(tmp_path: Path, kept: int) -> None:
+    """A restored generation counted as compared: a process was killed after it had diverged, and before it had compared
+    that. The next ones went back to the step that it had saved last, again and again."""
+    bad = dict.fromkeys(range(24, 100), math.inf)
+    first = Loop(tmp_path, bad, lastgood.Sentinel(every=20), every=5, kept=kept)
+    first.poisons = False
+    with pytest.raises(KeyboardInterrupt), first.ckpt:
+        first.train(35)
+        raise KeyboardInterrupt
+    again = Loop(tmp_path, bad, lastgood.Sentinel(every=20), every=5, kept=kept)
+    again.poisons = False
+    with again.ckpt:
+        with pytest.raises(TrainingDiverged, match="step 36"):
+            again.train(60)
+        assert again.ckpt.restore().step == 20
+
+
+def test_a_step_that_diverges_again_and_again_is_kept_once(tmp_path: Path) -> None:
+    """It was kept for ever each time, ten whole states."""
+    bad = dict.fromkeys(range(6, 400), math.nan)
+    loop = Loop(tmp_path, bad, lastgood.Sentinel(every=5))
+    with loop.ckpt:
+        for _ in range(3):
+            with pytest.raises(TrainingDiverged, match="step 7"):
+                loop.train(20)
+        loop.ckpt.wait()
+    assert [one.step for one in lastgood.open(tmp_path).generations() if one.commit.milestone] == [10]
+
+
+def test_a_label_that_finds_no_room_is_not_taken_for_a_failed_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error said that the state was not saved, although it was, and was marked."""
+
+    def full(*_: object) -> None:
+        raise NoSpace("the disk is full")
+
+    loop = Loop(tmp_path, {12: math.nan}, lastgood.Sentinel(every=100), every=7)
+    with pytest.raises(TrainingDiverged) as raised, loop.ckpt:
+        monkeypatch.setattr(RunWriter, "label", full)
+        loop.train(14)
+    assert "Step 14 had been saved already, and may be deleted (NoSpace: the disk is full)." in raised.value.safe
+
+
+def test_what_cannot_be_marked_ends_the_loop_as_diverged_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several ranks rank 0 raised another error than the others."""
+
+    def replaced(*_: object, **__: object) -> None:
+        raise RunReplaced("another process has opened the run")
+
+    loop = Loop(tmp_path, {8: math.nan})
+    with loop.ckpt, reported("what has diverged has no mark"), pytest.raises(TrainingDiverged):
+        monkeypatch.setattr(Places, "mark_suspect", replaced)
+        loop.train(20)
+
+
+def test_a_norm_that_is_never_finite_is_a_divergence(tmp_path: Path) -> None:
+    """A backward pass that is NaN in each step trained nothing, and the Sentinel took it for the search of a scale."""
+    state = {"w": torch.zeros(2), "scaler": torch.amp.GradScaler("cpu")}
+    options = {"cadence": lastgood.Every(steps=500), "save_on_exit": False}
+    sentinel = lastgood.Sentinel(grad_norm="norm")
+    opened = lastgood.Checkpointer(tmp_path, state, sentinel=sentinel, **options)  # type: ignore[arg-type]
+    with opened as ckpt, pytest.raises(TrainingDiverged, match="step 101: loss 1, norm nan"):
+        for n in range(1, 200):
+            ckpt.step(n, metrics={"loss": 1.0, "norm": math.nan})
 
 
 def test_slots_are_compared_before_each_save(tmp_path: Path) -> None:
@@ -361,7 +449,7 @@ def test_without_advice_what_has_diverged_is_not_restored_either(
 
     loop = Loop(tmp_path, {31: 50.0}, SPIKES)
     with loop.ckpt:
-        with monkeypatch.context() as patched, pytest.raises(TrainingDiverged, match="trains the same batches again"):
+        with monkeypatch.context() as patched, pytest.raises(TrainingDiverged, match="Restore a step before 32"):
             patched.setattr(advice, "append", fails)
             loop.train(60)
         assert loop.ckpt.restore().step == 30

@@ -122,6 +122,8 @@ class Heartbeat:
         self._numbers = memoryview(self._memory).cast("q")
         self._beats = 0
         """how many steps the run has completed that writes the page"""
+        self._is_new = True
+        """whether nothing of this run was restored yet"""
 
     def begin(self) -> None:
         """The training script begins, in this process."""
@@ -162,6 +164,9 @@ class Heartbeat:
             self._numbers[_Field.EPOCH], self._numbers[_Field.WINDOW], self._numbers[_Field.WINDOWS] = position
         self._numbers[_Field.STEP] = step
         self._beats = self._numbers[_LONGEST] = 0  # guard: restored-run-has-no-longest-step
+        for field in _UNTIL_RESTORED if self._is_new else ():  # guard: steps-are-those-of-one-run
+            self._numbers[field] = 0
+        self._is_new = False
         if not self._numbers[_Field.RESTORED]:
             text = incarnation.encode()[:_INCARNATION_LIMIT]
             self._memory[_INCARNATION_AT : _INCARNATION_AT + len(text)] = text
@@ -225,11 +230,13 @@ class Heartbeat:
 _FIRST, _STEP, _SAVED, _BEAT = int(_Field.FIRST), int(_Field.STEP), int(_Field.SAVED), int(_Field.BEAT)
 _SIGN, _LONGEST, _PHASE = int(_Field.SIGN), int(_Field.LONGEST), int(_Field.PHASE)
 _OF_ONE_RUN = (
-    *(_Field.OPENED, _Field.RESTORED, _Field.RESTORED_STEP, _Field.INCARNATION, _Field.FIRST, _Field.STEP),
-    *(_Field.SAVED, _Field.BEAT, _Field.EPOCH, _Field.WINDOW, _Field.WINDOWS),
-    *(_Field.SIGN, _Field.PHASE, _Field.LONGEST, _Field.CLOSED, _Field.JUST_IN_TIME, _Field.WRITTEN),
+    *(_Field.OPENED, _Field.SIGN, _Field.PHASE, _Field.LONGEST, _Field.CLOSED),
+    *(_Field.JUST_IN_TIME, _Field.WRITTEN),
 )
-"""What a run that was opened before must not have left: its steps say nothing about those of the next one."""
+"""What a run that was opened before must not have left."""
+_UNTIL_RESTORED = _Field.RESTORED, _Field.FIRST, _Field.SAVED, _Field.BEAT
+"""The same, once the next run is restored: its steps are not to be compared with those of the run before. Until then
+these say how far this attempt of the job has come."""
 
 
 def own(environ: Mapping[str, str] = os.environ, run: str = "") -> Heartbeat | None:

@@ -79,15 +79,15 @@ class Beat:
         """The state is that of a step, restored from a generation or (None) that of the beginning."""
         if self._page is not None:
             self._shown_step, self._restored = None, True
-            self.saved_step.restored(step if generation is not None else None)
             incarnation = "" if generation is None else generation.id.incarnation
             self._page.restored(step, incarnation, self._progress.next_position())
+            self.saved_step.restored(step if generation is not None else None)
 
     def step(self, n: int) -> None:
         """Step `n` is completed, and counted on the samplers. A second call for it shows nothing: `save` follows
         `step`."""
         if self._page is not None and n != self._shown_step:  # guard: step-is-shown-once
-            self._shown_step = n
+            self._shown_step, self._thread = n, threading.get_ident()
             self._warn_without_restore()
             self._page.beat(n, self._progress.next_position())
 

@@ -31,6 +31,7 @@ from ..errors import LastgoodError, Refused, TrainingDiverged
 from ..format import layout
 from ..io.heartbeat import Position
 from ..limits import STEP_LIMIT
+from ..policy.restore import lineage
 from ..records import GenerationId
 from ..run import advice, side_records
 from ..run.advice import Advice, Skip
@@ -45,6 +46,9 @@ from .sentinel_options import Sentinel
 
 WARM_STEPS = 20
 """A spike is looked for once so many steps have given a mean, after each start."""
+OVERFLOWS = 100
+"""So many norms in a row that are not finite are the search of a GradScaler for its scale; it halves it each time, and
+after more of them it is zero, and nothing is trained."""
 DECAY = 0.98
 """of the running mean of each value"""
 
@@ -71,7 +75,7 @@ class DivergenceCheck:
         """what is to be compared once a device has copied it: metrics, and the windows that their steps have trained"""
         self._at_end: Exception | None = None
         self._found = list[Advice]()
-        """at the coordinator: the advice that was written when training had diverged"""
+        """at the coordinator: what is known of the steps that have diverged, also of those that are not left out"""
         self.restart()
 
     def restart(self) -> None:
@@ -80,8 +84,11 @@ class DivergenceCheck:
         self._trained = dict[int, Position]()
         """step -> the windows that it has trained, since the last comparison"""
         self._pending = None
+        self._compared = 0
+        """the newest step until which all were compared"""
         if self._options is not None:
-            self._pipeline.places.note_compared(self._last)
+            # A process that came to this step had compared those until the multiple of `every` before it.
+            self._note_compared(self._last // self._options.every * self._options.every)
 
     def check(self, n: int, metrics: Mapping[str, Any] | None, at_once: bool) -> None:
         """Look at the metrics of step `n`. `at_once`: whether the loop is about to end.
@@ -104,19 +111,29 @@ class DivergenceCheck:
         # At the same steps after each restart. Of several ranks each may learn at another step that the loop is to end.
         if n // self._options.every > before // self._options.every or (at_once and self._ranks.size == 1):
             self.settle()
-            self._pending, self._trained = (self._seen.taken(), self._trained), {}
-            at_once |= self._pending[0].copied is None or _several_ranks()
+            self._take()
+            at_once |= self._pending is not None and (self._pending[0].copied is None or _several_ranks())
         elif self._pending is not None:
             at_once = True
         if at_once:
             self.settle()
 
     def before_save(self) -> None:
-        """Compare what is pending; in slots, which keep no older generation, all steps. Raises what `check` raises."""
+        """Compare what is pending; in slots, which keep no older generation, all steps, if there is one rank: of
+        several each may have a save due at another step. Raises what `check` raises."""
         self.settle()
-        if self._options is not None and self._pipeline.run.tier.newest_only:  # guard: compared-before-saved-to-slots
-            self._pending, self._trained = (self._seen.taken(), self._trained), {}
+        alone = self._options is not None and self._ranks.size == 1
+        if alone and self._pipeline.run.tier.newest_only:  # guard: compared-before-saved-to-slots
+            self._take()
             self.settle()
+
+    def _take(self) -> None:
+        """Take the metrics of the steps so far, to be compared."""
+        self._pending, self._trained = (self._seen.taken(), self._trained), {}
+
+    def _note_compared(self, step: int) -> None:
+        self._compared = step
+        self._pipeline.places.note_compared(step)
 
     def settle(self) -> None:
         """Compare what is pending: a step later, before a save, and at the end. Raises what `check` raises."""
@@ -124,13 +141,12 @@ class DivergenceCheck:
             return
         (values, trained), self._pending = self._pending, None
         first = _earliest(self._seen.first_bad(values))
-        if first is None:
-            for n, _ in values.rows[-1:]:
-                self._pipeline.places.note_compared(n)  # guard: compared-steps-noted
-        else:
+        if first is not None:
             self._trained = {**trained, **self._trained}
             with self._beat.saving():
                 self._stop(self._progress.step, first)
+        if values.rows:
+            self._note_compared(values.rows[-1][0])  # guard: compared-steps-noted
 
     def finish(self) -> None:
         """At a normal end of the loop: compare the last steps too, fewer than `every`. All ranks call it, and agree
@@ -172,8 +188,10 @@ class DivergenceCheck:
         what = self._ranks.topic("diverged").agree(mine, _joined)
         # The advice first: if the process dies in between, no restore takes the state that is saved then.
         topic = self._ranks.topic("diverged advice")
-        todo, left_out, for_ever = topic.agree(None, lambda _: self._advised(n, first, what))
+        alone = len(self._progress.samplers) == 1  # on all ranks, or restores leave nothing out
+        todo, left_out, for_ever = topic.agree(alone, lambda posts: self._advised(n, first, what, all(posts)))
         kept = self._kept(n, for_ever and not self._pipeline.run.tier.newest_only)
+        self._mark_suspects()
         if not left_out:
             self._beat.diverged(first)  # guard: diverged-step-is-no-progress
         # Who catches the error and leaves the `with` does not receive it again.
@@ -181,61 +199,80 @@ class DivergenceCheck:
         raise TrainingDiverged(f"training has diverged: {what}", safe=f"{kept}{_SAFE}", todo=todo)
 
     def _kept(self, n: int, for_ever: bool) -> str:
-        """Save the state as it is, for people, and mark it as suspect. Returns what was done."""
-        last, what = self._saver.last, f"Step {n} was saved as it is, for people. "
+        """Save the state as it is, for people. Returns what was done."""
+        last = self._saver.last
+        had = last is not None and last.step == n and not last.failed()
+        done, failed = f"Step {n} was saved as it is, for people", "The state was not saved"
+        if had:
+            done, failed = f"Step {n} had been saved already", f"Step {n} had been saved already, and may be deleted"
         try:
-            if last is not None and last.step == n and not last.failed():
-                what = f"Step {n} had been saved already, and is marked as suspect. "
+            if had and last is not None:
                 self._pipeline.pin_and_label(last, for_ever, {}).result()  # guard: saved-step-kept-for-people
             elif (save := self._saver.save(n, for_ever, {}, must=True)) is not None:
                 save.result()
             self._pipeline.wait()
         except LastgoodError as error:
-            what = f"The state was not saved ({type(error).__name__}: {error.what}). "
-        # Until the next restore others would take it for good. Only the coordinator has found anything.
-        over = suspects.start_over(self._pipeline, self._found)
-        suspects.set_aside(self._pipeline, self._found, over)  # guard: suspects-marked-at-once
-        return what
+            return f"{failed} ({type(error).__name__}: {error.what}). "
+        return f"{done}. "
 
-    def _advised(self, n: int, first: int, what: str) -> tuple[str, bool, bool]:
-        """Write the advice, at the coordinator. Returns the remedy for the user, whether batches are left out, and
-        whether the state is kept for ever: not if the same step fails again and again."""
+    def _mark_suspects(self) -> None:
+        """Mark what has diverged, at the coordinator: until the next restore others would take it for good."""
+        try:
+            over = suspects.start_over(self._pipeline, self._found)
+            kept = suspects.set_aside(self._pipeline, self._found, over)  # guard: suspects-marked-at-once
+        except LastgoodError as error:
+            reporting.threat(f"what has diverged has no mark, which only restores of the newest step know: {error}")
+            return
+        for one in kept:
+            reporting.threat(f"{one.suspect} is suspect, and nothing good was saved before it: restores take it")
+
+    def _diverged(self, n: int, first: int) -> tuple[list[GenerationId], bool]:
+        """What may hold what has diverged, with that of step `n`, which is saved for people; and whether nothing was
+        saved before, so that training begins anew.
+
+        Where the first step after a restore is bad, the steps before it that were not compared are suspect too: the
+        process that trained them may have been killed before it had compared them.
+        """
+        known = self._pipeline.run.known
+        survey, incarnation = known.view, known.incarnation
+        if incarnation is None:
+            return [], False
+        resumed = self._progress.resumed_step
+        begins = self._compared + 1 if first == resumed + 1 else first  # guard: uncompared-steps-are-suspect
+        chain = [at for at in lineage(survey).chain if at in survey.generations]
+        found = [at for at in chain if at.step >= begins]
+        from_start = not self._progress.restored_generation and len(found) == len(chain)
+        return [*found, GenerationId(step=n, incarnation=incarnation.id)], from_start
+
+    def _advised(self, n: int, first: int, what: str, alone: bool) -> tuple[str, bool, bool]:
+        """Write the advice, at the coordinator. `alone`: whether each rank has one sampler. Returns the remedy for the
+        user, whether batches are left out, and whether the state is kept for ever: not if the same step fails again."""
         assert self._options is not None
-        survey, incarnation = self._pipeline.run.known.view, self._pipeline.run.known.incarnation
-        saved = self._saver.first_step
-        from_start = not self._progress.restored_generation and (saved is None or saved >= first)
-        diverged = list[GenerationId]()
-        if incarnation is not None:
-            mine = [at for at in survey.generations if at.incarnation == incarnation.id]
-            next_one = GenerationId(step=n, incarnation=incarnation.id)  # which is saved for people
-            diverged = [*(at for at in mine if at.step >= first), next_one]
+        diverged, from_start = self._diverged(n, first)
         try:
             with side_records.opened(self._url) as tier:
                 earlier = [one for one in advice.read(tier) if one.by == "sentinel"]
                 times = len({one.at for one in earlier})
                 permitted = times < self._options.at_most  # guard: skips-of-sentinel-bounded
-                pieces = self._pieces(n, first, what, diverged, from_start and permitted)
-                if not permitted:
-                    pieces = [replace(one, skip=None, trained=one.skip) for one in pieces]
-                for one in pieces:
+                self._found = self._pieces(n, first, what, diverged, from_start and permitted)
+                skips = [one for one in self._found if one.skip is not None and permitted and alone]
+                for one in (*(one for one in self._found if one.suspect is not None), *skips):
                     advice.append(tier, one)
         except LastgoodError as error:
             reporting.threat(f"the advice for the next restore was not written: {error}")
-            found = self._pieces(n, first, what, diverged, False)
-            self._found = [one for one in found if one.skip is None]  # guard: suspects-marked-without-advice
-            return f"restore() goes back to before step {first}, and trains the same batches again.", False, False
-        self._found = pieces
+            self._found = self._pieces(n, first, what, diverged, False)  # guard: suspects-marked-without-advice
+            return f"Restore a step before {first}: restore(step=...).", False, False
         is_new = first not in {one.step for one in earlier}
         if not permitted:
             remedy = f"This is time {times + 1} (Sentinel.at_most), and no more batches are left out: look at the data."
             return remedy, False, is_new
         again, back = "Start the process again: it begins at step 0", "restore() goes back to before step"
         where = again if from_start else f"{back} {first}"
-        if all(one.skip is None for one in pieces):
+        if not skips:
             why = "the state does not hold exactly one ResumableSampler"
             remedy = f"{where}, and trains the same batches again, because {why}: look at the data."
             return remedy, False, is_new
-        return f"{where}, and leaves its batches out: `lastgood run` calls for it.", True, True
+        return f"{where}, and leaves its batches out: `lastgood run` calls for it.", True, is_new
 
     def _pieces(self, n: int, first: int, what: str, diverged: list[GenerationId], from_start: bool) -> list[Advice]:
         why = f"training diverged: {what}"
@@ -283,6 +320,8 @@ class _Seen:
         self._overflow = [scaled and options is not None and name == options.grad_norm for name in self._names]
         self._rows = list[tuple[int, list[float | None]]]()
         self._on_device = list[torch.Tensor]()
+        self._overflows = 0
+        """so many steps in a row had a norm that is not finite"""
         self._means, self._count = [0.0] * len(self._names), 0
         self._bad: tuple[int, str] | None = None
 
@@ -324,6 +363,8 @@ class _Seen:
         for n, numbers in values.numbers():
             overflows = [may and not math.isfinite(one) for may, one in zip(self._overflow, numbers, strict=True)]
             judged = [mean if out else one for out, one, mean in zip(overflows, numbers, self._means, strict=True)]
+            self._overflows = self._overflows + 1 if any(overflows) else 0
+            judged = judged if self._overflows <= OVERFLOWS else numbers  # guard: overflows-end
             if self._bad is None and self._is_bad(judged):
                 means = [f" (mean {mean:.6g})" if self._count else "" for mean in self._means]
                 pairs = zip(self._names, numbers, means, strict=True)

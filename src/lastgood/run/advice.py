@@ -31,7 +31,6 @@ class Advice(Record, frozen=True, kw_only=True):
     """One piece of it. `by`: "supervisor" or "sentinel". `step`: at which training failed. `why`: for people.
 
     `suspect`: the generation that is not restored any more; None: there is none. `skip`: None: nothing is left out.
-    `trained`: windows of failed steps that are not left out, because that was done too often; for people.
     `from_start`: whether nothing was saved before `step` since training began. `withdrawn`: whether the generation is
     not to blame, whatever was said of it before.
     """
@@ -44,7 +43,6 @@ class Advice(Record, frozen=True, kw_only=True):
     why: str
     suspect: GenerationId | None = None
     skip: Skip | None = None
-    trained: Skip | None = None
     from_start: bool = False
     withdrawn: bool = False
 
@@ -75,8 +73,7 @@ def finding(one: Advice, found: Sequence[Advice]) -> Finding:
     same = [other for other in found if other.at == one.at]
     lines = [one.why]
     if one.suspect == max(other.suspect for other in same if other.suspect is not None):
-        batches = [other.skip or other.trained for other in same]
-        lines += [_batches(one) for one in batches if one is not None and one.samples]
+        lines += [_batches(other.skip) for other in same if other.skip is not None and other.skip.samples]
     return Finding(kind="Suspect", what="\n".join(lines), layer="training")
 
 

@@ -118,14 +118,17 @@ def report_bound(
     most = size(states * state_bytes)
     reporting.info(f"{tier.place} takes at most ({kept} kept + {what}) x {size(state_bytes)} = {most}{more}{further}")
     with contextlib.suppress(OSError):  # a write reports a failing disk
-        compare(tier.place, state_bytes, states, held_bytes, room_bytes(tier.place))
+        compare(tier.place, state_bytes, states, held_bytes, room_bytes(tier.place), LEAST_STATES + compared)
 
 
-def compare(place: str, state_bytes: int, bound_states: int, held_bytes: int, free: int) -> None:
+def compare(
+    place: str, state_bytes: int, bound_states: int, held_bytes: int, free: int, least_states: int = LEAST_STATES
+) -> None:
     """Report if the disk has less room than the run may take: a threat if not even two generations fit, else a warning.
 
     `bound_states`: the number of generations of `state_bytes` that the run holds at most. `held_bytes`: the bytes that
-    it holds already. `free`: the further bytes that the disk and this user's quotas allow.
+    it holds already. `free`: the further bytes that the disk and this user's quotas allow. `least_states`: with room
+    for fewer there are saves that cannot succeed.
     """
     fit = (held_bytes + free) // max(state_bytes, 1)
     if fit >= bound_states:
@@ -139,11 +142,13 @@ def compare(place: str, state_bytes: int, bound_states: int, held_bytes: int, fr
             "job more memory (in a container also a larger /dev/shm), or keep fewer saves in flight (in_flight=1)."
         )
         return
-    if fit < LEAST_STATES:
+    if fit < least_states:
         why = ", so no save can succeed there"
-        if fit:
+        if fit >= LEAST_STATES:
+            why = ": a save needs room beside the newest verified generation and the one that a Sentinel has compared"
+        elif fit:
             why = ": a save needs room beside the newest verified generation, so none can succeed there once it has one"
-        lacking = size(LEAST_STATES * state_bytes - held_bytes - free)
+        lacking = size(least_states * state_bytes - held_bytes - free)
         reporting.threat(f"{has}{why}. Free {lacking}, or give another disk.")
         return
     reporting.warning(

@@ -156,15 +156,17 @@ class KnownRun:
             chain = (found.generations[at] for at in restore.lineage(found).chain if at in found.generations)
             return next((one.step for one in chain if one.good), None)
 
-    def compared(self, chain: Sequence[Generation]) -> set[GenerationId]:
-        """Where a Sentinel compares the steps of this process: the newest generation of those that were compared, and
-        the newest verified one of them. Any newer one may turn out to hold what has diverged. `chain`: the lineage."""
+    def compared(self, chain: Sequence[Generation]) -> GenerationId | None:
+        """Where a Sentinel compares the steps of this process, the newest verified generation of those that were
+        compared; where there is none, the newest of these, or the oldest of all: any newer one may turn out to hold
+        what has diverged. None: there is none, or no Sentinel. `chain`: the lineage, newest first."""
         limit = self.compared_step
         if limit is None:
-            return set()
-        known = [one for one in chain if one.step <= limit and one.restorable]
-        verified = [one for one in known if one.good]
-        return {one.id for one in (*known[:1], *verified[:1])}
+            return None
+        known = [one for one in chain if one.restorable]
+        compared = [one for one in known if one.step <= limit]
+        verified = [one for one in compared if one.good]
+        return next((one.id for one in (*verified, *compared, *reversed(known))), None)
 
     def newest_restorable(self) -> Generation | None:
         """The newest generation of the lineage that is neither damaged nor unfit, verified or not."""

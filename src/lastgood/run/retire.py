@@ -163,7 +163,7 @@ class Retirement:
             named = known.survey.pointer
             pointed = GenerationId(step=named.step, incarnation=named.incarnation) if named else None
             compared = known.compared(chain)
-            free = [at for at in retired if at not in known.held and at not in compared]  # guard: compared-one-kept
+            free = [at for at in retired if at not in known.held and at != compared]  # guard: compared-one-kept
             # guard: pointed-generation-kept
             return [at for at in free if at != pointed and not self._deletions.postponed(at)]
 

@@ -13,7 +13,13 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "what was compared is deleted for what was not",
             "compared-one-kept",
-            Swap(" and at not in compared", ""),
+            Swap(" and at != compared", ""),
+        ),
+        ("a scaler may fail for ever", "overflows-end", Instead("pass")),
+        (
+            "steps that a killed process had not compared are good",
+            "uncompared-steps-are-suspect",
+            Instead("begins = first"),
         ),
         ("no comparison is noted", "compared-steps-noted", Remove()),
         ("slots are saved to before the comparison", "compared-before-saved-to-slots", Never()),
@@ -30,7 +36,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *table(
         "divergence",
-        ("skips", "ranks_faults", "beat", "host_signs"),
+        ("skips", "ranks_faults", "beat", "heartbeat", "host_signs"),
+        ("a second run has the steps of the first", "steps-are-those-of-one-run", Swap("self._is_new", "False")),
         ("windows are left out of another order", "skips-belong-to-their-order", Remove()),
         ("ranks leave out different windows", "ranks-leave-out-the-same", Swap("alone", "len(samplers) == 1")),
         ("a loop in another thread shows no phase", "loop-is-where-it-restores", Remove()),
