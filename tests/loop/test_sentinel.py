@@ -195,22 +195,18 @@ def test_a_loop_that_diverges_before_the_first_comparison_goes_back(
         assert again.train(20) == 1 and again.audit.report(again.sampler).exact
 
 
-@pytest.mark.parametrize("kept", [1, 9])
-def test_steps_that_a_killed_process_had_not_compared_are_suspect(tmp_path: Path, kept: int) -> None:
-    """A restored generation counted as compared: a process was killed after it had diverged, and before it had compared
-    that. The next ones went back to the step that it had saved last, again and again."""
-    bad = dict.fromkeys(range(24, 100), math.inf)
-    first = Loop(tmp_path, bad, lastgood.Sentinel(every=20), every=5, kept=kept)
-    first.poisons = False
-    with pytest.raises(KeyboardInterrupt), first.ckpt:
-        first.train(35)
-        raise KeyboardInterrupt
-    again = Loop(tmp_path, bad, lastgood.Sentinel(every=20), every=5, kept=kept)
+def test_a_restored_generation_is_kept_until_the_first_comparison_after_it(tmp_path: Path) -> None:
+    """The job after a preemption took only the steps until the last multiple of `every` for compared, and deleted the
+    generation from which it had gone on in favour of two that came after a spike."""
+    first = Loop(tmp_path, {}, every=7, kept=1)
+    with first.ckpt:
+        first.train(7)
+    again = Loop(tmp_path, {8: math.inf}, every=1, kept=1)
     again.poisons = False
     with again.ckpt:
-        with pytest.raises(TrainingDiverged, match="step 36"):
-            again.train(60)
-        assert again.ckpt.restore().step == 20
+        with pytest.raises(TrainingDiverged, match="step 9: loss inf"):
+            again.train(20)
+        assert again.ckpt.restore().step == 7, "its own steps were not compared yet"
 
 
 def test_a_step_that_diverges_again_and_again_is_kept_once(tmp_path: Path) -> None:

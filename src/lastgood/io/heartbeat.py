@@ -230,11 +230,11 @@ class Heartbeat:
 _FIRST, _STEP, _SAVED, _BEAT = int(_Field.FIRST), int(_Field.STEP), int(_Field.SAVED), int(_Field.BEAT)
 _SIGN, _LONGEST, _PHASE = int(_Field.SIGN), int(_Field.LONGEST), int(_Field.PHASE)
 _OF_ONE_RUN = (
-    *(_Field.OPENED, _Field.SIGN, _Field.PHASE, _Field.LONGEST, _Field.CLOSED),
+    *(_Field.OPENED, _Field.FIRST, _Field.SIGN, _Field.PHASE, _Field.LONGEST, _Field.CLOSED),
     *(_Field.JUST_IN_TIME, _Field.WRITTEN),
 )
 """What a run that was opened before must not have left."""
-_UNTIL_RESTORED = _Field.RESTORED, _Field.FIRST, _Field.SAVED, _Field.BEAT
+_UNTIL_RESTORED = _Field.RESTORED, _Field.SAVED, _Field.BEAT
 """The same, once the next run is restored: its steps are not to be compared with those of the run before. Until then
 these say how far this attempt of the job has come."""
 

@@ -79,6 +79,8 @@ class Saver:
         """whether `examine` has checked the state, or a restore has"""
         self.last: Save | None = None
         """the newest save that was started since the run was opened or restored"""
+        self.first_step: int | None = None
+        """of the first save that was started since then; None: none was"""
         self._restored: Generation | None = None
         """the restored generation, if the next process would resume at it too"""
         self._cadence: Every | Pace = _cadence(options, failures)
@@ -92,7 +94,7 @@ class Saver:
     def follow(self, n: int, restored: Generation | None = None) -> None:
         """Begin again after step `n`, of which `restored` is the generation. Earlier announcements no longer hold."""
         state, options = self._request.state, self._options
-        self.last, self._restored = None, restored
+        self.last, self.first_step, self._restored = None, None, restored
         self._numbers = Numbers(state, options.include, options.exclude)
         self._watch = ParameterWatch(state if self._ranks.is_coordinator else {}, n)
         self.announcements: Announcements | None = None
@@ -191,6 +193,7 @@ class Saver:
                 pinned = (must and not newest_only) or wanted(self._options.front.keep, n, milestone, metrics)
                 save = Save(n)  # its seconds are those of the write: planning may have waited for other ranks
                 copied = self._owe(n, must)
+                self.first_step = n if self.first_step is None else self.first_step
                 self._pipeline.start(save, at, planned, topic, pinned, milestone, metrics)
                 for cadence, is_copied in zip(self._below, copied, strict=True):
                     cadence.begun(save, is_copied, time.monotonic())

@@ -31,7 +31,6 @@ from ..errors import LastgoodError, Refused, TrainingDiverged
 from ..format import layout
 from ..io.heartbeat import Position
 from ..limits import STEP_LIMIT
-from ..policy.restore import lineage
 from ..records import GenerationId
 from ..run import advice, side_records
 from ..run.advice import Advice, Skip
@@ -84,11 +83,8 @@ class DivergenceCheck:
         self._trained = dict[int, Position]()
         """step -> the windows that it has trained, since the last comparison"""
         self._pending = None
-        self._compared = 0
-        """the newest step until which all were compared"""
         if self._options is not None:
-            # A process that came to this step had compared those until the multiple of `every` before it.
-            self._note_compared(self._last // self._options.every * self._options.every)
+            self._pipeline.places.note_compared(self._last)
 
     def check(self, n: int, metrics: Mapping[str, Any] | None, at_once: bool) -> None:
         """Look at the metrics of step `n`. `at_once`: whether the loop is about to end.
@@ -131,10 +127,6 @@ class DivergenceCheck:
         """Take the metrics of the steps so far, to be compared."""
         self._pending, self._trained = (self._seen.taken(), self._trained), {}
 
-    def _note_compared(self, step: int) -> None:
-        self._compared = step
-        self._pipeline.places.note_compared(step)
-
     def settle(self) -> None:
         """Compare what is pending: a step later, before a save, and at the end. Raises what `check` raises."""
         if self._pending is None:
@@ -146,7 +138,7 @@ class DivergenceCheck:
             with self._beat.saving():
                 self._stop(self._progress.step, first)
         if values.rows:
-            self._note_compared(values.rows[-1][0])  # guard: compared-steps-noted
+            self._pipeline.places.note_compared(values.rows[-1][0])  # guard: compared-steps-noted
 
     def finish(self) -> None:
         """At a normal end of the loop: compare the last steps too, fewer than `every`. All ranks call it, and agree
@@ -226,29 +218,21 @@ class DivergenceCheck:
         for one in kept:
             reporting.threat(f"{one.suspect} is suspect, and nothing good was saved before it: restores take it")
 
-    def _diverged(self, n: int, first: int) -> tuple[list[GenerationId], bool]:
-        """What may hold what has diverged, with that of step `n`, which is saved for people; and whether nothing was
-        saved before, so that training begins anew.
-
-        Where the first step after a restore is bad, the steps before it that were not compared are suspect too: the
-        process that trained them may have been killed before it had compared them.
-        """
+    def _diverged(self, n: int, first: int) -> list[GenerationId]:
+        """What may hold what has diverged, with that of step `n`, which is saved for people."""
         known = self._pipeline.run.known
-        survey, incarnation = known.view, known.incarnation
-        if incarnation is None:
-            return [], False
-        resumed = self._progress.resumed_step
-        begins = self._compared + 1 if first == resumed + 1 else first  # guard: uncompared-steps-are-suspect
-        chain = [at for at in lineage(survey).chain if at in survey.generations]
-        found = [at for at in chain if at.step >= begins]
-        from_start = not self._progress.restored_generation and len(found) == len(chain)
-        return [*found, GenerationId(step=n, incarnation=incarnation.id)], from_start
+        if known.incarnation is None:
+            return []
+        mine = [at for at in known.view.generations if at.incarnation == known.incarnation.id]
+        next_one = GenerationId(step=n, incarnation=known.incarnation.id)
+        return [*(at for at in mine if at.step >= first), next_one]
 
     def _advised(self, n: int, first: int, what: str, alone: bool) -> tuple[str, bool, bool]:
         """Write the advice, at the coordinator. `alone`: whether each rank has one sampler. Returns the remedy for the
         user, whether batches are left out, and whether the state is kept for ever: not if the same step fails again."""
         assert self._options is not None
-        diverged, from_start = self._diverged(n, first)
+        diverged, saved = self._diverged(n, first), self._saver.first_step
+        from_start = not self._progress.restored_generation and (saved is None or saved >= first)
         try:
             with side_records.opened(self._url) as tier:
                 earlier = [one for one in advice.read(tier) if one.by == "sentinel"]

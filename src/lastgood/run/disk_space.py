@@ -118,17 +118,15 @@ def report_bound(
     most = size(states * state_bytes)
     reporting.info(f"{tier.place} takes at most ({kept} kept + {what}) x {size(state_bytes)} = {most}{more}{further}")
     with contextlib.suppress(OSError):  # a write reports a failing disk
-        compare(tier.place, state_bytes, states, held_bytes, room_bytes(tier.place), LEAST_STATES + compared)
+        compare(tier.place, state_bytes, states, held_bytes, room_bytes(tier.place), compared)
 
 
-def compare(
-    place: str, state_bytes: int, bound_states: int, held_bytes: int, free: int, least_states: int = LEAST_STATES
-) -> None:
+def compare(place: str, state_bytes: int, bound_states: int, held_bytes: int, free: int, compared: int = 0) -> None:
     """Report if the disk has less room than the run may take: a threat if not even two generations fit, else a warning.
 
     `bound_states`: the number of generations of `state_bytes` that the run holds at most. `held_bytes`: the bytes that
-    it holds already. `free`: the further bytes that the disk and this user's quotas allow. `least_states`: with room
-    for fewer there are saves that cannot succeed.
+    it holds already. `free`: the further bytes that the disk and this user's quotas allow. `compared`: as for
+    `report_bound`.
     """
     fit = (held_bytes + free) // max(state_bytes, 1)
     if fit >= bound_states:
@@ -142,17 +140,16 @@ def compare(
             "job more memory (in a container also a larger /dev/shm), or keep fewer saves in flight (in_flight=1)."
         )
         return
-    if fit < least_states:
+    if fit < LEAST_STATES:
         why = ", so no save can succeed there"
-        if fit >= LEAST_STATES:
-            why = ": a save needs room beside the newest verified generation and the one that a Sentinel has compared"
-        elif fit:
+        if fit:
             why = ": a save needs room beside the newest verified generation, so none can succeed there once it has one"
-        lacking = size(least_states * state_bytes - held_bytes - free)
+        lacking = size(LEAST_STATES * state_bytes - held_bytes - free)
         reporting.threat(f"{has}{why}. Free {lacking}, or give another disk.")
         return
+    newest = "the newest verified one" + (" and the newest that a Sentinel has compared" if compared else "")
     reporting.warning(
         f"{has}, and the run may take {bound_states}: when the disk is full, older verified generations are deleted, "
-        f"down to the newest verified one. Free {size(bound_states * state_bytes - held_bytes - free)}, or keep "
+        f"down to {newest}. Free {size(bound_states * state_bytes - held_bytes - free)}, or keep "
         "fewer generations (retention=Keep(last=...))."
     )

@@ -16,11 +16,6 @@ MUTANTS: tuple[Mutant, ...] = (
             Swap(" and at != compared", ""),
         ),
         ("a scaler may fail for ever", "overflows-end", Instead("pass")),
-        (
-            "steps that a killed process had not compared are good",
-            "uncompared-steps-are-suspect",
-            Instead("begins = first"),
-        ),
         ("no comparison is noted", "compared-steps-noted", Remove()),
         ("slots are saved to before the comparison", "compared-before-saved-to-slots", Never()),
         ("what has diverged is good until the next restore", "suspects-marked-at-once", Remove()),
