@@ -137,11 +137,11 @@ def test_events_that_nobody_writes_are_reported(script: str) -> None:
 
 def test_each_rank_has_its_number_in_the_arguments(script: str, tmp_path: Path) -> None:
     """torchrun puts it in the place of ${local_rank}."""
-    job = parsed(["--nproc-per-node", "2", script, "--log", "out-${local_rank}.txt", "$HOME"], {})
+    job = parsed(["--nproc-per-node", "2", script, "--log", "out-${local_rank}.txt", "kill $$"], {})
     place = Placement(0, 1, 0, 2, "localhost", 1)
     start = RankStart(job, 0, tmp_path, None, place)
     assert [start._program(one).arguments[1] for one in range(2)] == ["out-0.txt", "out-1.txt"]
-    assert start._program(0).arguments[2] == "$HOME"
+    assert start._program(0).arguments[2] == "kill $$", "which torchrun makes a single dollar"
 
 
 def test_another_python_starts_the_script_as_under_torchrun(script: str) -> None:

@@ -22,7 +22,7 @@ from ranked_memory import opened as opened_on_node
 def noted(reported: list[tuple[str, int]]) -> None:
     """From now on this process reports no bound, and notes place and size of a generation instead."""
 
-    def note(tier: Any, keep: Any, in_flight: Any, state_bytes: int, *_: int) -> None:
+    def note(tier: Any, keep: Any, in_flight: Any, state_bytes: int, *_: int, **__: int) -> None:
         reported.append((tier.place, state_bytes))
 
     bounds.disk_space.report_bound = note  # type: ignore[assignment]

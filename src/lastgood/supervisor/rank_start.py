@@ -9,7 +9,6 @@ import signal
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
-from string import Template
 
 import msgspec
 from msgspec.structs import replace
@@ -25,6 +24,9 @@ from .placement import Placement
 from .program import ERROR_FILE, PYTHON, Program
 from .watch import RankProcess
 from .zygote import Fork, Zygote
+
+LOCAL_RANK = "${local_rank}"
+"""what an argument may have in the place of the local rank, as under torchrun; other dollars are those of a shell"""
 
 
 def defaults(ranks: int) -> dict[str, str]:
@@ -117,7 +119,7 @@ class RankStart:
     def _program(self, local: int) -> Program:
         """What a rank runs: with its local rank for ${local_rank} in its arguments, as under torchrun."""
         program = self._job.program
-        arguments = [Template(one).safe_substitute(local_rank=local) for one in program.arguments]
+        arguments = [one.replace(LOCAL_RANK, str(local)) for one in program.arguments]
         return replace(program, arguments=arguments)
 
     def _fork(self, local: int, environment: Mapping[str, str], waits: bool = False) -> Fork:
