@@ -79,12 +79,16 @@ class DivergenceCheck:
 
     def restart(self) -> None:
         """The state was restored, or nothing was trained yet: what was seen before counts no more."""
-        self._seen, self._last = _Seen(self._options, self._progress.scales_loss()), self._progress.step
+        self._seen, self._last = self._nothing_seen(), self._progress.step
         self._trained = dict[int, Position]()
         """step -> the windows that it has trained, since the last comparison"""
         self._pending = None
         if self._options is not None:
             self._pipeline.places.note_compared(self._last)
+
+    def _nothing_seen(self) -> _Seen:
+        """What was seen of the metrics, before the first step. Without a Sentinel no scaler is looked for."""
+        return _Seen(self._options, scaled=self._options is not None and self._progress.scales_loss())
 
     def check(self, n: int, metrics: Mapping[str, Any] | None, at_once: bool) -> None:
         """Look at the metrics of step `n`. `at_once`: whether the loop is about to end.
@@ -187,7 +191,7 @@ class DivergenceCheck:
         if not left_out:
             self._beat.diverged(first)  # guard: diverged-step-is-no-progress
         # Who catches the error and leaves the `with` does not receive it again.
-        self._seen = _Seen(self._options, self._progress.scales_loss())
+        self._seen = self._nothing_seen()
         raise TrainingDiverged(f"training has diverged: {what}", safe=f"{kept}{_SAFE}", todo=todo)
 
     def _kept(self, n: int, for_ever: bool) -> str:
@@ -301,7 +305,8 @@ class _Seen:
 
     def __init__(self, options: Sentinel | None, scaled: bool) -> None:
         self._names, self._spike = (options.names, options.spike) if options else ([], None)
-        self._overflow = [scaled and options is not None and name == options.grad_norm for name in self._names]
+        norm = options.grad_norm if options and scaled else None
+        self._overflow = [name == norm for name in self._names]
         self._rows = list[tuple[int, list[float | None]]]()
         self._on_device = list[torch.Tensor]()
         self._overflows = 0
