@@ -15,7 +15,9 @@ import msgspec
 import numpy as np
 import pytest
 
+import lastgood
 from lastgood.errors import Refused
+from lastgood.run.job_logs import SaveLine, StepLine
 from lastgood_lab.object_server import weed
 from lastgood_lab.study import findings, images, matrix, runs, sweep, tables
 from lastgood_lab.study.findings import Found, Seen
@@ -26,6 +28,7 @@ TINY = Size(scale=50, ranks=2, global_batch=8, width=4, side=8)
 replace = msgspec.structs.replace
 
 
+ORDER = lastgood.ResumableSampler(64, 8, 0)
 SUITE = "digits-resnet18-base"
 """with TINY: 32 steps, a save in each, a failure after steps 8 and 24"""
 
@@ -77,6 +80,11 @@ def test_a_unit_with_failures_ends_as_its_reference_to_the_bit(
     newer = [replace(line, step=9) if (line.kind, line.step) == ("durable", 8) else line for line in one.saves]
     assert "although step 9 was durable" in findings.found(unit, replace(one, saves=newer)).agreed
     assert "failures" in findings.found(replace(unit, schedule="late"), one).agreed
+    # With few saves in an attempt none of its writes failed, and the condition of errors passed all the same.
+    errors = replace(unit, condition="errors")
+    assert "attempt 0: no write of a save has failed" in findings.found(errors, one).agreed
+    failed = [replace(one.saves[0], kind="failed", attempt=at) for at in range(3)]
+    assert findings.found(errors, replace(one, saves=[*one.saves, *failed])).agreed == ""
 
 
 @pytest.mark.long
@@ -100,7 +108,10 @@ def test_batches_that_make_a_loss_nan_are_left_out_of_both_runs(tmp_path: Path) 
 
 def found(unit: Unit, wall: float, write: float) -> Found:
     parts = dict.fromkeys(tables.PARTS, 0.0) | {"write": write}
-    return Found(unit=unit, wall=wall, goodput=100 / wall, stall=write, parts=parts, losses=[1.0])
+    day = f"2026-11-{28 + unit.seed}"
+    return Found(
+        unit=unit, wall=wall, goodput=100 / wall, stall=write, parts=parts, losses=[1.0], date=day, load=(0.4, 2.7)
+    )
 
 
 def rows(folder: Path) -> list[Compared]:
@@ -149,14 +160,25 @@ def test_the_parts_of_wall_time_stand_beside_published_ones(tmp_path: Path) -> N
 def test_a_report_of_times_names_other_work_of_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: float, after: float, other: bool
 ) -> None:
-    """Times that were taken beside other work stood beside the study's, and nothing said so."""
+    """Times that were taken beside other work stood beside the study's, and nothing said so. Then load and date were
+    those of the newest command, which may have run nothing: the same command again removed the sentence."""
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    loads = iter([before, after])
-    monkeypatch.setattr("os.getloadavg", lambda: (next(loads), 0.0, 0.0))
-    tables.write(rows(tmp_path), Options(out=tmp_path, seeds=2, size=TINY), "lastgood lab recovery")
+    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
+    made = rows(tmp_path)
+    made[3] = replace(made[3], found=replace(made[3].found, load=(before, after)))
+    tables.write(made, Options(out=tmp_path, seeds=2, size=TINY), "lastgood lab recovery")
     text = (tmp_path / "analysis.md").read_text()
-    assert f"{before} when this command began, {after} at its end; the study's own ranks are 2, on 2 cores." in text
-    assert ("other work" in text) == other
+    most = f"{max(before, 0.4)} when a command began, {max(after, 2.7)} at the end of a unit"
+    assert f"{most}; the study's own ranks are 2, on 2 cores." in text
+    assert ("other work" in text) == other and "2026-11-28 to 2026-11-29, commit" in text
+    assert json.loads((tmp_path / SUITE / "publishable.json").read_text())["date"] == "2026-11-28 to 2026-11-29"
+
+
+def test_a_report_names_figures_without_date_and_load(tmp_path: Path) -> None:
+    made = [replace(one, found=replace(one.found, load=None, date="")) for one in rows(tmp_path)]
+    tables.write(made, Options(out=tmp_path, seeds=2, size=TINY), "lastgood lab recovery")
+    text = (tmp_path / "analysis.md").read_text()
+    assert "date not recorded, commit" in text and "Load of the machine: not recorded." in text
 
 
 def test_a_failed_unit_fails_its_gate_and_leaves_its_suite_out(tmp_path: Path) -> None:
@@ -164,6 +186,130 @@ def test_a_failed_unit_fails_its_gate_and_leaves_its_suite_out(tmp_path: Path) -
     made[2] = replace(made[2], status="failed", found=replace(made[2].found, reached="exit code 9"))
     gates = tables.write(made, Options(out=tmp_path, seeds=2, size=TINY), "lastgood lab recovery")
     assert gates["target"] == ["digits-resnet18-base ovl-seed0: exit code 9"] and len(tables.triples(made)) == 1
+
+
+def test_gates_do_not_pass_where_nothing_was_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All units of a study had failed, and its report said that samples, files, records and differences had passed."""
+    seen = Seen(code=9, begun=0.0, ended=9.0, steps=[[], []], saves=[], attempts=[], recorded=[], order=ORDER, audit="")
+    monkeypatch.setattr(runs, "lived", lambda unit, *_: findings.found(unit, seen))
+    options = Options(out=tmp_path, seeds=1, only=[SUITE], size=TINY)
+    (tmp_path / SUITE).mkdir()
+    gates = tables.write(matrix.run(options, print), options, "lastgood lab recovery")
+    assert [len(gates[gate]) for gate in ("target", "samples", "records", "differences")] == [3, 3, 3, 3]
+    assert "figure-3-gain.png is missing" in gates["files"] and "summary.csv is missing" not in gates["files"]
+
+
+def test_a_unit_that_failed_is_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was killed because memory was short stayed failed for good."""
+    unit, again = units(SUITE, 0, TINY)[0], list[Unit]()
+    folder = runs.folder(unit, tmp_path)
+    folder.mkdir(parents=True)
+    runs.run_of(unit, tmp_path).mkdir(parents=True)
+    (folder / runs.FOUND).write_bytes(msgspec.json.encode(Found(unit=unit, reached="exit code 137")))
+    monkeypatch.setattr(runs, "lived", lambda unit, *_: again.append(unit) or Found(unit=unit, reached="not run"))
+    matrix.run(Options(out=tmp_path, seeds=1, only=[SUITE], size=TINY), print)
+    assert unit in again
+
+
+def test_losses_that_are_no_numbers_are_seen_and_compared_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files hold no NaN. The first command reported the difference, and each later one ended with a traceback;
+    the summary had 0.0 as the largest difference."""
+    monkeypatch.setattr(runs, "distances", lambda one, *_: {one.target: 0.0})
+    monkeypatch.setattr(runs, "differing_buffers", lambda *_: 0)
+    losses = {"ref": [1.0] * 32, "blk": [1.0] * 32, "ovl": [1.0] * 31 + [None]}
+    parts = dict.fromkeys(tables.PARTS, 1.0)
+
+    def lived(unit: Unit, out: Path, *_: object) -> Found:
+        made = Found(unit=unit, losses=losses[unit.variant], wall=1.0, goodput=1.0, stall=1.0, parts=parts)
+        runs.run_of(unit, out).mkdir(parents=True)
+        runs.folder(unit, out).mkdir(parents=True)
+        (runs.folder(unit, out) / runs.FOUND).write_bytes(msgspec.json.encode(made))
+        return made
+
+    monkeypatch.setattr(runs, "lived", lived)
+    options = Options(out=tmp_path, seeds=1, only=[SUITE], size=TINY)
+    for statuses in (["completed"] * 3, ["skipped_exists"] * 3):
+        found = matrix.run(options, print)
+        assert [one.status for one in found] == statuses
+        assert [bool(one.differs) for one in found] == [False, False, True]
+    assert "losses differ by nan" in tables.write(found, options, "lastgood lab recovery")["differences"][0]
+    with (tmp_path / "summary.csv").open() as file:
+        assert [row["largest_loss_difference"] for row in csv.DictReader(file)] == ["NaN"]
+    json.loads((tmp_path / SUITE / "publishable.json").read_text(), parse_constant=pytest.fail)
+
+
+def line(attempt: int, step: int, at: float, stall: float) -> StepLine:
+    return StepLine(
+        attempt=attempt,
+        global_step=step,
+        epoch=0,
+        cursor_step=step - 1,
+        sample_ids_hash="0",
+        sample_ids_count=8,
+        world_size=1,
+        rank=0,
+        loss=1.0,
+        at_seconds=at,
+        stall_seconds=stall,
+    )
+
+
+def test_waits_for_saves_in_repeated_steps_count_once() -> None:
+    """They were a part of the recovery and of the write; the computation was the rest, and could be negative."""
+    restored = [SaveLine(kind="restored", attempt=at, step=0, at_seconds=10.0 * at, stall_seconds=0.0) for at in (0, 1)]
+    first = [line(0, step, 2.0 * step, 1.0 * step) for step in (1, 2)]  # each step: 1 s of computation, 1 s of waiting
+    second = [line(1, step, 10 + 2.0 * step, 1.0 * step) for step in (1, 2, 3)]
+    seen = Seen(
+        code=0,
+        begun=0.0,
+        ended=16.0,
+        steps=[first + second],
+        saves=restored,
+        attempts=[],
+        recorded=[],
+        order=ORDER,
+        audit="",
+    )
+    parts = findings._parts(seen)
+    assert parts["write"] == 5.0 and parts["recovery"] == 6.0 + 2.0  # 6 s without a rank, 2 s of repeated computation
+    assert parts["compute"] == 3.0 and sum(parts.values()) == 16.0
+    # An attempt without a line of rank 0, which was killed before it opened the run, ended the study with a traceback.
+    without = [replace(one, attempt=2 * one.attempt) for one in seen.steps[0]]
+    later = [replace(one, attempt=2 * one.attempt) for one in restored]
+    assert findings._parts(replace(seen, steps=[without], saves=later)) == parts
+
+
+def test_one_suite_less_in_a_seed_moves_no_mean(tmp_path: Path) -> None:
+    """The seed that lacked a suite had the mean of the others, which are faster or slower."""
+    made = rows(tmp_path)
+    other = [replace(one, found=replace(one.found, goodput=1.0)) for one in made[:3]]
+    for at, one in enumerate(other):
+        unit = replace(one.found.unit, model="resnet50")
+        other[at] = replace(one, found=replace(one.found, unit=unit))
+    whole = tables.triples([*made, *other])
+    both = tables.over(whole, lambda three: three.ref.found.goodput)
+    assert (both.value, str(both.half)) == (5.5, "nan"), "the one seed that has both suites"
+
+
+def test_intervals_have_the_quantiles_of_any_number_of_seeds() -> None:
+    """From 12 seeds on it was that of infinitely many: 92 per cent."""
+    assert tables.mean([0.0, 1.0] * 6).half == pytest.approx(2.201 * 0.5222 / 12**0.5, rel=1e-3)
+
+
+def test_two_commands_do_not_run_one_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job of a command that was ended trained on, and wrote its end into the folder of the next start."""
+    options = Options(out=tmp_path, seeds=1, only=[SUITE], size=TINY)
+    (tmp_path / SUITE).mkdir()
+
+    def lived(unit: Unit, *_: object) -> Found:
+        with pytest.raises(Refused, match="another command runs the study"):
+            matrix.run(options, print)
+        return Found(unit=unit, reached="not run")
+
+    monkeypatch.setattr(runs, "lived", lived)
+    assert len(matrix.run(options, print)) == 3
 
 
 def test_on_fewer_ranks_losses_alone_are_compared_within_bounds(tmp_path: Path) -> None:
@@ -229,10 +375,17 @@ def as_python_2_wrote(content: object) -> bytes:
 
 
 @pytest.mark.parametrize(("dataset", "labels"), [("cifar10", b"labels"), ("cifar100", b"fine_labels")])
-def test_the_files_of_cifar_are_read_and_run_no_code(dataset: str, labels: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("unpacked", [True, False])
+def test_the_files_of_cifar_are_read_and_run_no_code(
+    dataset: str, labels: bytes, unpacked: bool, tmp_path: Path
+) -> None:
+    """The archives unpack to folders of other names, which were refused with the advice to unpack them. Damaged files
+    ended the study when their suites began; other files than before were taken for the same study."""
     pixels = np.random.default_rng(0).integers(0, 256, (4, 3, 32, 32), np.uint8)
+    (tmp_path / (images.CIFAR[dataset].unpacks_to if unpacked else dataset)).mkdir()
     files = images.cifar_files(dataset, tmp_path)
-    files[0].parent.mkdir()
+    with pytest.raises(Refused, match=r"no such file.*the Python version"):
+        images.require_cifar(dataset, tmp_path)
     for path in files:
         path.write_bytes(
             as_python_2_wrote({b"data": pixels.reshape(4, -1), labels: [0, 3, 1, 2], b"batch_label": b"x"})
@@ -241,7 +394,20 @@ def test_the_files_of_cifar_are_read_and_run_no_code(dataset: str, labels: bytes
     found, classes, count = images.read(tmp_path / "images.npz")
     assert (found.numpy() == np.concatenate([pixels] * len(files))).all()
     assert classes.tolist() == [0, 3, 1, 2] * len(files) and count == 4
-    files[0].write_bytes(pickle.dumps({b"data": print}))
+    images.require_cifar(dataset, tmp_path)
+    digest, whole = images.digest(dataset, tmp_path), files[-1].read_bytes()
+    data = pixels.reshape(4, -1)
+    for content, wrong in (
+        (as_python_2_wrote({b"data": data, labels: [0, 3, 1]}), "4 images and 3 labels"),
+        (as_python_2_wrote({b"data": data, labels: [0, 3, 1, 1000]}), "labels that are not from 0 to"),
+        (as_python_2_wrote({b"data": data[:, :99], labels: [0, 3, 1, 2]}), "and not uint8"),
+        (whole[:-9], "truncated|EOFError|exhausted"),
+        (pickle.dumps({b"data": print}), "print in a file of CIFAR"),
+    ):
+        files[-1].write_bytes(content)
+        with pytest.raises(Refused, match=wrong):
+            images.require_cifar(dataset, tmp_path)
+        assert images.digest(dataset, tmp_path) != digest and images.digest("digits", tmp_path) == ""
     with pytest.raises(pickle.UnpicklingError, match="print in a file of CIFAR"):
         images.write(dataset, 32, tmp_path / "images.npz", tmp_path)
 

@@ -22,6 +22,7 @@ import pytest
 import lastgood
 from agents import LIMIT_SECONDS, agent, answers, ended, state, until
 from harness import flip, one_place, reported, steps
+from lastgood import limits
 from lastgood.cli import agent as agent_cli
 from lastgood.format import layout
 from lastgood.io.files import Lock
@@ -506,7 +507,9 @@ def test_an_agent_that_is_out_of_memory_harms_nothing(run: Run, monkeypatch) -> 
         ckpt.wait()
         process = state(run.memory).process
         used = int(Path(f"/proc/{process}/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.prlimit(process, resource.RLIMIT_AS, (used, used))
+        # It has room for what it does anyway, and none for the buffers of a work. Without any room a thread may fail
+        # while it starts; Python waits for that one for ever, and the report names a timeout.
+        resource.prlimit(process, resource.RLIMIT_AS, (used + limits.CHUNK_BYTES, used + limits.CHUNK_BYTES))
         with reported("could not (copy|read) step 2 .*it instead: .*too little memory: raise the limit"):
             run.step(ckpt, 2)
             ckpt.wait()

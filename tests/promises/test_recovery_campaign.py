@@ -62,7 +62,58 @@ def test_the_judge_wants_the_lost_node_named_by_another_one() -> None:
     assert alone.problems, "a supervisor that was killed reports nothing"
 
 
-@pytest.mark.parametrize("change", [{"digest": "b"}, {"exact": False}, {"step": 3}])
+def test_the_judge_demands_what_was_saved_after_a_nan() -> None:
+    """After the first NaN of a job nothing was demanded to its end: of 70 per cent of the faults."""
+    plan = Plan(
+        attempts=[
+            Attempt(faults=[Fault(kind="nan", phase="step", rank=2)]),
+            Attempt(faults=[Fault(kind="kill", phase="step", rank=2)]),
+        ],
+        total=9,
+        room="",
+    )
+    nan = {**FAULT, "kind": "nan"}
+    after = [{**one, "attempt": 1} for one in ({**SAVED, "step": 5}, {**FAULT, "step": 6})]
+    reports = {at: Reported(2, "failed first: SIGKILL", "restart") for at in (0, 1)}
+    for saved, restored, lost in ((after, 5, []), (after, 4, [5]), (after[1:], 2, []), (after[1:], 1, [2])):
+        lives = [*BEFORE[:-1], nan, *notes(1, range(3, 6), 2), *saved, *notes(2, range(restored + 1, 10), restored)]
+        _, trial = judged(plan, lives, reports)
+        assert trial.problems == [f"step {one} was saved, and step {restored} restored" for one in lost]
+
+
+def test_the_judge_wants_a_reason_for_batches_that_are_left_out() -> None:
+    """The job without faults left out what the other one had left out, however much that was."""
+    calm, skipped = [*notes(0, range(1, 5), 0), END], [[0, 1], [0, 2]]
+    some = [*WHOLE[:-1], {**END, "skipped": skipped}]
+    assert "2 batches are left out, where faults explain 0" in compared(PLAN, some, calm, 0)[0]
+    nan = {**FAULT, "kind": "nan"}
+    assert compared(PLAN, [*some, nan], calm, 0) == []
+    assert compared(PLAN, [*some[:-1], {**END, "skipped": [*skipped, [0, 3]]}, nan], calm, 0)
+
+
+@pytest.mark.parametrize(
+    ("rank", "what", "named"),
+    [(0, "exit code 1", True), (3, "DistNetworkError: recv", True), (3, "RuntimeError: Connection closed", False)],
+)
+def test_a_follower_of_a_lost_store_is_no_first_cause(rank: int, what: str, named: bool) -> None:
+    plan = Plan(attempts=[Attempt(faults=[Fault(kind="store", phase="step", rank=0)])], total=4, room="")
+    lost = [{**one, "kind": "store", "rank": 0} if one is FAULT else one for one in WHOLE]
+    (trial,) = judged(plan, lost, {0: Reported(rank, what, "restart")})
+    assert trial.cause is named
+
+
+def test_a_job_that_hangs_is_a_violation_which_stays_in_the_journal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended the campaign with a traceback. The next start knew nothing of it, and could pass."""
+
+    def hangs(*_: object) -> None:
+        raise TimeoutError("timed out after 1200 seconds")
+
+    monkeypatch.setattr(recovery, "tried", hangs)
+    found = recovery._in_memory(0, 1)
+    assert found["problems"] == ["TimeoutError: timed out after 1200 seconds"] and found["trials"] == []
+
+
+@pytest.mark.parametrize("change", [{"digest": "b"}, {"exact": False}, {"step": 3}, {"rank": 1}])
 def test_the_judge_finds_a_job_that_ends_otherwise(change: dict[str, object]) -> None:
     calm = [*notes(0, range(1, 5), 0), END]
     assert compared(PLAN, WHOLE, calm, 0) == []

@@ -15,6 +15,7 @@ import typer
 from rich.text import Text
 
 from lastgood.cli.app import Answer
+from lastgood.cli.interrupts import ended_as_by_ctrl_c
 from lastgood.errors import Refused
 from lastgood.run import paths
 from lastgood.units import size as size_text
@@ -334,7 +335,9 @@ def _measured(bench: Benchmark, options: Any, out: Path) -> Answer:
     out.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # from DCP, at every save
-        found = bench.report(bench.run(options, report_progress), options)
+        with ended_as_by_ctrl_c():
+            rows = bench.run(options, report_progress)
+        found = bench.report(rows, options)
     command = command_line()
     files = found.write(out, command, today())
     text = found.markdown(command, today())

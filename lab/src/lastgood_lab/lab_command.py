@@ -11,6 +11,7 @@ import typer
 from rich.text import Text
 
 from lastgood.cli.app import Answer
+from lastgood.cli.interrupts import ended_as_by_ctrl_c
 
 Out = Annotated[
     Path, typer.Option(metavar="DIR", help="Directory for the journal, tables and figures.", show_default=False)
@@ -161,12 +162,13 @@ def recovery(
 
     only = tuple(filter(None, suites.split(",")))
     options = matrix.Options(out=out, seeds=seeds, only=only, cifar=cifar, condition=condition, storage=storage)
-    if ":" in size:
-        found = sweep.run(sweep.cells(size, options), report_progress, command_line())
-        gates = sweep.write(found, options, command_line())
-    else:
-        options = replace(options, size=sized(size, cifar is not None))
-        gates = tables.write(matrix.run(options, report_progress), options, command_line())
+    with ended_as_by_ctrl_c():
+        if ":" in size:
+            found = sweep.run(sweep.cells(size, options), report_progress, command_line())
+            gates = sweep.write(found, options, command_line())
+        else:
+            options = replace(options, size=sized(size, cifar is not None))
+            gates = tables.write(matrix.run(options, report_progress), options, command_line())
     text = (out / "analysis.md").read_text()
     return Answer({"lab": "recovery", "gates": gates}, Text(text), code=6 if any(gates.values()) else 0)
 
@@ -177,7 +179,8 @@ def _tried(experiment: Any, options: Any, out: Path) -> Answer:
     from .report import command_line, today
 
     out.mkdir(parents=True, exist_ok=True)
-    rows = experiment.run(options, report_progress)
+    with ended_as_by_ctrl_c():
+        rows = experiment.run(options, report_progress)
     found = experiment.report(rows, options)
     files = trials.write(found, summary := experiment.summary(rows), out, command_line(), today())
     written = "\n".join(f"wrote {path}" for path in files)

@@ -27,7 +27,7 @@ class Account(NamedTuple):
     plain_seconds: float
     """of a step without saves and failures"""
     steps: int
-    """completed at the end"""
+    """completed at the end, since the one with which the time begins"""
     redone: list[int]
     """for each failure: steps that were trained again"""
     down: list[float]
@@ -56,7 +56,7 @@ def account(
 ) -> Account:
     """Account for a replay. `failures`: their times, `begun` and `ended`: of the same clock as the notes.
 
-    `plain`: seconds of a step without saves and failures.
+    The time begins when a step has ended. `plain`: seconds of a step without saves and failures.
     """
     lines = sorted((one for one in notes if begun <= one["at"] <= ended), key=lambda one: one["at"])
     trained = [one for one in lines if one["what"] in ("restored", "step")]
@@ -76,7 +76,7 @@ def account(
         seconds=ended - begun,
         trace_seconds=trace_seconds,
         plain_seconds=plain,
-        steps=_kept(trained, saves, failures[-1] if failures else begun),
+        steps=max(0, _kept(trained, saves, failures[-1] if failures else begun) - _first(trained)),
         redone=redone,
         down=down,
         step_seconds=statistics.fmean(gaps) if gaps else plain,
@@ -91,6 +91,11 @@ def _kept(trained: Sequence[Note], saves: Sequence[Note], failed: float) -> int:
     if trained[-1]["what"] == "restored" or trained[-1]["at"] > failed:
         return int(trained[-1]["step"])
     return max((int(one["step"]) for one in saves if one["at"] <= failed), default=0)
+
+
+def _first(trained: Sequence[Note]) -> int:
+    """The step with whose end the time begins."""
+    return int(trained[0]["step"]) if trained else 0
 
 
 def _lives(trained: Sequence[Note]) -> list[list[Note]]:

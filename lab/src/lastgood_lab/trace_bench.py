@@ -8,6 +8,7 @@ time. Beside them stands the replay by calculation (replay.py), with the measure
 
 from __future__ import annotations
 
+import hashlib
 import json
 import statistics
 import time
@@ -55,10 +56,11 @@ def run(options: Options, progress: Progress) -> list[Row]:
     trace = read(options.trace)
     seconds = min(options.until or trace.seconds, trace.seconds)
     drops = [at for at in trace.drops() if at < seconds]
-    journal = Journal(options.out / "trace.journal.jsonl", {"hardware": hardware(), "trace": options.trace.stem})
+    known = {"trace": options.trace.stem, "digest": hashlib.sha256(options.trace.read_bytes()).hexdigest()[:12]}
+    journal = Journal(options.out / "trace.journal.jsonl", {"hardware": hardware(), **known})
     found = list[Row]()
     for name in CONTENDERS:
-        key = {"contender": name, "compress": options.compress, "seconds": seconds, "interval": options.interval}
+        key = {"contender": name, "compress": options.compress, "until": seconds, "interval": options.interval}
         key |= {
             "detect": DETECT_SECONDS,
             "model": options.model,
@@ -130,8 +132,8 @@ def _notes(folder: Path) -> list[Note]:
 
 
 def report(rows: Sequence[Row], options: Options) -> Report:
-    lines, calculated = [], []
-    drops = [at / options.compress for at in read(options.trace).drops() if at < rows[0]["seconds"]]
+    lines, calculated, first = [], [], rows[0]
+    drops = [at / options.compress for at in read(options.trace).drops() if at < first["trace_seconds"]]
     for row in rows:
         one = Account(*(row[name] for name in Account._fields))
         lines.append(
@@ -148,12 +150,11 @@ def report(rows: Sequence[Row], options: Options) -> Report:
         )
         calculated.append([row["contender"], *_calculated(row["contender"], one, options.interval, drops)])
     head = ["", "of ideal", "goodput", "in the trace's own time", "down, s", "steps trained again", "steps slower, %"]
-    first = rows[0]
     return Report(
         name="trace",
         title="A failure trace through real processes",
         about=(
-            f"{options.trace.stem}: {first['seconds']:.0f} s with {len(first['down'])} drops, divided by "
+            f"{options.trace.stem}: {first['trace_seconds']:.0f} s with {len(first['down'])} drops, divided by "
             f"{options.compress:g}; a save every {options.interval} steps, in each of which the processor waits for "
             f"{options.device_seconds:g} s, as for a device. One machine is killed at each drop. "
             "lastgood: two nodes of one rank and one in reserve, each with an agent; a save lies in the memory of both "

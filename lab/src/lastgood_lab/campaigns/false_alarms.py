@@ -58,7 +58,10 @@ def lived(folder: Path, steps: int, seed: int) -> dict[str, Any]:
     compiles = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled")}  # nothing is there from before
     code = subprocess.run(command, timeout=LIMIT_SECONDS, check=False, env=compiles).returncode
     attempts = attempt_log.read(access.for_reading(folder / RUN))
-    counts = msgspec.json.decode((folder / COUNTS).read_bytes(), type=Counts)
+    # A job that was given up has none.
+    counts = (
+        msgspec.json.decode((folder / COUNTS).read_bytes(), type=Counts) if (folder / COUNTS).exists() else Counts()
+    )
     found = judged(attempts)
     return {
         "steps": counts.steps,

@@ -29,6 +29,7 @@ import msgspec
 
 from lastgood.run import access
 from lastgood.supervisor import attempt_log
+from lastgood_lab import provenance
 from lastgood_lab.campaigns.recovery_faults import (
     BEFORE_PROGRESS,
     ENDING,
@@ -41,7 +42,7 @@ from lastgood_lab.campaigns.recovery_faults import (
 )
 from lastgood_lab.campaigns.recovery_judge import Note, Reported, Trial, compared, judged, reported
 from lastgood_lab.campaigns.recovery_nodes import Life
-from lastgood_lab.campaigns.reports import report
+from lastgood_lab.campaigns.reports import PROVED, report
 from lastgood_lab.campaigns.trials import in_memory
 from lastgood_lab.journal import Journal
 
@@ -226,8 +227,13 @@ def write(jobs: Sequence[dict[str, Any]], first: int, nodes: int) -> int:
 
 
 def _in_memory(number: int, nodes: int) -> dict[str, Any]:
-    with in_memory() as folder:
-        return tried(folder, number, nodes)
+    """As `tried`. A job that hangs, or ends as nobody has expected, is a violation, and not the end of the campaign."""
+    try:
+        with in_memory() as folder:
+            return tried(folder, number, nodes)
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+        return {"trials": [], "problems": [problem], "reports": {}, "unsaved": [], "seconds": 0.0}
 
 
 def main() -> int:
@@ -240,7 +246,11 @@ def main() -> int:
     options = parser.parse_args()
     if os.geteuid():
         parser.error("needs root: it mounts file systems, and limits memory")
-    journal, jobs, numbers = Journal(options.journal), list[dict[str, Any]](), count(options.first)
+    if options.trials < 1 or options.jobs < 1:
+        parser.error("--trials and --jobs: give at least 1")
+    # What other code has lived through is no proof of this one.
+    code = {"commit": provenance.commit(), "sources": provenance.digest(PROVED["recovery"])}
+    journal, jobs, numbers = Journal(options.journal, code), list[dict[str, Any]](), count(options.first)
     trials, nodes = 0, options.nodes
     with ThreadPoolExecutor(options.jobs) as workers:
         while trials < options.trials:

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 from lastgood_lab.campaigns.recovery_faults import MESSAGE, PASSING, SURVIVED, Fault, Plan
 
 Note = Mapping[str, Any]
+SUSPECTS = 2
+"""so many batches at most are left out for one NaN: those since the last comparison of losses"""
 REPORT = re.compile(r"lastgood: attempt (\d+): (?:rank (\d+) )?(.*), after ([\d.]+) s\. (\w+): (.*)\.$")
 
 
@@ -91,19 +93,27 @@ def _of_fault(fault: Fault, note: Note, notes: Sequence[Note], line: Reported | 
         pass  # nothing is to be named: that rank had ended before, as the plan of each attempt has it
     else:
         cause = _names(fault, line, note)
-    kept = [one["step"] for one in notes if one["what"] == "saved" and one["attempt"] <= number]
+    kept = _kept(notes, number)
     restored = [one["step"] for one in following if one["what"] == "restored"]
-    if fault.kind != "nan" and kept and restored and min(restored) < _kept(kept, notes, number):
-        problems.append(f"step {max(kept)} was saved, and step {min(restored)} restored")
+    if fault.kind != "nan" and restored and min(restored) < kept:
+        problems.append(f"step {kept} was saved, and step {min(restored)} restored")
     if len({*restored}) > 1:
         problems.append(f"the ranks restored different steps: {restored}")
     return Trial(fault.kind, fault.phase, fault.rank, number, outcome, cause, seconds, problems)
 
 
-def _kept(saved: Sequence[int], notes: Sequence[Note], number: int) -> int:
-    """The newest step that must not be lost. After NaN nothing is demanded: what was saved from then on is suspect."""
-    bad = any(one["what"] == "fault" and one["kind"] == "nan" and one["attempt"] <= number for one in notes)
-    return 0 if bad else max(saved)
+def _kept(notes: Sequence[Note], number: int) -> int:
+    """The newest step that must not be lost by an attempt. After NaN that is what was restored next, and what was saved
+    from then on: what was saved before may be suspect."""
+    bad = max((one["attempt"] for one in notes if _is_nan(one) and one["attempt"] <= number), default=-1)
+    later = [one for one in notes if bad < one["attempt"] <= number]
+    saved = [one["step"] for one in later if one["what"] == "saved"]
+    restored = [one["step"] for one in later if one["what"] == "restored"]
+    return max([*saved, *restored[:1]], default=0)
+
+
+def _is_nan(note: Note) -> bool:
+    return bool(note["what"] == "fault" and note["kind"] == "nan")
 
 
 def _names(fault: Fault, line: Reported, note: Note) -> bool:
@@ -121,7 +131,8 @@ def _names(fault: Fault, line: Reported, note: Note) -> bool:
         case "nan":
             return "TrainingDiverged" in line.what and f"step {note['step']}: loss nan" in line.what
         case "store":
-            return rank or re.search(r"store|connection|DistNetworkError", line.what, re.IGNORECASE) is not None
+            # A connection that another rank has lost is no sign of the store: that may be to any rank.
+            return rank or re.search(r"store|DistNetworkError", line.what, re.IGNORECASE) is not None
         case "full":
             return "NoSpace" in line.what
     return False
@@ -130,10 +141,15 @@ def _names(fault: Fault, line: Reported, note: Note) -> bool:
 def compared(plan: Plan, notes: Sequence[Note], reference: Sequence[Note], code: int) -> list[str]:
     """What of a whole job is wrong. `reference`: the notes of one without faults, which left out the same batches."""
     ends = [one for one in notes if one["what"] == "end" and one["step"] == plan.total]
-    if code or not ends:
-        return [f"the job ended with code {code}, and {len(ends)} ranks reached step {plan.total}"]
+    theirs = [one for one in reference if one["what"] == "end" and one["step"] == plan.total]
+    if code or not ends or {one["rank"] for one in ends} != {one["rank"] for one in theirs}:
+        without = f"{len(theirs)} without faults"
+        return [f"the job ended with code {code}, and {len(ends)} ranks reached step {plan.total}, {without}"]
     problems = [] if all(one["exact"] for one in ends) else ["the samples are not exactly those of the order"]
-    digests = {one["digest"] for one in reference if one["what"] == "end" and one["step"] == plan.total}
+    most = SUSPECTS * len({(one["attempt"], one["step"]) for one in notes if _is_nan(one)})
+    if any(len(one["skipped"]) > most for one in ends):
+        problems.append(f"{len(ends[-1]['skipped'])} batches are left out, where faults explain {most}")
+    digests = {one["digest"] for one in theirs}
     if {one["digest"] for one in ends} != digests or len(digests) != 1:
         problems.append("weights or optimizer state differ from those of a job without faults")
     losses = {(one["rank"], one["step"]): one["loss"] for one in reference if one["what"] == "step"}

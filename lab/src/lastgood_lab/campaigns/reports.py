@@ -48,6 +48,8 @@ def report(name: str, title: str, facts: dict[str, Any], tables: Iterable[str], 
     """
     from lastgood_lab import provenance  # imported late: children of mutation.py import lastgood from a copy
 
+    if facts.get("trials") == 0:
+        raise SystemExit("nothing was tried, so no report is written")
     stem, title = (name, title) if tier == "directory" else (f"{name}-{tier}", f"{title}, {tier}")
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     facts = {

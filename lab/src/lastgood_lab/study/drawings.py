@@ -15,13 +15,16 @@ if TYPE_CHECKING:
     from .tables import Triple
 
 
+FIGURES, KINDS = ("2-goodput", "3-gain", "4-stall"), ("png", "svg")
+
+
 def write(whole: Sequence[Triple], out: Path) -> list[Path]:
     """Draw the figures into `out`; none without a complete suite. Returns their paths."""
     if not whole:
         return []
     paths = []
-    for name, draw in (("2-goodput", _goodput), ("3-gain", _gain), ("4-stall", _stall)):
-        made = [out / f"figure-{name}.{kind}" for kind in ("png", "svg")]
+    for name, draw in zip(FIGURES, (_goodput, _gain, _stall), strict=True):
+        made = [out / f"figure-{name}.{kind}" for kind in KINDS]
         figures.save(lambda draw=draw: draw(whole), *made)  # type: ignore[misc]
         paths += made
     return paths

@@ -5,12 +5,11 @@
 
 `snapshot`: the loop was in the call that begins a save. `write`: it waited for a save to end, or for a place in flight.
 `sync`: it waited before an update until the state was copied. `recovery`: from the last line of an attempt that failed
-until the next one has restored and has trained its last step again.
+until the next one has restored and has trained its last step again, without the waits for saves in these steps.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -26,6 +25,8 @@ from lastgood.supervisor.attempt_log import Attempt
 from .conditions import Expected
 from .environment import Environment
 from .unit import Unit
+
+NOT_CHECKED = "not checked, because the target was not reached"
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,10 +64,14 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     """how long the loop of rank 0 has waited for saves"""
     parts: dict[str, float] = msgspec.field(default_factory=dict)
     saves: int = 0
-    losses: list[float] = msgspec.field(default_factory=list)
-    """means over the ranks, of each committed step"""
+    losses: list[float | None] = msgspec.field(default_factory=list)
+    """means over the ranks, of each committed step; None where the loss of a rank was no number, or was not logged"""
     environment: Environment | None = None
-    """None: it was not recorded"""
+    """None: it was not recorded, like the two fields that follow"""
+    date: str = ""
+    """on which the unit ended, as YYYY-MM-DD"""
+    load: tuple[float, float] | None = None
+    """of the machine, as the mean of a minute: when the command began that has run the unit, and when the unit ended"""
     reached: str = ""
     checked: str = ""
     agreed: str = ""
@@ -76,7 +81,8 @@ def found(unit: Unit, seen: Seen) -> Found:
     """What a unit was."""
     reached = _reached(unit, seen)
     if reached:
-        return Found(unit=unit, reached=reached, wall=seen.ended - seen.begun)
+        wall = seen.ended - seen.begun
+        return Found(unit=unit, reached=reached, checked=NOT_CHECKED, agreed=NOT_CHECKED, wall=wall)
     committed = _committed(seen)
     wall, parts = seen.ended - seen.begun, _parts(seen)
     return Found(
@@ -89,10 +95,15 @@ def found(unit: Unit, seen: Seen) -> Found:
         stall=parts["snapshot"] + parts["write"] + parts["sync"],
         parts=parts,
         saves=sum(one.kind == "durable" for one in seen.saves),
-        losses=[statistics.fmean(math.nan if one.loss is None else one.loss for one in lines) for lines in committed],
+        losses=[_loss(lines) for lines in committed],
         checked=_checked(unit, seen, committed),
         agreed=_agreed(unit, seen),
     )
+
+
+def _loss(lines: Sequence[StepLine]) -> float | None:
+    losses = [one.loss for one in lines if one.loss is not None]
+    return statistics.fmean(losses) if len(losses) == len(lines) else None
 
 
 def _reached(unit: Unit, seen: Seen) -> str:
@@ -167,6 +178,9 @@ def _agreed(unit: Unit, seen: Seen) -> str:
             return f"attempt {attempt} restored {mine}, and step {one.restored_step} for the supervisor"
         if unit.keeps_durable and mine[0] < max(durable, default=0):
             return f"attempt {attempt} restored step {mine[0]}, although step {max(durable)} was durable"
+        failed_saves = [line for line in seen.saves if line.attempt == attempt and line.kind == "failed"]
+        if unit.condition == "errors" and unit.failures and not failed_saves:
+            return f"attempt {attempt}: no write of a save has failed, which is what the condition is about"
     return ""
 
 
@@ -178,18 +192,20 @@ def _is_expected(expected: Expected, kind: str, rank: int, what: str) -> bool:
 def _parts(seen: Seen) -> dict[str, float]:
     """The parts of the wall time."""
     lines: list[StepLine | SaveLine] = [*seen.steps[0], *seen.saves]
-    last_attempt = max(one.attempt for one in lines)
-    stall = sum(max(one.stall_seconds for one in lines if one.attempt == at) for at in range(last_attempt + 1))
+    # An attempt in which rank 0 ended before it opened the run has no line; `_agreed` says so.
+    attempts = sorted({one.attempt for one in lines})
+    stall = sum(max(one.stall_seconds for one in lines if one.attempt == at) for at in attempts)
     snapshot, sync = (sum(getattr(one, f"{name}_seconds") for one in seen.saves) for name in ("enqueue", "fence"))
-    restored = {one.attempt: one for one in seen.saves if one.kind == "restored"}
     recovery = 0.0
-    for before, after in pairwise(range(last_attempt + 1)):
-        reached = max(one.global_step for one in seen.steps[0] if one.attempt == before)
+    for before, after in pairwise(attempts):
+        reached = max((one.global_step for one in seen.steps[0] if one.attempt == before), default=0)
         again = [one for one in seen.steps[0] if one.attempt == after and one.global_step <= reached]
-        over = max((one.at_seconds for one in again), default=restored[after].at_seconds)
+        begun = min(one.at_seconds for one in lines if one.attempt == after)
+        over = max((one.at_seconds for one in again), default=begun)
         recovery += over - max(one.at_seconds for one in lines if one.attempt == before)
+        recovery -= max((one.stall_seconds for one in again), default=0.0)  # which `write` and the others count
     found = {
-        "launch": restored[0].at_seconds - seen.begun,
+        "launch": min(one.at_seconds for one in lines) - seen.begun,
         "snapshot": snapshot,
         "write": max(0.0, stall - snapshot - sync),
         "sync": sync,

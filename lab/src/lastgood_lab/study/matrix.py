@@ -1,20 +1,23 @@
 """The matrix of the study: every suite, variant and seed, run one after another, and compared within each seed.
 
 It resumes where it stopped: a unit that is completed is not run again, and `manifest.csv` says of each whether this
-command has run it ("completed"), found it there ("skipped_exists"), or failed ("failed").
+command has run it ("completed"), found it there ("skipped_exists"), or failed ("failed"). One that failed is run again.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
 from lastgood.errors import Refused
+from lastgood.io.files import Lock
 
 from ..object_server import weed
 from ..report import Progress
@@ -22,6 +25,8 @@ from . import images, runs
 from .conditions import CONDITIONS, Tolerance
 from .findings import Found
 from .unit import DATASETS, REAL_DATASETS, SCALES, STORAGES, Size, Unit, suites, units
+
+LOCK = "study.lock"
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,7 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
         """What differs from the reference and may not; empty if nothing does. The condition says what may."""
         tolerance, first, mean = self.found.unit.rules.tolerance, self.first_difference, self.loss_difference
         if mean is None:
-            return ""
+            return "not compared, because it has not reached the target, or its reference has not"
         if self.found.unit.target not in self.distances:
             return "the checkpoint of the last step was not compared"
         if tolerance:
@@ -74,20 +79,38 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
             return (
                 "" if near else f"losses differ by {first:.2g} soon after the first failure, by {mean:.2g} on the mean"
             )
-        largest = next((one for one in self.distances.values() if one), 0.0)  # also NaN
-        if mean == largest == self.buffers == 0:
+        begin = next((one for one in self.distances.values() if one), 0.0)  # also NaN
+        if mean == begin == self.buffers == 0:
             return ""
-        return f"losses differ by {mean:.2g}, parameters by {largest:.2g} at first, {self.buffers} buffers"
+        return f"losses differ by {mean:.2g}, parameters by {begin:.2g} at first, {self.buffers} buffers"
 
 
 def run(options: Options, progress: Progress) -> list[Compared]:
     """Run what is not completed, and compare. Raises Refused for what cannot be meant, before anything is run."""
     names = chosen(options)
+    digests = {one: images.digest(one, options.cifar) for one in {name.partition("-")[0] for name in names}}
     found = list[Compared]()
-    for seed in range(options.seeds):
-        for suite in names:
-            found += _compared(units(suite, seed, options.size, options.condition, options.storage), options, progress)
+    with _alone(options.out):
+        for seed in range(options.seeds):
+            for suite in names:
+                three = units(suite, seed, options.size, options.condition, options.storage)
+                own = [msgspec.structs.replace(one, images=digests[one.dataset]) for one in three]
+                found += _compared(own, options, progress)
     return found
+
+
+@contextlib.contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """Hold the folder of the study. Raises Refused if another command runs the study there."""
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        lock = Lock(str(out / LOCK))
+    except BlockingIOError as error:
+        raise Refused(
+            f"another command runs the study in {out}", todo="Wait for its end, or give another --out."
+        ) from error
+    with contextlib.closing(lock):
+        yield
 
 
 def chosen(options: Options) -> list[str]:
@@ -99,11 +122,11 @@ def chosen(options: Options) -> list[str]:
     _require(size.scale in SCALES, f"scale={size.scale}", f"Give one of {', '.join(map(str, SCALES))}.")
     _require(size.every % size.scale == 0, f"every={size.every}", f"Give a multiple of the scale, {size.scale}.")
     _require(size.global_batch % size.ranks == 0, f"ranks={size.ranks}", "Give a divisor of the global batch.")
+    found = [one for one in known if one in (options.only or known)]
     if options.cifar is not None:
-        files = [path for dataset in options.datasets for path in images.cifar_files(dataset, options.cifar)]
-        for path in files:
-            _require(path.exists(), f"--cifar: there is no {path}", "Unpack the archives of CIFAR there.")
-    return [one for one in known if one in (options.only or known)]
+        for dataset in sorted({one.partition("-")[0] for one in found}):
+            images.require_cifar(dataset, options.cifar)
+    return found
 
 
 def _require_condition(options: Options) -> None:
@@ -144,14 +167,15 @@ def _compared(three: Sequence[Unit], options: Options, progress: Progress) -> li
     done = list[Compared]()
     for unit in three:
         found, status = runs.completed(unit, out), "skipped_exists"
-        if found is None or found.unit != unit or not runs.run_of(unit, out).exists():
-            found, status = runs.lived(unit, out, options.cifar), "completed"
+        if found is None or found.unit != unit or found.reached or not runs.run_of(unit, out).exists():
+            found, status = runs.lived(unit, out, options.cifar, options.load_before), "completed"
         status = "failed" if found.reached else status
         alike = done[-1].found if unit.rules.tolerance and len(done) > 1 else None
         done.append(beside(done[0].found if done else found, found, status, out, alike))
         wrong = found.reached or found.checked or found.agreed or done[-1].differs
         progress(f"{unit.suite} {unit.name}: {status}, {found.wall:.1f} s{', ' + wrong if wrong else ''}")
-    if all(one.status != "failed" for one in done):
+    # What differs is compared again by the next command, and its runs stay for people until then.
+    if not any(one.differs for one in done):
         path.write_bytes(msgspec.json.encode(done))
         for unit in three:
             shutil.rmtree(runs.run_of(unit, out))
@@ -165,15 +189,26 @@ def beside(reference: Found, one: Found, status: str, out: Path, alike: Found | 
     """
     if reference.reached or one.reached:
         return Compared(found=one, status=status, loss_difference=None, distances={})
-    differences = [abs(mine - theirs) for mine, theirs in zip(one.losses, reference.losses, strict=True)]
+    differences = [_apart(mine, theirs) for mine, theirs in zip(one.losses, reference.losses, strict=True)]
     pairs = zip(one.losses, alike.losses, strict=True) if alike is not None and not alike.reached else ()
     soon = next(iter(one.unit.failures), 0) + (one.unit.rules.tolerance or Tolerance()).steps
     return Compared(
         found=one,
         status=status,
         loss_difference=sum(differences) / len(differences),
-        first_difference=max(differences[:soon]),
-        repeated_otherwise=sum(mine != theirs for mine, theirs in pairs),  # also for NaN
+        first_difference=largest(differences[:soon]),
+        repeated_otherwise=sum(mine != theirs or mine is None for mine, theirs in pairs),
         distances=runs.distances(one.unit, reference.unit, out),
         buffers=runs.differing_buffers(one.unit, reference.unit, out),
     )
+
+
+def _apart(mine: float | None, theirs: float | None) -> float:
+    """How far two losses are apart; NaN where one of them is no number."""
+    return math.nan if mine is None or theirs is None else abs(mine - theirs)
+
+
+def largest(values: Iterable[float]) -> float:
+    """The largest of some numbers, 0 for none; NaN if one of them is NaN, which `max` may pass over."""
+    found = [*values]
+    return math.nan if any(map(math.isnan, found)) else max(found, default=0.0)

@@ -14,8 +14,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
+from lastgood.io import processes
 from lastgood.io.machine import NODE
 from lastgood.run import memory_place
 from lastgood.supervisor.placement import free_port
@@ -97,7 +99,11 @@ class Nodes:
         environment = {**os.environ, **self._environment, **own, memory_place.VARIABLE: str(home)}
         command = [sys.executable, "-m", "lastgood", "run", *options, "--preload", PRELOAD, "-m", *self._script]
         with open(self._log(name), "wb") as log:
-            self._nodes[name] = subprocess.Popen(command, env=environment, stderr=log, start_new_session=True)
+            # However this process ends: a job that trained on would write into the folder of the next start.
+            bound = partial(processes.die_with, os.getpid())
+            self._nodes[name] = subprocess.Popen(
+                command, env=environment, stderr=log, start_new_session=True, preexec_fn=bound
+            )
 
     def _lose(self, name: str) -> None:
         """Kill every process of a node, and remove its memory."""

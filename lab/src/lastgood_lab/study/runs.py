@@ -8,6 +8,8 @@ A unit without found.json was interrupted, and is begun anew. The runs themselve
 
 from __future__ import annotations
 
+import datetime
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -52,9 +54,10 @@ def run_of(unit: Unit, out: Path) -> Path:
     return out / "runs" / f"{unit.suite}-{unit.name}"
 
 
-def lived(unit: Unit, out: Path, cifar: Path | None = None) -> Found:
-    """Run a unit from its beginning to its end. `cifar`: the folder of CIFAR's files, for its datasets."""
-    logs, run, data = folder(unit, out), run_of(unit, out), out / "runs" / f"{unit.dataset}-{unit.size.side}.npz"
+def lived(unit: Unit, out: Path, cifar: Path | None = None, load_before: float = 0.0) -> Found:
+    """Run a unit from its beginning to its end. `cifar`: the folder of CIFAR's files, for its datasets. `load_before`:
+    of the machine, when the command began."""
+    logs, run, data = folder(unit, out), run_of(unit, out), _images(unit, out)
     for path in (logs, run):
         shutil.rmtree(path, ignore_errors=True)
     logs.mkdir(parents=True)
@@ -67,7 +70,12 @@ def lived(unit: Unit, out: Path, cifar: Path | None = None) -> Found:
         code = nodes.lived(unit, logs, script, storage.memory, storage.environment)
         ended, recorded = time.monotonic(), _recorded(storage.url)
     seen = _seen(unit, logs, run, code, (begun, ended), recorded)
-    found = msgspec.structs.replace(findings.found(unit, seen), environment=environment.here())
+    found = msgspec.structs.replace(
+        findings.found(unit, seen),
+        environment=environment.here(),
+        date=datetime.date.today().isoformat(),
+        load=(load_before, os.getloadavg()[0]),
+    )
     draft = logs / "found.json.tmp"
     draft.write_bytes(msgspec.json.format(msgspec.json.encode(found)))
     draft.rename(logs / FOUND)
@@ -85,8 +93,8 @@ def _recorded(url: str) -> list[Attempt]:
 def _seen(unit: Unit, logs: Path, run: Path, code: int, times: tuple[float, float], recorded: list[Attempt]) -> Seen:
     steps: list[list[StepLine]] = [job_logs.steps(logs, rank) for rank in range(unit.size.ranks)]
     saves: list[SaveLine] = job_logs.saves(logs)
-    dataset = _length(logs.parent.parent / "runs" / f"{unit.dataset}-{unit.size.side}.npz")
-    sampler = lastgood.ResumableSampler(dataset, unit.size.global_batch, unit.seed)
+    samples = len(images.read(_images(unit, logs.parent.parent))[1])
+    sampler = lastgood.ResumableSampler(samples, unit.size.global_batch, unit.seed)
     audit = lastgood.Audit()
     differs = "the run has no generation"
     if run.exists() and code == 0:
@@ -107,8 +115,9 @@ def _seen(unit: Unit, logs: Path, run: Path, code: int, times: tuple[float, floa
     )
 
 
-def _length(path: Path) -> int:
-    return len(images.read(path)[1])
+def _images(unit: Unit, out: Path) -> Path:
+    """The file with the images of a unit."""
+    return out / "runs" / f"{unit.dataset}-{unit.size.side}{unit.images and '-' + unit.images}.npz"
 
 
 def distances(unit: Unit, reference: Unit, out: Path) -> dict[int, float]:

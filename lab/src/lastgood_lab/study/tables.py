@@ -17,19 +17,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+from scipy import stats
 
-from .. import report
 from ..report import Table
 from . import drawings
 from . import study_figures as ecrl
 from .conditions import CONDITIONS
 from .environment import Environment
-from .matrix import Compared, Options
-from .unit import STORAGES, VARIANTS, Unit
+from .matrix import Compared, Options, largest
+from .unit import STORAGES, VARIANTS, Size, Unit
 
 PARTS = ("launch", "compute", "snapshot", "write", "sync", "recovery", "end")
-T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-"""quantiles of Student's t with 1, 2, ... degrees of freedom; 1.96 beyond"""
+TABLES = ("manifest.csv", "summary.csv", "detailed_table.csv", "traces.csv")
 NAMES = {"ref": "reference", "blk": "blocking", "ovl": "overlapped"}
 
 
@@ -47,7 +46,7 @@ def mean(values: Sequence[float]) -> Mean:
     """The mean of one value for each seed."""
     if len(values) < 2:
         return Mean(values[0] if values else math.nan, math.nan)
-    quantile = T_975[len(values) - 2] if len(values) - 2 < len(T_975) else 1.96
+    quantile = float(stats.t.ppf(0.975, len(values) - 1))
     return Mean(statistics.fmean(values), quantile * statistics.stdev(values) / math.sqrt(len(values)))
 
 
@@ -103,7 +102,8 @@ def gates(rows: Sequence[Compared], out: Path) -> dict[str, list[str]]:
         ):
             found[gate] += [f"{name}: {wrong}"] if wrong else []
     names = [f"{suite}/publishable.json" for suite in {one.found.unit.suite for one in rows}]
-    found["files"] = [name for name in ("analysis.md", *names) if not (out / name).exists()]
+    names += [*TABLES, *(f"figure-{name}.{kind}" for name in drawings.FIGURES for kind in drawings.KINDS)]
+    found["files"] = [f"{name} is missing" for name in names if not (out / name).exists()]
     return found
 
 
@@ -118,7 +118,7 @@ def write(rows: Sequence[Compared], options: Options, command: str) -> dict[str,
         mine = [one for one in rows if one.found.unit.suite == suite]
         record = {
             "suite": suite,
-            "date": report.today(),
+            "date": dates(mine),
             "environments": [msgspec.structs.asdict(one) for one in _environments(mine)],
             "command": command,
             "summary": _summary(suite, [one for one in whole if one.unit.suite == suite]),
@@ -126,10 +126,8 @@ def write(rows: Sequence[Compared], options: Options, command: str) -> dict[str,
         }
         (out / suite / "publishable.json").write_text(json.dumps(record, indent=1) + "\n")
     drawings.write(whole, out)
-    path = out / "analysis.md"
-    path.touch()
     found = gates(rows, out)
-    path.write_text(_analysis(rows, whole, found, options, command))
+    (out / "analysis.md").write_text(_analysis(rows, whole, found, options, command))
     return found
 
 
@@ -165,10 +163,10 @@ def _detailed(one: Compared) -> dict[str, Any]:
         "saves": found.saves,
         "stall_seconds": round(found.stall, 4),
         **{f"{part}_seconds": round(found.parts.get(part, 0.0), 4) for part in PARTS},
-        "mean_loss_difference": one.loss_difference,
-        "first_loss_difference": one.first_difference,
+        "mean_loss_difference": None if one.loss_difference is None else _number(one.loss_difference),
+        "first_loss_difference": _number(one.first_difference),
         "checkpoints_compared": len(one.distances),
-        "largest_l2": max(one.distances.values(), default=0.0),
+        "largest_l2": _number(largest(one.distances.values())),
         "buffers_differing": one.buffers,
         "gates": "; ".join(filter(None, (found.reached, found.checked, found.agreed, one.differs))) or "passed",
     }
@@ -187,7 +185,8 @@ def _traces(rows: Sequence[Compared]) -> list[dict[str, Any]]:
             found.append(
                 {
                     **{"suite": unit.suite, "variant": unit.variant, "seed": unit.seed, "step": step},
-                    **{"loss": loss, "loss_difference": loss - its, "l2": one.distances.get(step, "")},
+                    **{"loss": loss, "loss_difference": None if loss is None or its is None else loss - its},
+                    **{"l2": one.distances.get(step, "")},
                 }
             )
     return found
@@ -211,9 +210,20 @@ def _summary(suite: str, mine: Sequence[Triple]) -> dict[str, Any]:
         "gain_half_interval": _rounded(gain.half),
         "stall_cut_percent": _rounded(mean([one.stall_cut for one in mine]).value),
         "write_cut_percent": _rounded(mean([one.write_cut for one in mine]).value),
-        "largest_loss_difference": max((two.loss_difference or 0.0 for one in mine for two in one), default=None),
-        "largest_l2": max((value for one in mine for two in one for value in two.distances.values()), default=None),
+        "largest_loss_difference": _largest([two.loss_difference for one in mine for two in one]),
+        "largest_l2": _largest([value for one in mine for two in one for value in two.distances.values()]),
     }
+
+
+def _largest(values: Sequence[float | None]) -> float | str | None:
+    """None where there is no value."""
+    known = [one for one in values if one is not None]
+    return _number(largest(known)) if known else None
+
+
+def _number(value: float) -> float | str:
+    """A number for files, which have no NaN: JSON knows none."""
+    return "NaN" if math.isnan(value) else value
 
 
 def _rounded(value: float) -> float | None:
@@ -235,7 +245,7 @@ def _analysis(
         )
     device = f" Each step waits {size.device_ms} ms as for a device." if size.device_ms else ""
     about = (
-        f"{report.today()}, commit {commits(rows)}; `{command}`. {len(rows)} units, "
+        f"{dates(rows)}, commit {commits(rows)}; `{command}`. {len(rows)} units, "
         f"{len(whole)} complete suites and seeds ({seeds} seeds). All numbers of steps are divided by {size.scale}: "
         f"{1600 // size.scale} steps with a save every {size.every // size.scale}; {crash}: "
         f"{rules.about}. Saved to {STORAGES[options.storage]}. Networks of width "
@@ -247,17 +257,31 @@ def _analysis(
     passed = [
         f"- {names.get(gate, gate)}: {'passed' if not wrong else '; '.join(wrong)}" for gate, wrong in found.items()
     ]
-    parts = ["# The recovery study", about, _load(options), "## Gates\n\n" + "\n".join(passed), FORMULAS, ARCHITECTURE]
+    parts = [
+        "# The recovery study",
+        about,
+        _load(rows, size),
+        "## Gates\n\n" + "\n".join(passed),
+        FORMULAS,
+        ARCHITECTURE,
+    ]
     parts += [table.markdown() for table in [_environment(rows), *_tables(whole)]] if whole else []
     return "\n\n".join(parts) + "\n"
 
 
-def _load(options: Options) -> str:
-    """The load of the machine, and whether other work has taken processors from the study."""
-    before, after, ranks, cores = options.load_before, os.getloadavg()[0], options.size.ranks, os.cpu_count() or 1
+def _load(rows: Sequence[Compared], size: Size) -> str:
+    """The load of the machine while the units ran, and whether other work has taken processors from the study."""
+    loads, ranks, cores = (
+        [one.found.load for one in rows if one.found.load is not None],
+        size.ranks,
+        os.cpu_count() or 1,
+    )
+    if not loads:
+        return "Load of the machine: not recorded."
+    before, after = (max(one[at] for one in loads) for at in (0, 1))
     text = (
-        f"Load of the machine, as the mean of a minute: {before:.1f} when this command began, {after:.1f} at its end; "
-        f"the study's own ranks are {ranks}, on {cores} cores."
+        f"Load of the machine, as the mean of a minute, at most: {before:.1f} when a command began, {after:.1f} at the "
+        f"end of a unit; the study's own ranks are {ranks}, on {cores} cores."
     )
     other = max(before, after - ranks)
     if other >= 1 and other + ranks > cores:
@@ -275,7 +299,7 @@ The numbers are those of ECRL's study. launch and end are not in its formula (6)
 
 snapshot: the loop is in the call that begins a save. write: it waits for a save to end, or for a place in flight.
 sync: it waits before an update until the state is copied. recovery: from the last line of an attempt that failed until
-the next one has trained its last step again."""
+the next one has trained its last step again, without the waits for saves in these steps."""
 
 ARCHITECTURE = """## Figure 1: the parts
 
@@ -288,6 +312,12 @@ ARCHITECTURE = """## Figure 1: the parts
 def _environments(rows: Sequence[Compared]) -> list[Environment]:
     """Those of the units; without those that were not recorded."""
     return list(dict.fromkeys(one.found.environment for one in rows if one.found.environment is not None))
+
+
+def dates(rows: Sequence[Compared]) -> str:
+    """On which the units were run: a day, or the first and the last one."""
+    found = sorted({one.found.date for one in rows if one.found.date})
+    return " to ".join(dict.fromkeys([found[0], found[-1]])) if found else "date not recorded"
 
 
 def commits(rows: Sequence[Compared]) -> str:
@@ -319,11 +349,13 @@ def _tables(whole: Sequence[Triple]) -> list[Table]:
 
 
 def over(whole: Sequence[Triple], value: Any) -> Mean:
-    """A mean over the suites, with its interval over the seeds."""
+    """A mean over the suites, with its interval over the seeds. A seed that lacks a suite is left out: the mean of the
+    others is one of other suites."""
     seeds: dict[int, list[float]] = {}
     for one in whole:
         seeds.setdefault(one.unit.seed, []).append(value(one))
-    return mean([statistics.fmean(values) for values in seeds.values()])
+    suites = len({one.unit.suite for one in whole})
+    return mean([statistics.fmean(values) for values in seeds.values() if len(values) == suites])
 
 
 BESIDE = [f"{NAMES[one]}, {of}" for one in VARIANTS for of in ("here", "ECRL")]
@@ -355,7 +387,7 @@ def _aggregate(whole: Sequence[Triple]) -> Table:
         row("write on the critical path, s", lambda one, *_: one.found.parts["write"], ecrl.WRITE, ".3f"),
         row("snapshot, s", lambda one, *_: one.found.parts["snapshot"], ecrl.SNAPSHOT, ".3f"),
         row("mean loss difference", lambda one, *_: one.loss_difference, ecrl.LOSS_DIFFERENCE, "g"),
-        row("largest L2 of a checkpoint", lambda one, *_: max(one.distances.values(), default=0.0), {}, "g"),
+        row("largest L2 of a checkpoint", lambda one, *_: largest(one.distances.values()), {}, "g"),
         row("buffers of ranks that differ", lambda one, *_: one.buffers, {}, "g"),
     ]
     cuts = [

@@ -80,6 +80,8 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True):
     size: Size
     condition: str = "exit"
     storage: str = "disk"
+    images: str = ""
+    """digest of CIFAR's files; empty for images that ship with scikit-learn"""
 
     @property
     def rules(self) -> Condition:
