@@ -55,6 +55,23 @@ def test_a_child_of_the_supervised_process_does_not_write_its_page(tmp_path: Pat
     assert os.waitpid(child, 0)[1] == 0
 
 
+@pytest.mark.parametrize("closes", [True, False])
+def test_the_page_of_a_process_that_has_ended_is_free(tmp_path: Path, closes: bool) -> None:
+    """Of a command that runs one program after the other the supervisor saw the first one only: the second one saved
+    newer steps, and the job was given up."""
+    environ = {heartbeat.VARIABLE: str(tmp_path / "page")}
+    heartbeat.create(environ[heartbeat.VARIABLE])
+    child = os.fork()
+    if child == 0:
+        first = heartbeat.own(environ)
+        if first is not None and closes:
+            first.released()
+        os._exit(first is None)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # it is a zombie, as that of a shell may be
+    assert heartbeat.own(environ) is not None
+    assert os.waitpid(child, 0)[1] == 0
+
+
 def test_a_page_that_was_removed_shows_nothing(tmp_path: Path) -> None:
     assert heartbeat.read(str(tmp_path / "gone")).step == 0
 

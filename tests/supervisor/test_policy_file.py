@@ -44,6 +44,16 @@ def test_a_policy_of_another_name_is_read_in_place_of_the_one_here(folder: Path)
     assert parsed(["--policy", "/dev/null", "train.py"], {}).budget.restarts is None
 
 
+def test_a_link_to_no_policy_is_refused_and_a_home_is_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link whose file was not mounted was no policy, without a word. `~` made a folder of this name."""
+    (folder / "lastgood.yaml").symlink_to("gone.yaml")
+    with pytest.raises(Refused, match="cannot be read"):
+        parsed(["train.py"], {})
+    monkeypatch.setenv("HOME", str(folder))
+    (folder / "gone.yaml").write_text("log-dir: ~/logs")
+    assert parsed(["train.py"], {}).log_dir == str(folder / "logs")
+
+
 def test_a_policy_that_cannot_be_read_is_answered_by_where_it_was_named(folder: Path) -> None:
     """Of the file that is read without --policy it said: Correct --policy."""
     (folder / "lastgood.yaml").mkdir()

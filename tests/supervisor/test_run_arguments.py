@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import sys
@@ -352,6 +353,13 @@ def test_a_command_where_a_script_belongs_is_answered_with_what_is_meant(
     with pytest.raises(Refused) as found:
         parsed(arguments, {})
     assert todo in found.value.todo
+
+
+def test_a_script_that_can_be_read_once_is_refused(tmp_path: Path) -> None:
+    """`cat train.py | lastgood run /dev/stdin` trained nothing, and ended with 0."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(Refused, match="neither a file nor a folder"):
+        parsed([str(tmp_path / "pipe")], {})
 
 
 def test_a_mistyped_option_is_answered_with_a_near_one(script: str) -> None:

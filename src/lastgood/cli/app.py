@@ -97,15 +97,26 @@ app.command("plan")(sizing.plan)
 app.add_typer(agent.agent, name="agent")
 
 
+def _open_standard_streams() -> None:
+    """Let standard streams that are closed, as by `>&-`, lead to /dev/null, also in processes that this one starts: a
+    file of a run, or one with the output of a rank, must not get their numbers."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number, which is this one
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for the life of the process
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit code. A bug in this package ends in a traceback, with exit code 1.
 
     `argv`: the arguments without the name of the program (default: those of this process).
     """
     args = list(sys.argv[1:] if argv is None else argv)
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed, as by `>&-`; a file of a run must not get its number
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for the life of the process
+    _open_standard_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names that this terminal cannot show are escaped

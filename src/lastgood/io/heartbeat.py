@@ -17,6 +17,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from ..errors import Refused
+from . import processes
 
 VARIABLE = "LASTGOOD_HEARTBEAT"
 """The environment variable that names the page of a rank. Without it nothing is shown."""
@@ -131,8 +132,11 @@ class Heartbeat:
         self._numbers[_Field.BEGUN] = time.monotonic_ns()
 
     def taken(self) -> bool:
-        """Let one run write the page. Returns False if another process has it, or another run of this one."""
-        if self._numbers[_Field.OWNER] not in (0, os.getpid()):  # guard: one-run-beats
+        """Let one run write the page. Returns False if another process has it, or another run of this one. What a
+        process had that has ended is free: a command may run one program after the other."""
+        owner = self._numbers[_Field.OWNER]
+        has_ended = owner and abs(owner) != os.getpid() and not processes.runs(abs(owner))
+        if owner not in (0, os.getpid()) and not has_ended:  # guard: one-run-beats
             return False
         for field in _OF_ONE_RUN:  # of a run that was closed before
             self._numbers[field] = 0  # guard: run-begins-without-signs

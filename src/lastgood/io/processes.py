@@ -42,6 +42,11 @@ def lives(process: str) -> bool | None:
     return _started(int(pid)) == started  # guard: number-of-ended-process-reused
 
 
+def runs(pid: int) -> bool:
+    """Whether the process of this number has not ended, also where its parent has not noted its end."""
+    return _started(pid) is not None
+
+
 def die_with(parent: int) -> None:
     """Let the kernel kill this process when its parent ends. Ends it if that has ended already.
 

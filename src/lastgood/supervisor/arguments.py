@@ -115,6 +115,9 @@ def _require_program(kind: Literal["module", "command", "script"], name: str) ->
         if shutil.which(name) is not None:
             todo += f" {name} is a command: leave it out, or put --no-python before it. A module: -m NAME."
         raise Refused(f"there is no file {name}", safe="Nothing was started.", todo=todo)
+    if kind == "script" and not (os.path.isfile(name) or os.path.isdir(name)):
+        todo = "Write the script to a file: each rank reads it, in each attempt."
+        raise Refused(f"{name} is neither a file nor a folder", safe="Nothing was started.", todo=todo)
 
 
 def _job(args: argparse.Namespace, rest: list[str], environ: Mapping[str, str], policy: str) -> Job:

@@ -9,8 +9,6 @@ Invariant: after `run` no process of the attempt is left.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 import os
 import select
@@ -28,7 +26,7 @@ from ..io.oom_kills import OomKills, oom_kills
 from ..policy.blame import Ended, aborted, follows, timed_out
 from ..policy.hang import Silent, Stuck, awaited, is_idle
 from ..policy.health import Finding, leaves
-from . import leftovers
+from . import error_files, leftovers
 from .arguments import Job
 from .attempt_log import Slow
 from .attempt_records import AttemptRecords
@@ -36,15 +34,14 @@ from .host_signs import HostSigns
 from .membership import StoreLost
 from .outputs import Console
 from .placement import Kind, Nodes, Notice, Placement
-from .program import error_in_memory
 from .progress_watch import ProgressWatch
-from .rank_end import end_all, how_ended
+from .rank_end import end_all, how_ended, reap_orphans
 from .rank_start import RankStart
 from .signals import PASSED_ON, Signals
 from .slow_watch import SlowWatch
 from .stack_reader import StackReader
 from .survivors import Left, is_complete, left_by
-from .watch import RankProcess, heeds, just_in_time_seconds, processor_seconds, stacks, stuck
+from .watch import RankProcess, heeds, just_in_time_seconds, processor_seconds, stacks, stuck, warn_groups
 from .zygote import Zygote
 
 MEMORY = "/dev/shm"
@@ -155,8 +152,6 @@ class Attempt:
         memory = MEMORY if os.path.isdir(MEMORY) else None
         with leftovers.folder("lastgood-beat-", memory, FULL_MEMORY) as pages:
             try:
-                if self._job.program.kind == "command":  # whether it heeds a warning is not known
-                    self._signals.drop_warnings()
                 self._start(pages)
                 lived.started = time.monotonic()
                 self._watch(lived, host, records, reader)
@@ -202,6 +197,7 @@ class Attempt:
                     self._poll.unregister(descriptor)
                     one.ended = how_ended(one)
             self._console.copy()
+            reap_orphans([*self._live.values()])
             self._note_failures(lived)
             records.shown([one.shown for one in self._ranks])
             if all(one.shown.first is not None for one in self._ranks):
@@ -330,12 +326,15 @@ class Attempt:
 
     def _pass_on_what_came(self, lived: Lived) -> None:
         """Pass the signals on that have come. A warning would end a rank that starts, because it has no handler yet: it
-        is passed on later, and if no rank has one, to the ranks of the next attempt if this one fails."""
+        is passed on later, and if no rank has one, to the ranks of the next attempt if this one fails. Of the processes
+        of a command those get it that have a handler then."""
         for number in self._signals.taken():
             warns, to = number in PASSED_ON, [*self._live.values()]
-            if warns and self._job.program.kind != "command":
-                to = [one for one in to if heeds(one.pid, number)]  # guard: warning-ends-no-rank
-            if warns and (lived.failed is not None or not to):
+            if warns and lived.failed is not None:
+                self._signals.keep(number)
+            elif warns and self._job.program.kind == "command":
+                warn_groups(to, number)
+            elif warns and not (to := [one for one in to if heeds(one.pid, number)]):  # guard: warning-ends-no-rank
                 self._signals.keep(number)
             else:
                 self._pass_on(number, to)
@@ -377,7 +376,7 @@ class Attempt:
         for one in self._ranks:
             lived.progress.append(heartbeat.read(str(one.page))._replace(rank=one.rank))
             assert one.ended is not None
-            error, stack, at = _error(one)
+            error, stack, at = error_files.left_by(one)
             lived.stacks[one.rank] = stack
             if one.killed and not error:
                 continue
@@ -426,22 +425,4 @@ def _followers_seconds(kind: Kind) -> float:
 def _as_ended(one: RankProcess) -> Ended:
     """How a rank has failed, with its error."""
     ended = one.ended or Ended(one.rank, time.monotonic(), 1)
-    return replace(ended, error=_error(one)[0])
-
-
-def _error(one: RankProcess) -> tuple[str, str, float]:
-    """What a rank has left of its error: type and message, the stack, and when it came (0.0: not known)."""
-    for path in (one.folder / "error.json", Path(error_in_memory(str(one.page)))):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            message = json.loads(path.read_text())["message"]
-            if isinstance(message, str):
-                return printable(message), "", 0.0
-            extra = message["extraInfo"]
-            at = float(extra.get("monotonic", 0.0))
-            return printable(message["message"]), printable(extra["py_callstack"]), at
-    return "", "", 0.0
-
-
-def printable(text: str) -> str:
-    """A text whose bytes that are no text, as in names of files, are written out: it can be stored and printed."""
-    return text.encode(errors="backslashreplace").decode()
+    return replace(ended, error=error_files.left_by(one).text)

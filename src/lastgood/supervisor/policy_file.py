@@ -55,7 +55,7 @@ def found(given: str | None) -> str | None:
     """
     if given:
         return given
-    if os.path.exists(NAME):
+    if os.path.lexists(NAME):
         return NAME
     if os.path.exists(MISTAKEN_NAME):
         raise Refused(
@@ -120,7 +120,8 @@ def _text(value: yaml.Node, place: str) -> str:
     kind = value.tag.removeprefix(_TAG)
     if kind not in ("str", "int", "float"):
         raise _refused(place, _WRONG_KINDS.get(kind, f"does not take {kind}"))
-    return str(value.value)
+    text = str(value.value)
+    return os.path.expanduser(text) if text.startswith("~/") else text  # as a shell does with a flag
 
 
 def _place(path: str, node: yaml.Node) -> str:

@@ -20,6 +20,7 @@ import sys
 import time
 import traceback
 import types
+import zipfile
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Literal
@@ -72,11 +73,12 @@ def become_rank(supervisor: int, environment: Mapping[str, str]) -> None:
 
 def run(program: Program) -> None:
     """Run the program as `__main__` in this process. Returns at its end; raises what it raises."""
-    error_file = os.environ.get(ERROR_FILE, "")
+    error_file, rank = os.environ.get(ERROR_FILE, ""), os.getpid()
     try:
         _run(program, error_file)
     except SystemExit as error:  # Python gives it to no hook
-        if error.code is not None and not isinstance(error.code, int):
+        # guard: forked-child-is-no-rank
+        if os.getpid() == rank and error.code is not None and not isinstance(error.code, int):
             _write_error(error_file, SystemExit, error, error.__traceback__)
         raise
 
@@ -85,6 +87,8 @@ def _run(program: Program, error_file: str) -> None:
     if cpus := os.environ.pop(CPUS, ""):
         os.sched_setaffinity(0, map(int, cpus.split(",")))
     if program.kind == "command":
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores, and a command would inherit that
+            signal.signal(number, signal.SIG_DFL)
         os.execvp(program.name, [program.name, *program.arguments])
     write_stacks_on_signal(error_file)
     heartbeat.begin()
@@ -95,7 +99,7 @@ def _run(program: Program, error_file: str) -> None:
         runpy.run_module(program.name, run_name="__main__", alter_sys=True)
         return
     path = os.path.abspath(program.name)
-    if not os.path.isfile(path) or not path.endswith(".py"):
+    if not os.path.isfile(path) or path.endswith(".pyc") or zipfile.is_zipfile(path):
         runpy.run_path(path, run_name="__main__")  # a folder or an archive with a program in it
         return
     # Not by runpy, which replaces sys.argv[0], and takes the program from sys.modules again at its end.
@@ -134,12 +138,15 @@ def _show_name(name: str) -> None:
 def _noting(path: str) -> Hook:
     """A `sys.excepthook` that writes the error file, unless the program has written it, and then prints as usual.
 
-    The frames that lead to the program are left out: the user did not write them.
+    The frames that lead to the program are left out: the user did not write them. A process that the program has forked
+    has the hook too, and only prints.
     """
+    rank = os.getpid()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         trace = _from_program(error, trace)
-        ends = error is getattr(sys, "last_value", None)  # otherwise the program itself prints an error by this hook
+        # Otherwise the program itself prints an error by this hook.
+        ends = error is getattr(sys, "last_value", None) and os.getpid() == rank
         noted = ends and _write_error(path, kind, error, trace)
         sys.__excepthook__(kind, error.with_traceback(trace), trace)
         if noted:  # else its end is awaited: nothing else shows the cause

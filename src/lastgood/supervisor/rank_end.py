@@ -53,6 +53,17 @@ def how_ended(one: RankProcess) -> Ended:
     return Ended(one.rank, time.monotonic(), code)
 
 
+def reap_orphans(ranks: Sequence[RankProcess]) -> None:
+    """Reap what these ranks, which have not ended, had started and left behind: it became a child of this process when
+    its parent ended (adopt_orphans). In a long attempt that could be more processes than a container may have."""
+    for one in ranks:
+        with contextlib.suppress(ChildProcessError):
+            while (found := os.waitid(os.P_PGID, one.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                if found.si_pid == one.pid:  # guard: ended-rank-not-reaped
+                    break
+                os.waitpid(found.si_pid, os.WNOHANG)
+
+
 def end_all(ranks: Sequence[RankProcess], touch: Callable[[], None]) -> None:
     """End every process of these ranks, those in their process groups too, and wait until none is left.
 

@@ -207,7 +207,8 @@ def given_up(outcomes: Sequence[Outcome], run: str, missing: bool) -> str:
         then = "Mend what the error says, delete what advice/ of the run has about it (else its batches stay left out, "
         then += "and its generation suspect), and start the same command again"
     if not run:
-        return f"the job is given up. No run of lastgood was opened. {then}."
+        hint = "A script that starts the training as another process is run with --no-python python SCRIPT"
+        return f"the job is given up. No run of lastgood was opened. {then}. {hint}."
     steps = [max(one.saved_step, one.restored_step) for one in outcomes if one.restored_step is not None]
     newest = f"the newest step that it has saved or restored is {max(steps)}" if steps else "it has restored no step"
     if missing:

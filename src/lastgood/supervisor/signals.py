@@ -52,10 +52,6 @@ class Signals:
         self._pending += [one for one in came if one in PASSED_ON]  # guard: warning-waits-for-ranks
         return [one for one in came if one not in PASSED_ON]
 
-    def drop_warnings(self) -> None:
-        """Forget the warnings that have come: the programs that begin now would be ended by them."""
-        self._pending = [one for one in self._pending if one not in PASSED_ON]
-
     def keep(self, number: int) -> None:
         """A signal that was taken comes again at the next call of `taken`."""
         self._pending.append(number)

@@ -31,8 +31,9 @@ from ..policy.membership import Bounds, Next
 from ..policy.recovery import GAVE_UP, PREEMPTED, RUN_MISSING, STORE, Answer, Outcome, answer, replayed_steps
 from . import attempt_log, job_summary, leftovers, merged, reported, reserve, signals, staging, survivors
 from .arguments import Job
-from .attempt import FULL, Attempt, Lived, printable
+from .attempt import FULL, Attempt, Lived
 from .attempt_records import AttemptRecords
+from .error_files import printable
 from .held_store import hold
 from .host_signs import HostSigns, collectors
 from .membership import Membership, Over, StoreLost
@@ -117,7 +118,7 @@ class Supervisor:
                 if isinstance(place, Placement):
                     attempt = folder / f"attempt_{number}"
                     with os_errors.needed(f"attempt {number + 1} has no folder, {attempt}", FULL):
-                        attempt.mkdir()
+                        attempt.mkdir(parents=True)  # what cleans /tmp may have removed an old folder
                     rendezvous = time.monotonic() - waits_since if place.nodes > 1 else 0.0
                     self._records.begin(self._begun(place, began_at), self._run)
                     one = Attempt(self._job, number, attempt, received, zygote, place, nodes)

@@ -129,6 +129,20 @@ def heeds(pid: int, number: int) -> bool:
     return True
 
 
+def warn_groups(ranks: Sequence[RankProcess], number: int) -> None:
+    """Send a signal to those processes in the groups of some ranks that it would not end."""
+    groups = {str(one.pid) for one in ranks}
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        if groups.intersection(_stat(f"/proc/{name}/stat")[2:3]):
+            with contextlib.suppress(ProcessLookupError):
+                descriptor = os.pidfd_open(int(name))
+                try:
+                    if heeds(int(name), number):  # guard: warning-ends-no-command
+                        signal.pidfd_send_signal(descriptor, number)
+                finally:
+                    os.close(descriptor)
+
+
 def _stat(path: str) -> list[str]:
     """What /proc shows of a process or thread, from its state on; empty if it has ended."""
     with contextlib.suppress(OSError):

@@ -234,7 +234,8 @@ def _become(start: Fork, descriptors: Sequence[int]) -> None:
         torch.default_generator.seed()  # guard: forked-ranks-draw-own-numbers
     for number, one in enumerate(descriptors, start=1):
         os.dup2(one, number)
-        os.close(one)
+        if one != number:  # which it is where the zygote itself had no such descriptor
+            os.close(one)
 
 
 def main() -> None:

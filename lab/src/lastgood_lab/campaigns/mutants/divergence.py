@@ -38,4 +38,12 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a loop in another thread shows no phase", "loop-is-where-it-restores", Remove()),
         ("a file on a slow mount delays signals", "file-delays-no-signal", Swap("SHORT_SECONDS", "READ_SECONDS")),
     ),
+    *table(
+        "divergence",
+        ("rank_programs",),
+        ("a child of a rank fails for it", "forked-child-is-no-rank", Swap("os.getpid() == rank and ", "")),
+        ("a rank is reaped before its end is read", "ended-rank-not-reaped", Never()),
+        ("a warning ends what a command has started", "warning-ends-no-command", Always()),
+        ("a long error is searched as a whole", "long-error-is-cut", Never()),
+    ),
 )
