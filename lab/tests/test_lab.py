@@ -10,6 +10,7 @@ import shutil
 import pytest
 import torch
 
+from lastgood.cli import app
 from lastgood.errors import Refused
 from lastgood_lab import corrupt, crash, guard, latency, peers, powerloss, ranks, scale, script, timeline, trials, wire
 from lastgood_lab.journal import Journal
@@ -36,6 +37,26 @@ def test_the_command_of_the_package_runs_its_experiments(monkeypatch, capsys):
     """The plan of the study calls it `lastgood-lab recovery`, which no shell found."""
     monkeypatch.setattr("sys.argv", ["lastgood-lab", "recovery", "--suites", "none", "--out", "/nowhere"])
     assert script.main() == 3 and "none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("below", ["", "deep/er"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["lab", "recovery", "--out"],
+        ["lab", "corrupt", "--out"],
+        ["lab", "latency", "--out", "new", "--place"],
+        ["bench", "durable", "--out"],
+        ["bench", "trace", "--trace", "any.csv", "--out"],
+    ],
+)
+def test_a_file_in_the_place_of_a_directory_is_refused(command, below, tmp_path, monkeypatch, capsys):
+    """It ended in the traceback of a NotADirectoryError."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("kept")
+    assert app.main([*command, str(tmp_path / "file" / below)]) == 3
+    assert f"{tmp_path / 'file'} is no directory" in capsys.readouterr().err
+    assert [*tmp_path.iterdir()] == [tmp_path / "file"] and (tmp_path / "file").read_text() == "kept"
 
 
 def double(key: trials.Row) -> trials.Row:

@@ -42,7 +42,11 @@ class Options:
 
 
 def run(options: Options, progress: Progress) -> list[Row]:
-    """Return one row for each trace, way of counting failures, policy and interval. Raises Refused without costs."""
+    """Return one row for each trace, way of counting failures, policy and interval.
+
+    Raises Refused without costs, for an unknown policy, and for two traces of the same name.
+    """
+    _require_distinct(options.traces)
     costs = [*options.given, *(measured(options) if options.journal else ())]
     if not costs:
         raise Refused("no costs to replay with", todo="Run `lastgood bench interval` first, or give --step-seconds.")
@@ -73,6 +77,19 @@ def run(options: Options, progress: Progress) -> list[Row]:
     return rows
 
 
+def _require_distinct(traces: Sequence[Path]) -> None:
+    """Raises Refused for two traces of the same name, by which rows, tables and figures tell traces apart."""
+    found: dict[str, Path] = {}
+    for path in traces:
+        if path.stem in found:
+            raise Refused(
+                f"{found[path.stem]} and {path} have the same name, {path.stem}, and the report names a trace by it",
+                safe="Nothing was computed.",
+                todo="Rename one of the files, and give each trace once.",
+            )
+        found[path.stem] = path
+
+
 def read(path: Path) -> Trace:
     """Read a trace file. Raises Refused if it cannot be read or has another format."""
     try:
@@ -84,7 +101,7 @@ def read(path: Path) -> Trace:
 def trace_summary(path: Path, trace: Trace) -> str:
     """The length of a trace and its failures by each way of counting; for a trace of samples also by the artifact's."""
     text = f"{trace.seconds:,.0f} s, {len(trace.drops())} drops, {len(trace.changes())} drops and rises"
-    rows = list(csv.reader(path.read_text().splitlines()))
+    rows = [row for row in csv.reader(path.read_text().splitlines()) if row]
     if rows[0][1:] == ["Time", "GPUs"]:
         text += f"; sum(|change| // 4) from 0, with the tear-down: {artifact_count([int(row[2]) for row in rows[1:]])}"
     return text

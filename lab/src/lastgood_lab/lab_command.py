@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +13,35 @@ from rich.text import Text
 
 from lastgood.cli.app import Answer
 from lastgood.cli.interrupts import ended_as_by_ctrl_c
+from lastgood.errors import Refused
+
+
+def _directory(option: typer.CallbackParam, given: Path | None) -> Path | None:
+    """Return the directory that an option gives, which need not exist. Raises Refused if a file is in its place."""
+    for one in (given, *given.parents) if given is not None else ():
+        if os.path.lexists(one) and not os.path.isdir(one):
+            raise Refused(
+                f"{option.opts[0]} {given}: {one} is no directory",
+                safe="Nothing was run, and the file is untouched.",
+                todo="Give a directory, or a path at which there is nothing yet.",
+            )
+    return given
+
 
 Out = Annotated[
-    Path, typer.Option(metavar="DIR", help="Directory for the journal, tables and figures.", show_default=False)
+    Path,
+    typer.Option(
+        metavar="DIR", help="Directory for the journal, tables and figures.", show_default=False, callback=_directory
+    ),
 ]
 Place = Annotated[
     Path | None,
-    typer.Option("--place", metavar="DIR", help="Directory to save into, on the disk to measure (default: --out)."),
+    typer.Option(
+        "--place",
+        metavar="DIR",
+        help="Directory to save into, on the disk to measure (default: --out).",
+        callback=_directory,
+    ),
 ]
 Rounds = Annotated[int, typer.Option(min=1, help="Rounds, each of which measures every contender once.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]

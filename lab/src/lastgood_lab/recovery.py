@@ -42,6 +42,7 @@ def killed_and_restarted(spec: Spec, seed: int, save_steps: float) -> dict[str, 
     """Kill a run in its third interval or later, restart it, and return the measured seconds and steps.
 
     `save_steps` is the duration of a save in steps (Tw / t). The kill happens late enough for a save to be durable.
+    Raises RuntimeError if the first process ends before it is killed, or the second one before it is back at the step.
     """
     chance = random.Random(f"{seed} {spec.policy} {spec.interval}")
     first = max(2 * spec.interval, math.ceil(1.5 * save_steps) + spec.interval)
@@ -49,37 +50,52 @@ def killed_and_restarted(spec: Spec, seed: int, save_steps: float) -> dict[str, 
     peer = _peer(spec) if spec.policy == "Gemini" else None
     try:
         with _life(spec) as process:
-            for kind, step, seconds in _messages(process):
-                if kind == "step" and step == fatal:
-                    time.sleep(chance.random() * seconds)  # until a random time within the next step
-                    break
-            process.send_signal(signal.SIGKILL)
-            reached = max([fatal, *(step for kind, step, _ in _messages(process) if kind == "step")])
+            reached = _killed_after(process, spec, fatal, chance)
         begun = time.perf_counter()
-        restart = load = redone_seconds = 0.0
-        resumed = 0
         with _life(spec) as process:
-            for kind, step, seconds in _messages(process):
-                if kind == "ready":
-                    restart = time.perf_counter() - begun
-                elif kind == "loaded":
-                    resumed, load, since = step, seconds, time.perf_counter()
-                    if resumed >= reached:
-                        break
-                elif step >= reached:
-                    redone_seconds = time.perf_counter() - since
-                    break
-            process.send_signal(signal.SIGKILL)
+            return {"killed_after": reached, **_back_at(process, spec, reached, begun)}
     finally:
         if peer is not None:
             end_peer(peer)
+
+
+def _killed_after(process: subprocess.Popen[bytes], spec: Spec, fatal: int, chance: random.Random) -> int:
+    """Kill the first child at a random time within the step after `fatal`. Returns the last step that it completed."""
+    for kind, step, seconds in _messages(process):
+        if kind == "step" and step == fatal:
+            time.sleep(chance.random() * seconds)
+            process.send_signal(signal.SIGKILL)
+            return max([fatal, *(step for kind, step, _ in _messages(process) if kind == "step")])
+    raise _ended(process, spec, f"the first process ended before it had completed step {fatal}")
+
+
+def _back_at(process: subprocess.Popen[bytes], spec: Spec, reached: int, begun: float) -> dict[str, Any]:
+    """Wait until the second child has loaded a state and completed step `reached`, then kill it. Returns its times."""
+    restart = load = redone_seconds = since = 0.0
+    resumed = 0
+    for kind, step, seconds in _messages(process):
+        if kind == "ready":
+            restart = time.perf_counter() - begun
+        elif kind == "loaded":
+            resumed, load, since = step, seconds, time.perf_counter()
+            if resumed >= reached:
+                break
+        elif step >= reached:
+            redone_seconds = time.perf_counter() - since
+            break
+    else:
+        raise _ended(process, spec, f"the second process ended before it was back at step {reached}")
+    process.send_signal(signal.SIGKILL)
     return {
-        "killed_after": reached,
         "resumed_from": resumed,
         "load_seconds": load,
         "restart_seconds": restart,
         "recovery_seconds": load + redone_seconds,
     }
+
+
+def _ended(process: subprocess.Popen[bytes], spec: Spec, what: str) -> RuntimeError:
+    return RuntimeError(f"{spec.policy} every {spec.interval}: {what}; its exit code is {process.wait()}")
 
 
 def _peer(spec: Spec) -> subprocess.Popen[bytes]:

@@ -8,10 +8,13 @@ section 5.2.3 and its artifact): every failure costs the average of the policy's
 from __future__ import annotations
 
 import csv
+import difflib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from lastgood.errors import Refused
 
 
 class Trace(NamedTuple):
@@ -37,25 +40,85 @@ class Trace(NamedTuple):
         return [(at, before, now) for at, before, now in pairs if now != before]
 
 
+CHANGES = {"add": 1, "remove": -1}
+"""an event of a trace -> the change of the number of machines"""
+
+
 def parse(text: str) -> Trace:
-    """Parse a trace in one of two CSV formats. Raises ValueError for any other text.
+    """Parse a trace in one of two CSV formats. Raises ValueError for any other text, with the line that is wrong.
 
     `,Time,GPUs`: samples of the number of GPUs that are alive; the tear-down at the end is cut off.
     `time_ms,add|remove,node`: events; the additions at the first time are the initial size.
     """
-    rows = [row for row in csv.reader(text.splitlines()) if row]
-    if rows and rows[0][1:] == ["Time", "GPUs"]:
-        return without_teardown([(float(row[1]), int(row[2])) for row in rows[1:]])
-    if rows and len(rows[0]) == 3 and rows[0][1] in ("add", "remove"):
-        return _from_events([(float(row[0]) / 1000, 1 if row[1] == "add" else -1) for row in rows])
-    raise ValueError("neither `,Time,GPUs` samples nor `time_ms,add|remove,node` events")
+    rows = _numbered(text)
+    if not rows:
+        raise ValueError("it has no lines")
+    first, head = rows[0]
+    if head[1:] == ["Time", "GPUs"]:
+        trace = without_teardown([_read(_sample, line, row) for line, row in rows[1:]])
+    elif len(head) == 3 and head[1] in CHANGES:
+        trace = _from_events([_read(_event, line, row) for line, row in rows])
+    else:
+        begin = ",".join(head)[:80]
+        what = "neither `,Time,GPUs` samples nor `time_ms,add|remove,node` events"
+        raise ValueError(f"line {first}: {begin!r} begins {what}")
+    if trace.seconds <= 0:
+        raise ValueError(f"it lasts {trace.seconds:g} s: its last time must be later than its first")
+    return trace
+
+
+def _numbered(text: str) -> list[tuple[int, list[str]]]:
+    """The rows of a CSV text that are not blank, each with the number of its line."""
+    reader = csv.reader(text.splitlines())
+    try:
+        return [(reader.line_num, row) for row in reader if row]
+    except csv.Error as error:
+        raise ValueError(f"line {reader.line_num}: {error}") from error
+
+
+def _read(kind: Callable[[list[str]], tuple[float, int]], line: int, row: list[str]) -> tuple[float, int]:
+    try:
+        if len(row) != 3:
+            raise ValueError(f"{len(row)} fields, where 3 are expected")
+        return kind(row)
+    except ValueError as error:
+        raise ValueError(f"line {line}: {error}") from error
+
+
+def _sample(row: list[str]) -> tuple[float, int]:
+    """The seconds and the number of GPUs of a row of samples."""
+    if not row[2].strip().isdecimal():
+        raise ValueError(f"{row[2]!r} is no number of GPUs")
+    return _time(row[1]), int(row[2])
+
+
+def _event(row: list[str]) -> tuple[float, int]:
+    """The seconds of an event and the change of the number of machines."""
+    if row[1] not in CHANGES:
+        raise ValueError(f"{row[1]!r} is neither add nor remove")
+    return _time(row[0]) / 1000, CHANGES[row[1]]
+
+
+def _time(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not math.isfinite(found):
+        raise ValueError(f"{text!r} is no time")
+    return found
 
 
 def without_teardown(samples: Sequence[tuple[float, int]]) -> Trace:
-    """Make a trace of samples, without the zeroes at the end and without the descending samples just before them."""
+    """Make a trace of samples, without the zeroes at the end and without the descending samples just before them.
+
+    Raises ValueError if no sample has a GPU.
+    """
     end = len(samples)
     while end and samples[end - 1][1] == 0:
         end -= 1
+    if not end:
+        raise ValueError("it has no samples in which a GPU is alive")
     if end < len(samples):
         while end > 1 and samples[end - 1][1] < samples[end - 2][1]:
             end -= 1
@@ -84,6 +147,13 @@ def _from_events(events: Sequence[tuple[float, int]]) -> Trace:
 # ---- costs of a policy ---------------------------------------------------------------------------------------
 
 
+STOPPING = ("traditional", "GPM", "ideal")
+ONE_IN_FLIGHT = ("CheckFreq", "Gemini", "DCP async")
+SEVERAL_IN_FLIGHT = ("PCcheck", "lastgood", "lastgood-slots")
+KNOWN = (*STOPPING, *ONE_IN_FLIGHT, *SEVERAL_IN_FLIGHT)
+"""the policies, in groups that have one published formula each"""
+
+
 @dataclass(frozen=True)
 class Costs:
     """The measured costs of one policy at one interval (in steps).
@@ -91,6 +161,7 @@ class Costs:
     `stall_seconds` is the time by which one save delays the loop. `save_seconds` (Tw in the paper) is the time from
     the call of a save until it is durable. `restart_seconds` is the time from a failure until loading begins, and
     `load_seconds` (l in the paper) that of loading. `in_flight` is the number of saves that may be under way at once.
+    Raises Refused for a policy for which no formula is known.
     """
 
     policy: str
@@ -101,6 +172,16 @@ class Costs:
     load_seconds: float
     restart_seconds: float = 0.0
     in_flight: int = 1
+
+    def __post_init__(self) -> None:
+        if self.policy not in KNOWN:
+            names = {name.lower(): name for name in KNOWN}
+            near = [f"Did you mean {names[one]}?" for one in difflib.get_close_matches(self.policy.lower(), names, 1)]
+            raise Refused(
+                f"there is no policy {self.policy!r}",
+                safe="Nothing was computed.",
+                todo=" ".join([*near, f"The policies are {', '.join(KNOWN)}."]),
+            )
 
     @property
     def period_seconds(self) -> float:
@@ -180,9 +261,9 @@ def published(failures: int, seconds: float, costs: Costs) -> float:
 
 def _average_redo(costs: Costs) -> float:
     window = costs.interval * costs.step_seconds
-    if costs.policy in ("CheckFreq", "Gemini", "DCP async"):
+    if costs.policy in ONE_IN_FLIGHT:
         return window
-    if costs.policy in ("traditional", "GPM", "ideal"):
+    if costs.policy in STOPPING:
         return window / 2
     return window / 2 + min(costs.save_seconds, costs.in_flight * window) / 2
 
