@@ -14,6 +14,7 @@ import pytest
 from agents import ended
 from commands import call, call_json  # noqa: F401 - fixtures of every test
 from lastgood.errors import NotInstalled
+from lastgood.io import processes
 from lastgood.run import memory_place
 from lastgood.testing import FaultyFiles
 from lastgood.wire.nixl import Nixl
@@ -55,6 +56,13 @@ def pytest_runtest_makereport(
             if text:
                 report.sections.append((f"the end of {stream} of the command", text[-4000:]))
     return report
+
+
+@pytest.fixture(autouse=True)
+def _no_orphans_adopted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A supervisor stays the parent of all that its process starts. This process is that of the tests, where orphans
+    would stay zombies, and later tests would wait for their end in vain."""
+    monkeypatch.setattr(processes, "adopt_orphans", lambda: None)
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ def test_the_example_killed_many_times_has_equal_losses_and_weights(zygote, tmp_
 def test_validation_schedules_means_and_callbacks_resume_exactly(zygote, tmp_path):
     """Lightning's own resume in mid-epoch skips the validation, restarts the means and returns the first samples
     again."""
-    kill_and_compare(zygote, VALIDATING, tmp_path, f"[{DIGEST}, model.average, stopping.state_dict()]")
+    kill_and_compare(zygote, VALIDATING, tmp_path, f"[{DIGEST}, model.average, stopping.state_dict()]", kills=4)
 
 
 class Net(lightning.LightningModule):

@@ -35,7 +35,7 @@ def test_the_example_killed_many_times_has_equal_losses_and_weights(zygote, tmp_
 
 def test_random_collators_running_losses_and_callbacks_resume_exactly(zygote, tmp_path):
     """A Trainer's own resume restores the random numbers only after the first batches were collated with other ones."""
-    kill_and_compare(zygote, MASKING, tmp_path, DIGEST)
+    kill_and_compare(zygote, MASKING, tmp_path, DIGEST, kills=4)
 
 
 def test_the_example_on_two_ranks_killed_resumes_exactly(zygote, tmp_path):

@@ -258,7 +258,15 @@ ckpt.step(3)
 
 
 @pytest.mark.parametrize("where", ["sync", "write", "commit"])
-@pytest.mark.parametrize(("when_full", "in_flight"), [("wait", 1), ("skip", 1), ("raise", 1), ("wait", 2)])
+@pytest.mark.parametrize(
+    ("when_full", "in_flight"),
+    [
+        ("wait", 1),
+        ("wait", 2),
+        pytest.param("skip", 1, marks=pytest.mark.long),
+        pytest.param("raise", 1, marks=pytest.mark.long),
+    ],
+)
 def test_a_hanging_disk_delays_the_exit_no_longer_than_the_grace_period(tmp_path, where, when_full, in_flight):
     """The last save waited for memory that a hanging save held, and the exit waited for the lock of a hanging
     commit."""

@@ -19,17 +19,10 @@ import pytest
 from harness import reports
 from lastgood.cli import app
 from lastgood.errors import TierDown
-from lastgood.io import processes
 from lastgood.supervisor import attempt, held_store
 from mounts import small_tmpfs
 
 SLEEP = ("sleep", "1000")
-
-
-@pytest.fixture(autouse=True)
-def _no_orphans_adopted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A supervisor stays the parent of all that its process starts; this process is that of the tests."""
-    monkeypatch.setattr(processes, "adopt_orphans", lambda: None)
 
 
 @pytest.fixture

@@ -174,7 +174,7 @@ def recovery(
     ] = "exit",
     storage: Annotated[str, typer.Option(help="Where it saves: disk, objects, memory or peers.")] = "disk",
     cifar: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="CIFAR's own files, in cifar10/ and cifar100/ of this folder.")
+        Path | None, typer.Option(metavar="DIR", help="Folder with the unpacked archives of CIFAR (the Python version).")
     ] = None,
     as_json: Json = False,
 ) -> Answer:
