@@ -79,6 +79,7 @@ def test_every_policy_of_the_benchmarks_has_a_formula() -> None:
         (",Time,GPUs\n0,0,8\n1\n", "line 3: 1 fields"),
         (",Time,GPUs\n0,0,8\n1,60,0\n", "it lasts 0 s"),
         (",Time,GPUs\n0,0," + 200_000 * "8", "line 2: field larger than"),
+        (",Time,GPUs\n0,0,8\n1,60,7\n2,30,6\n", "line 4: 30 s come after 60 s"),
         (",Time,GPUs\n", "it has no samples"),
         (",Time,GPUs\n0,0,0\n1,60,0\n", "it has no samples"),
         ("\n", "it has no lines"),

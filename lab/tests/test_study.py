@@ -234,6 +234,12 @@ def test_losses_that_are_no_numbers_are_seen_and_compared_again(
         found = matrix.run(options, print)
         assert [one.status for one in found] == statuses
         assert [bool(one.differs) for one in found] == [False, False, True]
+    compared = tmp_path / SUITE / "compared-seed0.json"
+    assert not compared.exists() and runs.run_of(found[0].found.unit, tmp_path).exists(), "people look into the runs"
+    for older in (b'[{"found"', msgspec.json.encode(found)):  # cut off; by a version that kept what differs
+        compared.write_bytes(older)
+        assert [one.status for one in matrix.run(options, print)] == ["skipped_exists"] * 3
+        assert [bool(one.differs) for one in matrix.run(options, print)] == [False, False, True]
     assert "losses differ by nan" in tables.write(found, options, "lastgood lab recovery")["differences"][0]
     with (tmp_path / "summary.csv").open() as file:
         assert [row["largest_loss_difference"] for row in csv.DictReader(file)] == ["NaN"]

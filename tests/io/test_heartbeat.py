@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lastgood.errors import Refused
-from lastgood.io import heartbeat
+from lastgood.io import heartbeat, processes
 
 
 def test_what_a_rank_shows_is_read_by_another_process(tmp_path: Path) -> None:
@@ -56,7 +56,9 @@ def test_a_child_of_the_supervised_process_does_not_write_its_page(tmp_path: Pat
 
 
 @pytest.mark.parametrize("closes", [True, False])
-def test_the_page_of_a_process_that_has_ended_is_free(tmp_path: Path, closes: bool) -> None:
+def test_the_page_of_a_process_that_has_ended_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closes: bool
+) -> None:
     """Of a command that runs one program after the other the supervisor saw the first one only: the second one saved
     newer steps, and the job was given up."""
     environ = {heartbeat.VARIABLE: str(tmp_path / "page")}
@@ -68,6 +70,10 @@ def test_the_page_of_a_process_that_has_ended_is_free(tmp_path: Path, closes: bo
             first.released()
         os._exit(first is None)
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # it is a zombie, as that of a shell may be
+    # A container that shares the memory does not see the processes of another one.
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(processes, "namespace", lambda: 7)
+        assert heartbeat.own(environ) is None
     assert heartbeat.own(environ) is not None
     assert os.waitpid(child, 0)[1] == 0
 

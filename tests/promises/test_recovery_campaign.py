@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -106,11 +107,11 @@ def test_a_job_that_hangs_is_a_violation_which_stays_in_the_journal(monkeypatch:
     """It ended the campaign with a traceback. The next start knew nothing of it, and could pass."""
 
     def hangs(*_: object) -> None:
-        raise TimeoutError("timed out after 1200 seconds")
+        raise subprocess.TimeoutExpired("lastgood run", 1200)
 
     monkeypatch.setattr(recovery, "tried", hangs)
     found = recovery._in_memory(0, 1)
-    assert found["problems"] == ["TimeoutError: timed out after 1200 seconds"] and found["trials"] == []
+    assert "timed out after 1200 seconds" in found["problems"][0] and found["trials"] == []
 
 
 @pytest.mark.parametrize("change", [{"digest": "b"}, {"exact": False}, {"step": 3}, {"rank": 1}])

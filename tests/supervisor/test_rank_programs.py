@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import py_compile
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 
 from agents import until
 from lastgood.io import heartbeat
-from lastgood.supervisor import error_files
+from lastgood.supervisor import error_files, watch
 from lastgood.supervisor.rank_end import how_ended, reap_orphans
 from lastgood.supervisor.watch import RankProcess
 
@@ -54,6 +55,14 @@ def test_a_script_of_any_name_imports_what_lies_beside_it(tmp_path: Path) -> Non
     command = [*COMMAND, "--spawn", "project/train", "--fast"]
     found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60)
     assert found.stdout == "found ['--fast']\n"
+
+
+def test_a_compiled_script_of_any_name_runs(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("name = 'found'")
+    (tmp_path / "train.py").write_text("import beside; print(beside.name)")
+    py_compile.compile(str(tmp_path / "train.py"), str(tmp_path / "tool"))
+    found = subprocess.run([*COMMAND, "--spawn", "tool"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert found.stdout == "found\n", found.stderr
 
 
 def test_orphans_of_a_rank_are_reaped_while_it_trains(tmp_path: Path) -> None:
@@ -117,6 +126,40 @@ def test_a_warning_ends_no_command_and_reaches_its_handlers(tmp_path: Path) -> N
         assert job.communicate(timeout=60)[0] == f"{128 + signal.SIGKILL}\n" and job.returncode == 0
 
 
+def test_a_command_that_has_no_handler_yet_gets_its_warning_later(tmp_path: Path) -> None:
+    line = "touch begun; while [ ! -e sent ]; do sleep 0.05; done; trap 'touch warned' USR1; "
+    line += "while [ ! -e warned ]; do sleep 0.05; done; echo warned"
+    command = [*COMMAND, "--no-python", "sh", "-c", line]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as job:
+        until((tmp_path / "begun").exists)
+        job.send_signal(signal.SIGUSR1)
+        (tmp_path / "sent").touch()
+        assert job.communicate(timeout=60)[0] == "warned\n" and job.returncode == 0
+
+
+def test_a_process_of_another_user_ends_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that sudo had started ignored the warning. That it may not be sent one ended the supervisor."""
+
+    def refused(*_: object) -> None:
+        raise PermissionError("not permitted")
+
+    child = os.fork()
+    if child == 0:
+        os.setpgid(0, 0)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        signal.sigwait([signal.SIGTERM])
+        os._exit(0)
+    try:
+        until(lambda: os.getpgid(child) == child)
+        monkeypatch.setattr(signal, "pidfd_send_signal", refused)
+        monkeypatch.setattr(watch, "heeds", lambda *_: True)
+        page = tmp_path / "page"
+        assert watch.warn_groups([RankProcess(0, child, 0, tmp_path, page, heartbeat.read(str(page)))], 10) == []
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
 def test_a_rank_that_has_ended_stays_until_its_end_is_read(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
@@ -155,6 +198,7 @@ def test_a_long_error_loses_its_middle(tmp_path: Path) -> None:
         {"message": {"message": None, "extraInfo": {"py_callstack": ""}}},
         {"message": {"message": "x", "extraInfo": {"py_callstack": 7}}},
         {"message": {"message": "x", "extraInfo": None}},
+        {"message": {"message": "x", "extraInfo": {"py_callstack": "", "monotonic": 10**400}}},
         {"message": 7},
         [7],
         7,
@@ -163,3 +207,6 @@ def test_a_long_error_loses_its_middle(tmp_path: Path) -> None:
 def test_an_error_file_of_another_form_counts_as_none(tmp_path: Path, content: object) -> None:
     """The supervisor ended with a traceback."""
     assert left(tmp_path, content) == ("", "", 0.0)
+    (tmp_path / "error.json").write_text("[" * 100_000)
+    page = tmp_path / "page"
+    assert error_files.left_by(RankProcess(0, 0, 0, tmp_path, page, heartbeat.read(str(page)))).text == ""

@@ -174,7 +174,8 @@ def recovery(
     ] = "exit",
     storage: Annotated[str, typer.Option(help="Where it saves: disk, objects, memory or peers.")] = "disk",
     cifar: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder with the unpacked archives of CIFAR (the Python version).")
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder with CIFAR's unpacked archives (the Python version)."),
     ] = None,
     as_json: Json = False,
 ) -> Answer:

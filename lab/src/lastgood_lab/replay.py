@@ -55,7 +55,11 @@ def parse(text: str) -> Trace:
         raise ValueError("it has no lines")
     first, head = rows[0]
     if head[1:] == ["Time", "GPUs"]:
-        trace = without_teardown([_read(_sample, line, row) for line, row in rows[1:]])
+        samples = [_read(_sample, line, row) for line, row in rows[1:]]
+        for (line, _), (before, _), (at, _) in zip(rows[2:], samples, samples[1:], strict=False):
+            if at < before:
+                raise ValueError(f"line {line}: {at:g} s come after {before:g} s")
+        trace = without_teardown(samples)
     elif len(head) == 3 and head[1] in CHANGES:
         trace = _from_events([_read(_event, line, row) for line, row in rows])
     else:

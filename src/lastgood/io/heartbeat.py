@@ -29,7 +29,8 @@ _PHASE_LIMIT, _TEXT_LIMIT = _TEXT_AT - _PHASE_AT, PAGE_BYTES - _TEXT_AT
 
 class _Field(IntEnum):
     """The position of each number. Times are nanoseconds of the system-wide monotonic clock; 0: it has not happened.
-    OWNER: the process that writes the page; negative: while one of its runs does. SIGN: the newest sign of life after
+    OWNER: the process that writes the page; negative: while one of its runs does. STARTED, NAMESPACE: of that process,
+    as processes.started_ticks and namespace have them. SIGN: the newest sign of life after
     the first step. LONGEST: the longest time between two signs, in which no phase was open, once two steps are
     completed. PHASE: when the phase that is open began. EPOCH, WINDOW: position of the sampler at STEP; WINDOWS: how
     many windows STEP has trained.
@@ -60,6 +61,8 @@ class _Field(IntEnum):
     CLOSED = 19
     JUST_IN_TIME = 20
     WRITTEN = 21
+    STARTED = 22
+    NAMESPACE = 23
 
 
 class Position(NamedTuple):
@@ -128,20 +131,29 @@ class Heartbeat:
 
     def begin(self) -> None:
         """The training script begins, in this process."""
-        self._numbers[_Field.OWNER] = os.getpid()
+        self._own(os.getpid())
         self._numbers[_Field.BEGUN] = time.monotonic_ns()
 
     def taken(self) -> bool:
         """Let one run write the page. Returns False if another process has it, or another run of this one. What a
         process had that has ended is free: a command may run one program after the other."""
-        owner = self._numbers[_Field.OWNER]
-        has_ended = owner and abs(owner) != os.getpid() and not processes.runs(abs(owner))
-        if owner not in (0, os.getpid()) and not has_ended:  # guard: one-run-beats
+        if self._numbers[_Field.OWNER] not in (0, os.getpid()) and not self._owner_has_ended():  # guard: one-run-beats
             return False
         for field in _OF_ONE_RUN:  # of a run that was closed before
             self._numbers[field] = 0  # guard: run-begins-without-signs
-        self._numbers[_Field.OWNER] = -os.getpid()
+        self._own(-os.getpid())
         return True
+
+    def _own(self, owner: int) -> None:
+        self._numbers[_Field.STARTED] = processes.started_ticks(os.getpid())
+        self._numbers[_Field.NAMESPACE] = processes.namespace()
+        self._numbers[_Field.OWNER] = owner
+
+    def _owner_has_ended(self) -> bool:
+        """False also where that is not shown here: another container may share the memory, and not the processes."""
+        if self._numbers[_Field.NAMESPACE] != processes.namespace() or not self._numbers[_Field.STARTED]:
+            return False
+        return processes.started_ticks(abs(self._numbers[_Field.OWNER])) != self._numbers[_Field.STARTED]
 
     def ended(self) -> None:
         """No step follows, so there are no windows with which it trains."""

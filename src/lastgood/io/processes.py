@@ -42,9 +42,17 @@ def lives(process: str) -> bool | None:
     return _started(int(pid)) == started  # guard: number-of-ended-process-reused
 
 
-def runs(pid: int) -> bool:
-    """Whether the process of this number has not ended, also where its parent has not noted its end."""
-    return _started(pid) is not None
+def namespace() -> int:
+    """A number for those processes that see each other's; 0 where it is not shown."""
+    with contextlib.suppress(OSError):
+        return os.stat("/proc/self/ns/pid").st_ino
+    return 0
+
+
+def started_ticks(pid: int) -> int:
+    """When a process of this namespace was started, in ticks since the machine was; 0 if it has ended, also if its
+    parent has not noted that, or where it is not shown."""
+    return int(_started(pid) or 0)
 
 
 def die_with(parent: int) -> None:

@@ -57,6 +57,8 @@ OUTPUT_BYTES = 4096
 """what is written after a failure to see whether there is room for output"""
 POLL_SECONDS = 0.1
 """how often the pages of the ranks are read"""
+SEARCH_SECONDS = 1.0
+"""how often all processes are searched for those of a command that a signal would not end"""
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,8 @@ class Attempt:
             self._console = Console(job.outputs, folder)
         self._unwarned = dict[int, list[RankProcess]]()
         """signal that others have been sent -> ranks that had no handler for it yet"""
+        self._searched_at = dict[int, float]()
+        """signal -> when those processes of a command were searched for that have a handler for it"""
         self._written = set[int]()
         """ranks that have written what they hold, after another one has failed"""
         self._seen = dict[int, tuple[float, heartbeat.Progress, float]]()
@@ -326,24 +330,32 @@ class Attempt:
 
     def _pass_on_what_came(self, lived: Lived) -> None:
         """Pass the signals on that have come. A warning would end a rank that starts, because it has no handler yet: it
-        is passed on later, and if no rank has one, to the ranks of the next attempt if this one fails. Of the processes
-        of a command those get it that have a handler then."""
+        is passed on later, and if no rank has one, to the ranks of the next attempt if this one fails."""
         for number in self._signals.taken():
-            warns, to = number in PASSED_ON, [*self._live.values()]
-            if warns and lived.failed is not None:
-                self._signals.keep(number)
-            elif warns and self._job.program.kind == "command":
-                warn_groups(to, number)
-            elif warns and not (to := [one for one in to if heeds(one.pid, number)]):  # guard: warning-ends-no-rank
-                self._signals.keep(number)
+            if number not in PASSED_ON:
+                self._pass_on(number, [*self._live.values()])
+            elif warned := self._warned(number, [*self._live.values()], lived):
+                self._unwarned[number] = [one for one in self._live.values() if one not in warned]
             else:
-                self._pass_on(number, to)
-                self._unwarned[number] = [one for one in self._live.values() if one not in to]
+                self._signals.keep(number)
         for number, late in self._unwarned.items():  # guard: late-handler-gets-its-warning
             late[:] = [one for one in late if one.descriptor in self._live and one.shown.first is None]
-            ready = [one for one in late if heeds(one.pid, number)] if lived.failed is None else []
+            warned = self._warned(number, late, lived)
+            late[:] = [one for one in late if one not in warned]
+
+    def _warned(self, number: int, ranks: Sequence[RankProcess], lived: Lived) -> list[RankProcess]:
+        """Pass a warning on to those of some ranks that have a handler for it; returns them. Of a command these are
+        processes that it has started, which are searched for now and then."""
+        if lived.failed is not None or not ranks:
+            return []
+        if self._job.program.kind != "command":
+            ready = [one for one in ranks if heeds(one.pid, number)]  # guard: warning-ends-no-rank
             self._pass_on(number, ready)
-            late[:] = [one for one in late if one not in ready]
+            return ready
+        if (now := time.monotonic()) < self._searched_at.get(number, 0.0) + SEARCH_SECONDS:
+            return []
+        self._searched_at[number] = now
+        return warn_groups(ranks, number)
 
     def _pass_on(self, number: int, to: Sequence[RankProcess]) -> None:
         """Send a signal to ranks that have not ended. A command may be a shell: what it has started gets it too."""

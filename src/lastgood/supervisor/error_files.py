@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,12 +26,13 @@ class ErrorLeft(NamedTuple):
 def left_by(one: RankProcess) -> ErrorLeft:
     """What a rank has left, also in the format of torch's @record; a file of another format counts as none."""
     for path in (one.folder / "error.json", Path(error_in_memory(str(one.page)))):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             message = json.loads(path.read_text())["message"]
             if isinstance(message, str):
                 return ErrorLeft(_shown(message), "", 0.0)
             extra = message["extraInfo"]
             at = float(extra.get("monotonic", 0.0)) if isinstance(extra, dict) else 0.0
+            at = at if math.isfinite(at) else 0.0
             return ErrorLeft(_shown(message["message"]), _shown(extra["py_callstack"]), at)
     return ErrorLeft("", "", 0.0)
 

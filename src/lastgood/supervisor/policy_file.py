@@ -121,7 +121,7 @@ def _text(value: yaml.Node, place: str) -> str:
     if kind not in ("str", "int", "float"):
         raise _refused(place, _WRONG_KINDS.get(kind, f"does not take {kind}"))
     text = str(value.value)
-    return os.path.expanduser(text) if text.startswith("~/") else text  # as a shell does with a flag
+    return os.path.expanduser(text)  # as a shell does with a flag
 
 
 def _place(path: str, node: yaml.Node) -> str:

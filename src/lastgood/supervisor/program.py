@@ -12,6 +12,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import faulthandler
+import importlib.util
 import json
 import os
 import runpy
@@ -99,16 +100,24 @@ def _run(program: Program, error_file: str) -> None:
         runpy.run_module(program.name, run_name="__main__", alter_sys=True)
         return
     path = os.path.abspath(program.name)
-    if not os.path.isfile(path) or path.endswith(".pyc") or zipfile.is_zipfile(path):
-        runpy.run_path(path, run_name="__main__")  # a folder or an archive with a program in it
+    if os.path.isdir(path) or zipfile.is_zipfile(path):
+        runpy.run_path(path, run_name="__main__")
+        return
+    sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+    if _is_compiled(path):
+        runpy.run_path(path, run_name="__main__")
         return
     # Not by runpy, which replaces sys.argv[0], and takes the program from sys.modules again at its end.
-    sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
     sys.modules["__main__"] = main_module = types.ModuleType("__main__")
     main_module.__dict__.update({"__file__": path, "__builtins__": builtins})
     with open(path, "rb") as file:
         code = compile(file.read(), path, "exec", dont_inherit=True)  # not with the future statements of this file
     exec(code, main_module.__dict__)
+
+
+def _is_compiled(path: str) -> bool:
+    with open(path, "rb") as file:
+        return file.read(len(importlib.util.MAGIC_NUMBER)) == importlib.util.MAGIC_NUMBER
 
 
 def write_stacks_on_signal(error_file: str) -> None:

@@ -118,7 +118,8 @@ class Supervisor:
                 if isinstance(place, Placement):
                     attempt = folder / f"attempt_{number}"
                     with os_errors.needed(f"attempt {number + 1} has no folder, {attempt}", FULL):
-                        attempt.mkdir(parents=True)  # what cleans /tmp may have removed an old folder
+                        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # what cleans /tmp may have removed it
+                        attempt.mkdir()
                     rendezvous = time.monotonic() - waits_since if place.nodes > 1 else 0.0
                     self._records.begin(self._begun(place, began_at), self._run)
                     one = Attempt(self._job, number, attempt, received, zygote, place, nodes)

@@ -129,18 +129,21 @@ def heeds(pid: int, number: int) -> bool:
     return True
 
 
-def warn_groups(ranks: Sequence[RankProcess], number: int) -> None:
-    """Send a signal to those processes in the groups of some ranks that it would not end."""
-    groups = {str(one.pid) for one in ranks}
+def warn_groups(ranks: Sequence[RankProcess], number: int) -> list[RankProcess]:
+    """Send a signal to those processes in the groups of some ranks that it would not end. Returns whose groups have
+    one that does with it what it wants."""
+    by_group, reached = {str(one.pid): one for one in ranks}, dict[int, RankProcess]()
     for name in filter(str.isdecimal, os.listdir("/proc")):
-        if groups.intersection(_stat(f"/proc/{name}/stat")[2:3]):
-            with contextlib.suppress(ProcessLookupError):
+        for group in by_group.keys() & set(_stat(f"/proc/{name}/stat")[2:3]):
+            with contextlib.suppress(OSError):  # it has ended, or belongs to another user (sudo)
                 descriptor = os.pidfd_open(int(name))
                 try:
                     if heeds(int(name), number):  # guard: warning-ends-no-command
                         signal.pidfd_send_signal(descriptor, number)
+                        reached[by_group[group].rank] = by_group[group]
                 finally:
                     os.close(descriptor)
+    return [*reached.values()]
 
 
 def _stat(path: str) -> list[str]:

@@ -48,6 +48,7 @@ from lastgood_lab.journal import Journal
 
 RANKS, HANG_SECONDS, SLOW_WINDOW_SECONDS, ROOM, TOTAL = 4, 6, 0.3, "size=32m", 422
 LIMIT_SECONDS = 1200.0
+FRUITLESS_JOBS = 3
 COMMAND = [sys.executable, "-m", "lastgood", "run", "--hang-timeout", str(HANG_SECONDS)]
 COMMAND += ["--slow-window", str(SLOW_WINDOW_SECONDS)]
 JOB = ["-m", "lastgood_lab.campaigns.recovery_job"]
@@ -227,11 +228,11 @@ def write(jobs: Sequence[dict[str, Any]], first: int, nodes: int) -> int:
 
 
 def _in_memory(number: int, nodes: int) -> dict[str, Any]:
-    """As `tried`. A job that hangs, or ends as nobody has expected, is a violation, and not the end of the campaign."""
+    """As `tried`. A job that hangs, or whose notes cannot be judged, is a violation, and the campaign goes on."""
     try:
         with in_memory() as folder:
             return tried(folder, number, nodes)
-    except Exception as error:
+    except (subprocess.TimeoutExpired, ValueError) as error:
         problem = f"{type(error).__name__}: {error}"
         return {"trials": [], "problems": [problem], "reports": {}, "unsaved": [], "seconds": 0.0}
 
@@ -266,6 +267,8 @@ def main() -> int:
                 trials += len(jobs[-1]["trials"])
                 for text in jobs[-1]["problems"]:
                     print(f"\njob {number}: {text}", flush=True)
+            if len(jobs) >= FRUITLESS_JOBS and not any(job["trials"] for job in jobs[-FRUITLESS_JOBS:]):
+                parser.exit(1, f"{FRUITLESS_JOBS} jobs in a row had no trial: see above. No report is written.\n")
             wrong = sum(bool(job["problems"]) for job in jobs)
             print(f"{trials:,} of {options.trials:,} trials, {len(jobs)} jobs, {wrong} with violations", flush=True)
     return 1 if write(jobs, options.first, nodes) else 0

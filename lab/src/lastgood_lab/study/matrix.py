@@ -161,8 +161,8 @@ def _require(holds: bool, what: str, todo: str) -> None:
 def _compared(three: Sequence[Unit], options: Options, progress: Progress) -> list[Compared]:
     """The variants of a suite for one seed. Their runs are deleted when they are compared."""
     path, out = options.out / three[0].suite / f"compared-seed{three[0].seed}.json", options.out
-    before = msgspec.json.decode(path.read_bytes(), type=list[Compared]) if path.exists() else []
-    if [one.found.unit for one in before] == [*three]:
+    before = _known(path)
+    if [one.found.unit for one in before] == [*three] and not any(map(is_wrong, before)):
         return [msgspec.structs.replace(one, status="skipped_exists") for one in before]
     done = list[Compared]()
     for unit in three:
@@ -172,14 +172,29 @@ def _compared(three: Sequence[Unit], options: Options, progress: Progress) -> li
         status = "failed" if found.reached else status
         alike = done[-1].found if unit.rules.tolerance and len(done) > 1 else None
         done.append(beside(done[0].found if done else found, found, status, out, alike))
-        wrong = found.reached or found.checked or found.agreed or done[-1].differs
+        wrong = is_wrong(done[-1])
         progress(f"{unit.suite} {unit.name}: {status}, {found.wall:.1f} s{', ' + wrong if wrong else ''}")
-    # What differs is compared again by the next command, and its runs stay for people until then.
-    if not any(one.differs for one in done):
-        path.write_bytes(msgspec.json.encode(done))
+    # What is wrong is compared again by the next command, and its runs stay for people until then.
+    if not any(map(is_wrong, done)):
+        draft = path.with_suffix(".tmp")
+        draft.write_bytes(msgspec.json.encode(done))
+        draft.rename(path)
         for unit in three:
             shutil.rmtree(runs.run_of(unit, out))
     return done
+
+
+def is_wrong(one: Compared) -> str:
+    """The first gate that a unit does not pass; empty: it passes all."""
+    return one.found.reached or one.found.checked or one.found.agreed or one.differs
+
+
+def _known(path: Path) -> list[Compared]:
+    """What an earlier command has found of a suite for one seed. One that an older version wrote may hold no numbers
+    where these are needed, or be cut off: then the suite is run again."""
+    with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
+        return msgspec.json.decode(path.read_bytes(), type=list[Compared])
+    return []
 
 
 def beside(reference: Found, one: Found, status: str, out: Path, alike: Found | None = None) -> Compared:

@@ -8,6 +8,7 @@ A unit without found.json was interrupted, and is begun anew. The runs themselve
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import shutil
@@ -41,7 +42,9 @@ OF_RANK = ("running_mean", "running_var")
 def completed(unit: Unit, out: Path) -> Found | None:
     """What was found of a unit that is completed; None otherwise."""
     path = folder(unit, out) / FOUND
-    return msgspec.json.decode(path.read_bytes(), type=Found) if path.exists() else None
+    with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
+        return msgspec.json.decode(path.read_bytes(), type=Found)
+    return None
 
 
 def folder(unit: Unit, out: Path) -> Path:

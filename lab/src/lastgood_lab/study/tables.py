@@ -11,6 +11,7 @@ import json
 import math
 import os
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -234,7 +235,7 @@ def _analysis(
     rows: Sequence[Compared], whole: Sequence[Triple], found: Mapping[str, list[str]], options: Options, command: str
 ) -> str:
     """The text of analysis.md."""
-    size, seeds, rules = options.size, len({one.unit.seed for one in whole}), CONDITIONS[options.condition]
+    size, seeds, rules = options.size, seeds_of_all(whole), CONDITIONS[options.condition]
     crash = "all saves have ended before a failure" if size.flushed and rules.flushes else "failures meet saves"
     compared = "losses, parameters and buffers are those of the reference, to the bit"
     if (near := rules.tolerance) is not None:
@@ -246,7 +247,8 @@ def _analysis(
     device = f" Each step waits {size.device_ms} ms as for a device." if size.device_ms else ""
     about = (
         f"{dates(rows)}, commit {commits(rows)}; `{command}`. {len(rows)} units, "
-        f"{len(whole)} complete suites and seeds ({seeds} seeds). All numbers of steps are divided by {size.scale}: "
+        f"{len(whole)} complete suites and seeds ({seeds} seeds with all suites, of which means over suites are). "
+        f"All numbers of steps are divided by {size.scale}: "
         f"{1600 // size.scale} steps with a save every {size.every // size.scale}; {crash}: "
         f"{rules.about}. Saved to {STORAGES[options.storage]}. Networks of width "
         f"{size.width} (full: 64), images of {size.side} x {size.side}, global batch {size.global_batch}, "
@@ -356,6 +358,12 @@ def over(whole: Sequence[Triple], value: Any) -> Mean:
         seeds.setdefault(one.unit.seed, []).append(value(one))
     suites = len({one.unit.suite for one in whole})
     return mean([statistics.fmean(values) for values in seeds.values() if len(values) == suites])
+
+
+def seeds_of_all(whole: Sequence[Triple]) -> int:
+    """How many seeds have all suites, as `over` uses them."""
+    suites = len({one.unit.suite for one in whole})
+    return sum(count == suites for count in Counter(one.unit.seed for one in whole).values())
 
 
 BESIDE = [f"{NAMES[one]}, {of}" for one in VARIANTS for of in ("here", "ECRL")]

@@ -129,7 +129,11 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         ("a full disk counts as an error of the same class", "full-disk-is-own-cause", Never()),
         ("an error of the script counts as one of lastgood", "user-error-named-with-module", Never()),
-        ("a warning ends ranks that have no handler yet", "warning-ends-no-rank", Never()),
+        (
+            "a warning ends ranks that have no handler yet",
+            "warning-ends-no-rank",
+            Swap("heeds(one.pid, number)", "True"),
+        ),
         (
             "a warning reaches only the ranks that have a handler when it comes",
             "late-handler-gets-its-warning",
