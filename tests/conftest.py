@@ -59,10 +59,13 @@ def pytest_runtest_makereport(
 
 
 @pytest.fixture(autouse=True)
-def _no_orphans_adopted(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_orphans_adopted() -> Iterator[None]:
     """A supervisor stays the parent of all that its process starts. This process is that of the tests, where orphans
     would stay zombies, and later tests would wait for their end in vain."""
-    monkeypatch.setattr(processes, "adopt_orphans", lambda: None)
+    # Not by the fixture `monkeypatch`, which would then outlive the other fixtures of a test.
+    with pytest.MonkeyPatch.context() as replaced:
+        replaced.setattr(processes, "adopt_orphans", lambda: None)
+        yield
 
 
 @pytest.fixture

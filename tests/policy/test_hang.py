@@ -70,6 +70,13 @@ def test_a_rank_hangs_once_others_have_waited_for_an_hour_for_its_start() -> Non
     assert silent([arrived, late], 1e9, Limits(least_seconds=0.0), {}) is None
 
 
+def test_a_hang_is_shown_where_the_program_waits() -> None:
+    """It was shown at line 327 of threading.py."""
+    inner = ('File "/usr/lib/python3.11/threading.py", line 327 in wait', 'File "<frozen importlib>", line 1 in load')
+    for stack, at in (((*inner, *OWN), "train.py"), ((*inner, *WAITS), "graph.py"), (inner, "threading.py")):
+        assert at in described(Stuck(TRAINS, stack=stack), None)
+
+
 def test_no_rank_is_late_while_others_train() -> None:
     """Ranks that only serve those that train never open a run, and wait for them in a barrier all the time."""
     serves, late = Signs(1, since=100.0, where=ARRIVED), Signs(2, since=None, where=START)

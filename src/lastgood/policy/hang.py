@@ -29,7 +29,9 @@ _ARRIVES = re.compile(r"/torch/distributed/|/lastgood/(coordination|ranks)/")
 """those in which it does so before its state is restored: the others may be slow to start, but not yet with a device"""
 _SERVES = re.compile(r"/torch/distributed/(rpc|elastic)/")
 """files in which a rank waits for requests, or for processes that it has started: as long as it is used"""
-_LIBRARY = re.compile(r"/torch/|/lastgood/|/lib/python3\.\d+/(?!site-packages/|dist-packages/)|\"<")
+_PYTHON = re.compile(r"/lib/python3\.\d+/(?!site-packages/|dist-packages/)|\"<")
+"""files of Python itself"""
+_LIBRARY = re.compile(rf"/torch/|/lastgood/|{_PYTHON.pattern}")
 """files that are not the user's program"""
 _COMPUTES = "/torch/nn/modules/"
 """A rank that is in such a file computes. Frames of DDP and FSDP that wait are inside of it, and are found first."""
@@ -266,7 +268,9 @@ def described(one: Stuck, silent: Silent | None, ends: bool = True) -> str:
     }.get(one.signs.where, f'in the phase "{one.signs.where}" after step {one.signs.step}')
     unopened = one.signs.where == ARRIVED or is_late(one.signs)
     unopened = unopened and silent is not None and one.state not in STATES
-    call = f", at {one.stack[0].strip().removeprefix('File ')}" if one.stack else ""
+    # Where it waits is in threading.py or selectors.py mostly, which says nothing: who has called that does.
+    at = next((call for call in one.stack if not _PYTHON.search(call)), next(iter(one.stack), ""))
+    call = f", at {at.strip().removeprefix('File ')}" if at else ""
     state = f": it {STATES[one.state]}" if one.state in STATES else ""
     text = f"{'has not opened its run' if unopened else f'hangs {where}'}{call}{state}"
     if silent is None:
