@@ -77,6 +77,16 @@ def test_a_hang_is_shown_where_the_program_waits() -> None:
         assert at in described(Stuck(TRAINS, stack=stack), None)
 
 
+def test_a_rank_that_waits_for_a_lost_store_names_the_store() -> None:
+    """The connections of torch's store were gone, and the report said that a rank hung in threading.py."""
+    stack = (
+        'File "/usr/lib/python3.11/threading.py", line 331 in wait',
+        'File "/v/lastgood/ranks/torch_store.py", line 9',
+    )
+    text = described(Stuck(TRAINS, stack=stack), None)
+    assert 'torch_store.py", line 9: the store of the process group does not answer it' in text
+
+
 def test_no_rank_is_late_while_others_train() -> None:
     """Ranks that only serve those that train never open a run, and wait for them in a barrier all the time."""
     serves, late = Signs(1, since=100.0, where=ARRIVED), Signs(2, since=None, where=START)

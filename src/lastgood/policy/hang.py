@@ -31,6 +31,8 @@ _SERVES = re.compile(r"/torch/distributed/(rpc|elastic)/")
 """files in which a rank waits for requests, or for processes that it has started: as long as it is used"""
 _PYTHON = re.compile(r"/lib/python3\.\d+/(?!site-packages/|dist-packages/)|\"<")
 """files of Python itself"""
+_STORE = "/lastgood/ranks/torch_store.py"
+"""the file in which a rank waits for the store of torch's process group, which has a longer timeout than a step"""
 _LIBRARY = re.compile(rf"/torch/|/lastgood/|{_PYTHON.pattern}")
 """files that are not the user's program"""
 _COMPUTES = "/torch/nn/modules/"
@@ -272,6 +274,8 @@ def described(one: Stuck, silent: Silent | None, ends: bool = True) -> str:
     at = next((call for call in one.stack if not _PYTHON.search(call)), next(iter(one.stack), ""))
     call = f", at {at.strip().removeprefix('File ')}" if at else ""
     state = f": it {STATES[one.state]}" if one.state in STATES else ""
+    if not state and _STORE in at:
+        state = ": the store of the process group does not answer it"
     text = f"{'has not opened its run' if unopened else f'hangs {where}'}{call}{state}"
     if silent is None:
         return f"{text} (others have waited for it until their timeout)"
