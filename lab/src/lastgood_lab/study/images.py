@@ -104,9 +104,9 @@ def require_cifar(dataset: str, folder: Path) -> None:
 
 def digest(dataset: str, cifar: Path | None) -> str:
     """Of the files of a dataset of CIFAR; empty for images that ship with scikit-learn."""
-    found = hashlib.sha256()
     if dataset not in CIFAR or cifar is None:
         return ""
+    found = hashlib.sha256()
     for path in cifar_files(dataset, cifar):
         found.update(path.read_bytes())
     return found.hexdigest()[:12]

@@ -9,7 +9,6 @@ A unit without found.json was interrupted, and is begun anew. The runs themselve
 from __future__ import annotations
 
 import contextlib
-import datetime
 import os
 import shutil
 import time
@@ -30,6 +29,7 @@ from lastgood.state.tensors import from_buffer
 from lastgood.supervisor import attempt_log, job_summary
 from lastgood.supervisor.attempt_log import Attempt
 
+from ..report import today
 from . import environment, findings, images, nodes, storages
 from .findings import Found, Seen
 from .unit import Unit
@@ -76,7 +76,7 @@ def lived(unit: Unit, out: Path, cifar: Path | None = None, load_before: float =
     found = msgspec.structs.replace(
         findings.found(unit, seen),
         environment=environment.here(),
-        date=datetime.date.today().isoformat(),
+        date=today(),
         load=(load_before, os.getloadavg()[0]),
     )
     draft = logs / "found.json.tmp"

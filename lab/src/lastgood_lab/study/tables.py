@@ -273,11 +273,8 @@ def _analysis(
 
 def _load(rows: Sequence[Compared], size: Size) -> str:
     """The load of the machine while the units ran, and whether other work has taken processors from the study."""
-    loads, ranks, cores = (
-        [one.found.load for one in rows if one.found.load is not None],
-        size.ranks,
-        os.cpu_count() or 1,
-    )
+    loads = [one.found.load for one in rows if one.found.load is not None]
+    ranks, cores = size.ranks, os.cpu_count() or 1
     if not loads:
         return "Load of the machine: not recorded."
     before, after = (max(one[at] for one in loads) for at in (0, 1))
