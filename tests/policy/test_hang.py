@@ -87,6 +87,20 @@ def test_a_rank_that_waits_for_a_lost_store_names_the_store() -> None:
     assert 'torch_store.py", line 9: the store of the process group does not answer it' in text
 
 
+def test_a_save_that_waits_for_a_lost_store_names_the_store() -> None:
+    """The store was lost in a save: the main thread waited for the lane, and only the line of that wait was shown."""
+    inner, outer = (
+        'File "/usr/lib/python3.11/threading.py", line 331 in wait',
+        'File "/v/lastgood/run/pipeline.py", line 3',
+    )
+    lane = (inner, 'File "/v/lastgood/ranks/torch_store.py", line 9', 'File "/v/lastgood/run/lane.py", line 2')
+    saves = replace(TRAINS, where=SAVE)
+    text = described(Stuck(saves, stack=(inner, outer), threads=lane), None)
+    assert 'pipeline.py", line 3: a thread of it waits for the store of the process group (' in text
+    assert "store" not in described(Stuck(saves, stack=(inner, outer), threads=lane[::2]), None)
+    assert "store" not in described(Stuck(TRAINS, stack=OWN, threads=lane), None), "a poll of its own, beside a step"
+
+
 def test_no_rank_is_late_while_others_train() -> None:
     """Ranks that only serve those that train never open a run, and wait for them in a barrier all the time."""
     serves, late = Signs(1, since=100.0, where=ARRIVED), Signs(2, since=None, where=START)

@@ -121,12 +121,13 @@ class Stuck:
     """How a rank looked when its job hung.
 
     `state`: letter of /proc/PID/stat. `stack`: of its main thread, the innermost call first, as faulthandler writes it;
-    empty if it could not be had.
+    empty if it could not be had. `threads`: the calls of its other threads.
     """
 
     signs: Signs
     state: str = "S"
     stack: Sequence[str] = field(default=())
+    threads: Sequence[str] = field(default=())
 
 
 def silent(
@@ -276,6 +277,9 @@ def described(one: Stuck, silent: Silent | None, ends: bool = True) -> str:
     state = f": it {STATES[one.state]}" if one.state in STATES else ""
     if not state and _STORE in at:
         state = ": the store of the process group does not answer it"
+    elif not state and "/lastgood/" in at and any(_STORE in call for call in one.threads):
+        # The main thread waits for a save, and that for the store.
+        state = ": a thread of it waits for the store of the process group"
     text = f"{'has not opened its run' if unopened else f'hangs {where}'}{call}{state}"
     if silent is None:
         return f"{text} (others have waited for it until their timeout)"

@@ -97,7 +97,12 @@ def _stacks_size(one: RankProcess) -> int | None:
 
 def stuck(ranks: Sequence[RankProcess], texts: dict[int, str]) -> list[Stuck]:
     """How ranks look now. `texts`: their stacks."""
-    return [Stuck(signs(one.rank, one.shown), state(one.pid), main_stack(texts.get(one.rank, ""))) for one in ranks]
+    found = []
+    for one in ranks:
+        text = texts.get(one.rank, "")
+        threads, main = calls(text), main_stack(text)
+        found.append(Stuck(signs(one.rank, one.shown), state(one.pid), main, threads[: len(threads) - len(main)]))
+    return found
 
 
 def main_stack(text: str) -> list[str]:
@@ -105,8 +110,12 @@ def main_stack(text: str) -> list[str]:
 
     The main thread is the last one there: threads are listed from the newest to the oldest.
     """
-    calls = re.split(r"^(?:Current thread|Thread) .*:$", text, flags=re.MULTILINE)[-1]
-    return [line.strip() for line in calls.splitlines() if line.strip().startswith("File ")]
+    return calls(re.split(r"^(?:Current thread|Thread) .*:$", text, flags=re.MULTILINE)[-1])
+
+
+def calls(text: str) -> list[str]:
+    """The calls of all threads in a text of faulthandler."""
+    return [line.strip() for line in text.splitlines() if line.strip().startswith("File ")]
 
 
 def state(pid: int) -> str:
