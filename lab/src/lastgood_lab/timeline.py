@@ -127,7 +127,7 @@ def _train(path: Path, options: Options, begun: float, record: Any) -> int:
     step = 0
     with Checkpointer(path, state, cadence=Every(steps=options.every), retention=Keep(last=2), on_event=record) as ckpt:
         ckpt.restore()
-        while time.monotonic() - begun < options.seconds:
+        while step <= options.every or time.monotonic() - begun < options.seconds:  # one save before the last at least
             model(torch.randn(8, options.width)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
