@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import lastgood
+from lastgood.errors import Refused
 from lastgood.io import heartbeat
 from lastgood.policy.hang import RESTORE
 
@@ -31,6 +32,26 @@ def test_a_supervised_loop_that_does_not_restore_is_warned(
         ckpt.step(1)
         ckpt.step(2)
     assert caplog.text.count("without restore()") == (0 if restores else 1)
+
+
+def test_a_loop_without_restore_goes_on_from_before_its_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script called restore() only if the run existed. A NameError of its first life, after two saves, was one from
+    before a restore, which comes again each time: the job was given up."""
+    page = str(tmp_path / "page")
+    heartbeat.create(page)
+    monkeypatch.setenv(heartbeat.VARIABLE, page)
+    with lastgood.Checkpointer(tmp_path / "run", {"w": torch.zeros(1)}) as ckpt:
+        ckpt.step(5)
+        shown = heartbeat.read(page)
+    assert shown.restored is not None and (shown.restored_step, shown.step) == (4, 5)
+
+
+@pytest.mark.parametrize("name", ["", "lastgood: step", 3])
+def test_a_phase_has_a_name_of_its_own(tmp_path: Path, name: object) -> None:
+    with lastgood.Checkpointer(tmp_path / "run", {"w": torch.zeros(1)}) as ckpt, pytest.raises(Refused, match="phase"):
+        ckpt.phase(name)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("fails", [True, False])

@@ -15,6 +15,7 @@ import torch
 
 import lastgood
 from lastgood.errors import Refused, TornSnapshot
+from lastgood.io import heartbeat
 from lastgood.loop.preemption import EXIT_CODE, EndRequest, Preempted, Preemption
 from lastgood.run import access
 from lastgood.testing import Clock
@@ -314,6 +315,23 @@ def test_a_repeated_signal_during_the_exit_changes_nothing(tmp_path):
         ckpt.step(1)
     assert signal.getsignal(signal.SIGUSR1) is not before
     signal.raise_signal(signal.SIGUSR1)
+
+
+@pytest.mark.parametrize(("supervised", "code"), [(True, 75), (False, 99)])
+def test_under_lastgood_run_a_last_save_ends_with_75(tmp_path, monkeypatch, supervised, code):
+    """With `exit_code=99` a job that had saved ended with "the ranks failed", and a leaving node used up a restart."""
+    if supervised:
+        monkeypatch.setenv(heartbeat.VARIABLE, str(tmp_path / "page"))
+        heartbeat.create(str(tmp_path / "page"))
+    preemption, state = Preemption(signals=(signal.SIGUSR2,), exit_code=99), {"w": torch.zeros(1)}
+    with (
+        pytest.raises(Preempted) as ended,
+        lastgood.Checkpointer(tmp_path / "run", state, preemption=preemption) as ckpt,
+    ):
+        ckpt.restore()
+        os.kill(os.getpid(), signal.SIGUSR2)
+        ckpt.step(1)
+    assert ended.value.code == code
 
 
 def test_a_repeated_signal_while_the_interpreter_ends_changes_no_exit_code(tmp_path):

@@ -101,6 +101,13 @@ def test_a_save_that_waits_for_a_lost_store_names_the_store() -> None:
     assert "store" not in described(Stuck(TRAINS, stack=OWN, threads=lane), None), "a poll of its own, beside a step"
 
 
+def test_a_phase_may_have_the_name_of_a_step() -> None:
+    """Ranks that waited for one in `ckpt.phase("step")` were taken for hung, and told to name what takes long."""
+    for name in ("eval", "step", "start", "first step"):
+        waits, evaluates = replace(TRAINS, since=0.0), replace(TRAINS, rank=1, since=0.0, where=name)
+        assert silent([waits, evaluates], 90.0, Limits(), {}) is None
+
+
 def test_no_rank_is_late_while_others_train() -> None:
     """Ranks that only serve those that train never open a run, and wait for them in a barrier all the time."""
     serves, late = Signs(1, since=100.0, where=ARRIVED), Signs(2, since=None, where=START)

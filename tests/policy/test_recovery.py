@@ -166,6 +166,24 @@ def test_a_cause_has_a_budget_of_its_own() -> None:
     assert answer([replace(lost, cause="signal SIGBUS")], budget).act == "end"
 
 
+def test_nodes_that_are_lost_one_after_the_other_do_not_end_the_job() -> None:
+    """Three spot nodes were taken away within one interval between saves: the job was given up, and where that was in
+    the first step, a good generation was made suspect before."""
+    lost = [Outcome(100, 107, CRASH, cause="node", host=host) for host in "abcd"]
+    for last_step in (100, 107):
+        found = answer([replace(one, last_step=last_step) for one in lost], Budget())
+        assert found == Answer("restart", "a node was lost (d), which says nothing about the program")
+    fault = replace(FAILS, restored_step=100, last_step=103)
+    assert without_progress([lost[0], fault, lost[1], fault]) == 2, "what is no lost node counts"
+    again = [replace(one, host="a", restored_step=None) for one in lost]
+    assert [answer(again[:count], Budget()).act for count in (3, 4)] == ["restart", "end"], "one that always dies does"
+
+
+def test_a_store_that_is_lost_each_time_makes_no_generation_suspect() -> None:
+    found = answer([Outcome(100, 100, CRASH, cause="store")] * 3, Budget())
+    assert found.act == "end" and "with the same cause" in found.why
+
+
 def test_kills_by_the_kernel_for_memory_count_as_sigkill() -> None:
     """The most frequent SIGKILL had no bound: its cause has words after the name."""
     killed = Outcome(0, 5, -9, saved_step=4, cause="signal SIGKILL: the kernel killed it for memory")

@@ -139,6 +139,14 @@ def test_a_job_on_machines_that_are_taken_away_is_not_given_up() -> None:
     assert answer([failed], Budget(restarts=1), earlier=[failed]).restart, "no restart of this job"
 
 
+def test_lost_nodes_of_a_job_that_goes_on_are_failures_of_machines() -> None:
+    """They were counted as those of the program where they came at one step, so that the interval became too long."""
+    lost, gone = (Cause(kind=kind, rank=0, code=-9, what="x") for kind in ("node", SUPERVISOR))
+    found = [replace(ending("a", 0, 5, lost), number=number) for number in (1, 2, 3)]
+    assert attempt_log.failures(found, ranks=2, mtbf=100.0).of_nodes.count == 3
+    assert attempt_log.unfinished([*found, replace(ending("a", 0, 5, gone), number=4)]) == []
+
+
 def test_a_lost_attempt_that_has_saved_is_progress_of_its_job() -> None:
     fault, lost = (Cause(kind=kind, rank=0, code=-9, what="x") for kind in ("hang", SUPERVISOR))
     earlier = [ending("a", 0, 5, fault), ending("a", 0, 5, fault), ending("a", 0, 4, lost)]

@@ -17,6 +17,7 @@ import pytest
 from lastgood.io import heartbeat, processes
 from lastgood.policy.hang import START, STEP, Signs
 from lastgood.supervisor import outputs, watch
+from lastgood.supervisor.attempt import Attempt
 from lastgood.supervisor.program import STACKS_FILE
 from lastgood.supervisor.progress_watch import ProgressWatch
 
@@ -82,6 +83,19 @@ def test_a_stopped_rank_in_a_long_step_hangs_as_soon_as_elsewhere() -> None:
             assert found.stopped and found.since == 101.0
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize(("others", "ended"), [(2, False), (1, True)])
+def test_a_rank_that_has_ended_on_another_node_is_known_here(others: int, ended: bool, tmp_path: Path) -> None:
+    """A rank that did not end after its run was closed was never found where no other one of its node had ended."""
+    page = str(tmp_path / "page")
+    heartbeat.create(page)
+    open_rank = SimpleNamespace(shown=heartbeat.read(page))
+    closed_rank = SimpleNamespace(shown=heartbeat.read(page)._replace(closed=5.0))
+    alive = SimpleNamespace(others=lambda now: [Signs(rank, 1.0, STEP) for rank in range(others)])
+    here = SimpleNamespace(_place=SimpleNamespace(nodes=2, world=3), _nodes=alive, _ranks=[closed_rank])
+    assert Attempt._have_ended_elsewhere(here, [closed_rank], 9.0) == ended  # type: ignore[arg-type, list-item]
+    assert not Attempt._have_ended_elsewhere(here, [open_rank], 9.0)  # type: ignore[arg-type, list-item]
 
 
 @pytest.mark.parametrize("others_end", [False, True])

@@ -273,6 +273,7 @@ def test_the_step_of_a_failure_is_that_of_the_rank_that_failed(tmp_path: Path) -
         page = str(tmp_path / str(rank))
         heartbeat.create(page)
         beat = heartbeat.Heartbeat(page)
+        beat.opened("run")
         beat.restored(step, position=heartbeat.Position(0, window, 1))
         lived.progress.append(heartbeat.read(page)._replace(rank=rank))
     cause = reported.cause(lived)
@@ -282,6 +283,24 @@ def test_the_step_of_a_failure_is_that_of_the_rank_that_failed(tmp_path: Path) -
     assert reported.outcome(lived, cause) == found
     lived.ended.clear()
     assert reported.outcome(lived, None).last_step == 50
+
+
+@pytest.mark.parametrize(("failed", "restored_step"), [(0, 40), (1, None)])
+def test_a_rank_that_only_serves_the_others_restores_nothing(
+    tmp_path: Path, failed: int, restored_step: int | None
+) -> None:
+    """One rank served data and opened no run. A NameError of the other one, after saves, was one before any restore:
+    the job was given up, and `lastgood attempts` showed no steps."""
+    lived = Lived(0.0, ended=[Ended(failed, 1.0, 1, "NameError: name 'x' is not defined")])
+    for rank in (0, 1):
+        page = str(tmp_path / str(rank))
+        heartbeat.create(page)
+        if rank == 0:
+            beat = heartbeat.Heartbeat(page)
+            beat.opened("run")
+            beat.restored(40)
+        lived.progress.append(heartbeat.read(page)._replace(rank=rank))
+    assert reported.outcome(lived, reported.cause(lived)).restored_step == restored_step
 
 
 @pytest.mark.parametrize("ended", [True, False])

@@ -22,7 +22,7 @@ from ..supervisor.reported import PHASES, REPLAYED
 from .answer import Answer
 from .arguments import Json, Run
 from .terminal import clean
-from .texts import new_table, plural
+from .texts import new_table, plural, when
 
 
 def attempts(run: Run, as_json: Json = False) -> Answer:
@@ -52,7 +52,7 @@ def _view(found: Sequence[Attempt]) -> RenderableType:
     for one in found:
         table.add_row(
             str(one.number),
-            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.began_at)),
+            when(one.began_at, "%Y-%m-%d %H:%M:%S"),
             f"{one.seconds:.1f}",
             "none" if one.restored_step is None else f"{one.restored_step} to {one.last_step}",
             str(one.replayed_steps),

@@ -29,17 +29,18 @@ STYLES = {
 }
 
 
-def when(seconds: float | None) -> str:
+def when(seconds: float | None, form: str = "%Y-%m-%d %H:%M") -> str:
     """Local date and time of seconds since 1970; "?" for a number that is no date."""
     try:
-        return "" if seconds is None else datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M")
+        return "" if seconds is None else datetime.fromtimestamp(seconds).strftime(form)
     except (OverflowError, ValueError, OSError):
         return "?"
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """A sort key that puts h.2 before h.10."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+    """A sort key that puts h.2 before h.10, for numbers of any length."""
+    parts = [part.lstrip("0") if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
+    return [(len(part), part) if place % 2 else (-1, part) for place, part in enumerate(parts)]
 
 
 def named(at: GenerationId) -> dict[str, Any]:

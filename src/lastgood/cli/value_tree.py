@@ -64,6 +64,6 @@ def value_text(value: Any) -> str:
     """A leaf as one short line."""
     try:
         text = _short.repr(values.decode(value, lambda tag, body, _: _Tagged(tag, body)))
-    except ManifestInvalid:
+    except (ManifestInvalid, ValueError):  # Python writes no number of more than 4,300 digits
         text = _short.repr(value)
     return clean(text if len(text) <= TEXT_LENGTH else f"{text[: TEXT_LENGTH - 4]} ...")

@@ -16,7 +16,12 @@ def machine(environ: Mapping[str, str] = os.environ) -> str:
 
     It is the value of LASTGOOD_NODE; if that is not set or empty, the boot id of the kernel, else the host name.
     """
-    return environ.get(NODE, "") or boot_id()
+    return given_name(environ) or boot_id()
+
+
+def given_name(environ: Mapping[str, str] = os.environ) -> str:
+    """The value of LASTGOOD_NODE as text, with bytes that are none written out; empty if it is not set."""
+    return os.fsencode(environ.get(NODE, "")).decode(errors="backslashreplace")
 
 
 def host() -> str:

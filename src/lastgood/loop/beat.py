@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from .. import reporting
 from ..io.heartbeat import Heartbeat
 from ..policy.arguments import require
-from ..policy.hang import RESTORE, SAVE
+from ..policy.hang import OWN, RESTORE, SAVE
 from ..records import Generation
 from .progress import Progress
 
@@ -88,17 +88,19 @@ class Beat:
         `step`."""
         if self._page is not None and n != self._shown_step:  # guard: step-is-shown-once
             self._shown_step, self._thread = n, threading.get_ident()
-            self._warn_without_restore()
+            if not self._restored:
+                self._page.restored(n - 1)  # guard: loop-without-restore-has-begun
+                self._warn_without_restore()
             self._page.beat(n, self._progress.next_position())
 
     def _warn_without_restore(self) -> None:
-        """Warn, once and on one rank, if the loop trains without having restored."""
-        if not self._restored and os.environ.get("RANK", "0") == "0":
-            reporting.warning(
-                "the first step comes without restore(): after a failure this job cannot go on from what it has saved. "
-                "Call restore() before it"
-            )
+        """Warn, once and on one rank, that the loop trains without having restored."""
         self._restored = True
+        if os.environ.get("RANK", "0") == "0":
+            reporting.warning(
+                "the first step comes without restore(): unless the script calls it at the next start, a job that has "
+                "failed cannot go on from what it has saved. Call restore() before it, in a new run too"
+            )
 
     def diverged(self, first: int) -> None:
         """A restore goes back before the step `first`, and trains with the same batches again: what was saved since is
@@ -115,8 +117,9 @@ class Beat:
         return self._in(RESTORE)
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """In the block, the loop is in a phase of this name. Raises Refused for an empty name."""
-        require(isinstance(name, str) and bool(name), f"phase({name!r})", 'Give a name: with ckpt.phase("eval").')
+        """In the block, the loop is in a phase of this name. Raises Refused for no name, and for lastgood's."""
+        own = isinstance(name, str) and name != "" and not name.startswith(OWN)  # guard: own-phases-are-no-names
+        require(own, f"phase({name!r})", 'Give a name of your own: with ckpt.phase("eval").')
         return self._in(name)
 
     @property

@@ -14,11 +14,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
 from ..errors import Refused
+from ..io.heartbeat import VARIABLE
 from ..policy.arguments import is_positive, is_whole, require
 
 EXIT_CODE = 75
@@ -46,7 +47,8 @@ class Preemption:
     grace_seconds: float = 30.0
     """seconds from the first signal until the process is ended without waiting any longer; above 0 (default: 30)"""
     exit_code: int = EXIT_CODE
-    """exit code of the process, from 0 to 255 (default: 75, EX_TEMPFAIL)"""
+    """exit code of the process, from 0 to 255 (default: 75, EX_TEMPFAIL); under `lastgood run` always the default,
+    with which it ends too"""
 
     def __post_init__(self) -> None:
         signals, seconds, code = self.signals, self.grace_seconds, self.exit_code
@@ -88,6 +90,8 @@ class EndRequest:
     def __init__(self, options: Preemption, monotonic_seconds: Callable[[], float] = time.monotonic) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise Refused("preemption= outside of the main thread", todo="Open the run in the main thread.")
+        if VARIABLE in os.environ:  # its exit code tells `lastgood run` what the end was
+            options = replace(options, exit_code=EXIT_CODE)  # guard: supervised-run-ends-with-75
         self.options, self._now, self._process = options, monotonic_seconds, os.getpid()
         self.at: float | None = None
         """when the grace period began: at the first signal to this or another rank; None before"""

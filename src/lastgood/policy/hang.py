@@ -13,15 +13,17 @@ from dataclasses import dataclass, field
 
 from .arguments import is_number, require
 
-START, FIRST_STEP, STEP = "start", "first step", "step"
+OWN = "lastgood: "
+"""how the names below begin, unlike those of a user's phases"""
+START, FIRST_STEP, STEP = f"{OWN}start", f"{OWN}first step", f"{OWN}step"
 """where a rank may hang outside of phases: before its state is restored, before its first step, in a step"""
-ARRIVED = "lastgood: arrived"
+ARRIVED = f"{OWN}arrived"
 """before its run is open, as far as is known in a call that waits for other ranks"""
-END = "lastgood: end"
+END = f"{OWN}end"
 """after its run is closed: another rank has ended, and this one has not"""
-RESTORE = "lastgood: restore"
+RESTORE = f"{OWN}restore"
 """the phase in which a Checkpointer restores"""
-SAVE = "lastgood: save"
+SAVE = f"{OWN}save"
 """the phase in which a Checkpointer starts a save, or waits for saves: as long as the places need"""
 _WAITS = re.compile(r"/torch/(distributed|autograd|cuda|nn/parallel)/|/lastgood/(coordination|ranks)/")
 """files in which a rank waits for others: collectives, the backward pass that runs those of DDP, and a common save"""

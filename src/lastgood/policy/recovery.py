@@ -8,7 +8,8 @@ Attempts that fail at the same step with the same cause fail because of the stat
 machine. After so many of them the job goes on from the generation before; if it fails there again, without the batches
 of that step; if it fails there again, it is given up. A failure before any step is completed may as well come from the
 script, and a hang from an evaluation that has no name: then no batches are left out, which would be missing for good.
-A full disk, or a store that does not answer, has to do with neither.
+A full disk, or a store that does not answer, has to do with neither. Nodes that are lost one after the other say
+nothing about the program; one that is lost each time does.
 """
 
 from __future__ import annotations
@@ -50,9 +51,11 @@ DIVERGED = "TrainingDiverged"
 """how the error begins with which a Sentinel ends an attempt: it has found the suspects, and left out what it may"""
 HANG = "hang"
 """the `cause` of an attempt in which ranks hung"""
+NODE = "node"
+"""the `cause` of an attempt that ended because a node was lost"""
 STORE = "store"
 """the `cause` of an attempt that ended because the store of the nodes was lost, and no node"""
-CAUSES = ("exception", "exit", HANG, "node", "signal", STORE)
+CAUSES = ("exception", "exit", HANG, NODE, "signal", STORE)
 """the kinds of causes: those that have a name begin with one of these, as "signal SIGKILL" """
 _MOST_DOUBLINGS = 32
 """of the pause before a restart: a float has an end, and a job with many permitted failures has not"""
@@ -197,6 +200,8 @@ def answer(
     if same >= budget.without_progress:  # guard: no-endless-restarts
         where = "before a state was restored" if last.restored_step is None else f"after step {last.restored_step}"
         return Answer("end", f"{plural(same, 'attempt')} in a row failed {where}, and nothing newer was saved")
+    if not same:
+        return Answer("restart", f"a node was lost ({last.host}), which says nothing about the program")
     doublings = min(same - 2, _MOST_DOUBLINGS)
     pause = min(budget.pause_seconds * 2**doublings, budget.longest_pause_seconds) if same > 1 else 0.0
     if last.saved_newer:
@@ -221,7 +226,7 @@ def _is_of(one: Outcome, cause: str) -> bool:
 
 def _is_of_a_place(one: Outcome) -> bool:
     """Whether an attempt failed because of a disk, a store or another node."""
-    return bool(_OF_A_PLACE.match(one.error))
+    return one.cause == STORE or bool(_OF_A_PLACE.match(one.error))  # guard: lost-store-blames-no-state
 
 
 def _found_only_suspects(outcomes: Sequence[Outcome]) -> bool:
@@ -237,6 +242,8 @@ def _alike(outcomes: Sequence[Outcome]) -> list[Outcome]:
     last, found = outcomes[-1], list[Outcome]()
     for one in reversed(outcomes):
         if not one.cause or one.restored_step is None or one.cause != last.cause:
+            break
+        if one.cause == NODE and one.host != last.host:  # guard: lost-nodes-blame-no-state
             break
         if one.error.startswith(DIVERGED) and one.saved_newer:  # guard: other-batches-are-another-failure
             break  # its Sentinel has left batches out: the next one fails at the same comparison with others
@@ -274,14 +281,22 @@ def _remedy(alike: Sequence[Outcome], budget: Budget) -> Answer:
 
 def without_progress(outcomes: Sequence[Outcome]) -> int:
     """How many of the last attempts in a row saved nothing newer, and went on from no newer step than the one before
-    them; at least 1.
+    them.
 
     One that failed before it had restored anything counts with those beside it. The count begins anew when a host is
-    left out for the first time: one that always comes back does not keep a job alive.
+    left out for the first time: one that always comes back does not keep a job alive. The first loss of each node
+    does not count.
     """
-    count, step = 1, outcomes[-1].restored_step
     if outcomes[-1].saved_newer:
-        return count
+        return 1
+    in_a_row = _in_a_row(outcomes)
+    lost = [one.host for one in in_a_row if one.cause == NODE and one.host]
+    return len(in_a_row) - len({*lost})  # guard: lost-nodes-blame-no-program
+
+
+def _in_a_row(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """The last attempts that saved nothing newer, and went on from no newer step than the one before them."""
+    found, step = [outcomes[-1]], outcomes[-1].restored_step
     for place, one in reversed([*enumerate(outcomes[:-1])]):
         newer = step is not None and one.restored_step is not None and one.restored_step < step
         if newer or one.saved_newer:  # guard: saved-step-is-progress
@@ -291,8 +306,8 @@ def without_progress(outcomes: Sequence[Outcome]) -> int:
         if one.left_out and one.left_out not in {before.left_out for before in outcomes[:place]}:
             break
         step = one.restored_step if step is None else step
-        count += 1
-    return count
+        found.append(one)
+    return found
 
 
 def replayed_steps(outcomes: Sequence[Outcome], before: int = 0) -> int:

@@ -264,7 +264,7 @@ class Attempt:
         if lived.failed is not None or self._asked:
             return False
         live, now = [*self._live.values()], time.monotonic()
-        ended = len(live) < len(self._ranks)
+        ended = len(live) < len(self._ranks) or self._have_ended_elsewhere(live, now)
         silent = watch.silent(live, now, ended, () if self._place.nodes == 1 else None)
         if silent is not None and self._place.nodes > 1:
             silent = watch.silent(live, now, ended, self._nodes.others(now))
@@ -273,6 +273,13 @@ class Attempt:
         self._note_hang(lived, silent, watch)
         self._publish("hang")
         return True
+
+    def _have_ended_elsewhere(self, live: Sequence[RankProcess], now: float) -> bool:
+        """Whether a rank of another node has ended, as far as is known. That is asked once a rank here has closed its
+        run: a node shows those of its ranks that live."""
+        if self._place.nodes == 1 or all(one.shown.closed is None for one in live):
+            return False
+        return len(self._nodes.others(now)) < self._place.world - len(self._ranks)  # guard: end-on-other-nodes-counts
 
     def _note_hang(self, lived: Lived, silent: Silent | None, watch: ProgressWatch) -> None:
         live = [*self._live.values()]

@@ -28,7 +28,7 @@ from ..io import processes
 from ..policy.failures import Known, Life, observed
 from ..policy.health import Finding
 from ..policy.membership import Spares
-from ..policy.recovery import ASKED, HANG, REMEDIES, STORE, Act, Outcome
+from ..policy.recovery import ASKED, HANG, NODE, REMEDIES, STORE, Act, Outcome
 from ..ports import Tier
 from ..records import Generation, Record
 from ..run import side_records
@@ -56,7 +56,7 @@ class Cause(Record, frozen=True, kw_only=True):
     @property
     def key(self) -> str:
         """A text that is equal for causes of one kind."""
-        if self.kind in (HANG, "node", STORE, SUPERVISOR):
+        if self.kind in (HANG, NODE, STORE, SUPERVISOR):
             return self.kind
         end = {"exception": r"[^\w.]", "signal": r" \(", "exit": r" while "}.get(self.kind)
         what = self.what if end is None else re.split(end, self.what, maxsplit=1)[0]
@@ -220,14 +220,15 @@ def failures(attempts: Sequence[Attempt], ranks: int, mtbf: float | None) -> Kno
             for one in attempts
         ]
 
-    return Known(observed(lives(), ranks, mtbf), observed(lives("node", SUPERVISOR), ranks, mtbf))
+    return Known(observed(lives(), ranks, mtbf), observed(lives(NODE, SUPERVISOR), ranks, mtbf))
 
 
 def unfinished(attempts: Sequence[Attempt]) -> list[Outcome]:
     """The failures of the job that the next one continues, as policy/recovery.py takes them; of those that it has
     continued too. `attempts`: of a run, oldest first. Empty if the last job has ended: a new one begins anew.
 
-    A lost attempt is none of them, because it says nothing about the program; but what it has saved is progress.
+    A lost attempt is none of them, nor one with a lost node, because they say nothing about the program; but what such
+    attempts have saved is progress.
     """
     found, job, newest = list[Outcome](), "", 0
     for one in reversed(attempts):
@@ -236,7 +237,7 @@ def unfinished(attempts: Sequence[Attempt]) -> list[Outcome]:
             continue
         if one.job != job:  # guard: job-that-ended-begins-anew
             break
-        if one.cause is not None:
+        if one.cause is not None and one.cause.kind != NODE:
             found.insert(0, _outcome(one, one.cause, newest))
         newest = max(newest, one.restored_step or 0)
     return found
@@ -257,10 +258,10 @@ def _outcome(one: Attempt, cause: Cause, newest: int) -> Outcome:
 
 
 def _cause(one: Attempt) -> str:
-    """A text that is equal for failures of one kind. Lost attempts are each of their own kind: the last step of one is
-    only the last that was saved, so two of them at the same step show nothing about the program."""
+    """A text that is equal for failures of one kind. Lost nodes, and lost attempts, are each of their own kind: two of
+    them at the same step, which of an attempt is only the last that was saved, show nothing about the program."""
     key = "" if one.cause is None else one.cause.key
-    return f"{key} {one.number}" if _is_lost(one) else key
+    return f"{key} {one.number}" if key in (NODE, SUPERVISOR) else key  # guard: lost-nodes-are-failures-each
 
 
 def _lost(number: int, begun: Begun, saved: Sequence[Generation], until: float) -> Stored:

@@ -67,8 +67,10 @@ class AttemptRecords:
             self._run = self._known or next((one.run for one in ranks if one.run), "")
             if self._run:
                 self._note(self._run, self._begun)
-        if self._run and self._begun.restored_step is None and all(one.restored is not None for one in ranks):
-            self._begun = replace(self._begun, restored_step=min(one.restored_step for one in ranks))
+        opened = [one for one in ranks if one.opened is not None]
+        ready = bool(opened) and all(one.restored is not None for one in opened)
+        if self._run and self._begun.restored_step is None and ready:
+            self._begun = replace(self._begun, restored_step=min(one.restored_step for one in opened))
             self._note(self._run, self._begun)
 
     def done(self, work: Callable[[], Result], touch: Callable[[], None]) -> Result:

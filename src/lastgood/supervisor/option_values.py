@@ -96,9 +96,9 @@ def cause_restarts(text: str) -> dict[str, int]:
     found = dict[str, int]()
     for one in names(text):
         cause, _, most = (part.strip() for part in one.partition("="))
-        # Names of exceptions cannot be known here: they begin with a capital, unlike kinds.
-        named = cause in signal.Signals.__members__ or (cause[:1].isupper() and cause.isidentifier())
-        if cause not in CAUSES and not named:
+        if cause in signal.Signals.__members__:
+            cause = signal.Signals[cause].name  # a signal may have two names
+        elif cause not in CAUSES and not _may_be_an_exception(cause):  # guard: mistyped-cause-is-refused
             kinds = ", ".join(CAUSES)
             why = f"{cause!r} is no cause: a kind ({kinds}), a signal, or an exception. {meant(cause, CAUSES)}"
             raise argparse.ArgumentTypeError(why)
@@ -109,6 +109,13 @@ def cause_restarts(text: str) -> dict[str, int]:
         except argparse.ArgumentTypeError as error:
             raise argparse.ArgumentTypeError(f"{one}: {error}. Write {cause}=5, a cause and its restarts") from error
     return found
+
+
+def _may_be_an_exception(cause: str) -> bool:
+    """Whether a name may be that of an exception, which cannot be known here: it begins with a capital, unlike kinds,
+    and is no kind or signal that is written wrongly."""
+    mistyped = cause.lower() in CAUSES or (cause.startswith("SIG") and cause.isupper())
+    return cause.isidentifier() and cause[:1].isupper() and not mistyped
 
 
 def signals(text: str) -> tuple[int, ...]:

@@ -112,10 +112,9 @@ def _ended_as_asked(first: Ended, lived: Lived) -> bool:
 
 def outcome(lived: Lived, found: Cause | None, host: str = "") -> Outcome:
     """An attempt as the policy sees it. `host`: of the rank of its cause (default: not known)."""
-    steps = [one.restored_step for one in lived.progress if one.restored is not None]
-    whole, last = len(steps) == len(lived.progress), _last(lived, found)
+    last = _last(lived, found)
     return Outcome(
-        restored_step=min(steps) if whole and steps else None,
+        restored_step=_restored_step(lived.progress, last),
         last_step=0 if last is None else last.step,
         saved_step=max((one.saved_step for one in lived.progress), default=0),
         code=_code(lived, first_cause(lived.ended), found),
@@ -125,6 +124,18 @@ def outcome(lived: Lived, found: Cause | None, host: str = "") -> Outcome:
         after_loop=last is not None and any(last.position) and not last.position.windows,
         host=host,
     )
+
+
+def _restored_step(ranks: Sequence[Progress], first: Progress | None) -> int | None:
+    """The step from which all ranks went on that have opened a run, and the rank that failed first; None: one has not.
+
+    Others may serve those that train.
+    """
+    opened = [one for one in ranks if one.opened is not None]
+    asked = opened if first is None or first in opened else [*opened, first]
+    if not asked or any(one.restored is None for one in asked):  # guard: serving-ranks-restore-nothing
+        return None
+    return min(one.restored_step for one in asked)
 
 
 def advice(lived: Lived, attempt: Attempt, follows: Answer, before: Sequence[Advice]) -> Advice | None:

@@ -7,7 +7,6 @@ launch -> monitor -> recover -> launch ...          attempt.py starts and watche
 from __future__ import annotations
 
 import contextlib
-import os
 import platform
 import secrets
 import select
@@ -24,7 +23,7 @@ import msgspec
 from ..errors import Cancelled
 from ..format import layout
 from ..io import os_errors, processes
-from ..io.machine import NODE
+from ..io.machine import given_name
 from ..policy import quarantine
 from ..policy.health import described, leaves
 from ..policy.membership import Bounds, Next
@@ -52,7 +51,7 @@ class Supervisor:
     def __init__(self, job: Job, command: Sequence[str], report: Callable[[str], object]) -> None:
         self._job, self._report = job, report
         self._command = [*map(printable, command)]
-        self._id, self._host = secrets.token_hex(4), os.environ.get(NODE) or platform.node()
+        self._id, self._host = secrets.token_hex(4), given_name() or platform.node()
         self._outcomes = list[Outcome]()
         self._records, self._reader = AttemptRecords(), StackReader(py_spy())
         self._run = ""
