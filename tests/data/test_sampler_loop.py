@@ -72,6 +72,19 @@ def test_a_loop_over_a_foreign_loader_is_reported_at_its_first_step(tmp_path: Pa
     assert capsys.readouterr().err.count("no batch was read") == 1
 
 
+@pytest.mark.parametrize(("patterns", "count"), [({"include": ["w"]}, 1), ({"exclude": ["data.s*"]}, 1), ({}, 0)])
+def test_a_sampler_that_is_read_and_not_saved_is_reported(tmp_path: Path, patterns, count, capsys) -> None:
+    """With `include=` for an adapter the sampler was counted and not saved: a resume trained the samples again."""
+    sampler, unread = make(), make()
+    state = {"w": torch.ones(1), "data": {"sampler": sampler}, "other": unread}
+    with lastgood.Checkpointer(tmp_path, state, **patterns) as ckpt:
+        for n, _ in enumerate(sampler.loader(DATA), 1):
+            ckpt.step(n)
+    errors = capsys.readouterr().err
+    assert errors.count("batches are read from data.sampler, which include= or exclude= leaves out") == count
+    assert "read from other" not in errors
+
+
 def test_an_idle_sampler_on_rank_0_of_a_data_group_is_reported_once(capsys, caplog) -> None:
     sampler = make()
     for n in (1, 2, 3):
@@ -88,6 +101,22 @@ def test_a_sampler_that_counted_this_step_already_leaves_others_idle(caplog) -> 
     count_step([counted, idle], 5, 4, first=True)
     assert place(counted) == (0, 1) and place(idle) == (0, 0)
     assert "no batch was read" not in caplog.text
+
+
+def saved_by(rank: int, size: int, root: Path) -> list[str]:
+    with reports(logging.ERROR) as texts, lastgood.Checkpointer(root, {"loader": StatefulDataLoader(DATA)}) as ckpt:
+        step = ckpt.restore().step
+        ckpt.save(step + 1)
+    return texts
+
+
+def test_a_loader_whose_position_is_that_of_another_world_is_reported(tmp_path: Path) -> None:
+    """After a change of the number of ranks the position of a StatefulDataLoader, which is that of one of them in its
+    part of the data, was restored without a word: samples came twice or never."""
+    assert world(2, saved_by, tmp_path) == [[], []]
+    (text,) = saved_by(0, 1, tmp_path)
+    assert "step 1: loader is a StatefulDataLoader, whose position is that of one of 2 ranks; now there are 1" in text
+    assert saved_by(0, 1, tmp_path) == []
 
 
 # ---- loops that are right -------------------------------------------------------------------------------------------

@@ -271,6 +271,24 @@ def test_retention_counts_and_milestones_and_metrics(tmp_path: Path) -> None:
     assert [one.step for one in lastgood.open(tmp_path).generations()] == [3, 5, 7, 10, 14, 15]
 
 
+@pytest.mark.parametrize(
+    ("at_step", "after", "count"), [("valloss", "", 1), ("loss", "val_loss", 0), ("val_loss", "", 0)]
+)
+def test_a_metric_that_never_comes_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, at_step: str, after: str, count: int
+) -> None:
+    """With a typo in the name, every save that was to be kept for its metric was deleted by its age, without a word."""
+    keep = lastgood.Keep(last=1, best=("val_loss", "min", 2))
+    with lastgood.Checkpointer(
+        tmp_path, {"w": torch.zeros(3)}, cadence=lastgood.Every(steps=1), retention=keep
+    ) as ckpt:
+        for n in range(1, 6):
+            ckpt.step(n, metrics={at_step: 1.0})
+            if after:
+                ckpt.save(n, metrics={after: 1.0})
+    assert caplog.text.count("saves has the metric 'val_loss' that Keep(best=...) asks for") == count
+
+
 def test_a_second_writer_is_refused(tmp_path: Path) -> None:
     with (
         lastgood.Checkpointer(tmp_path, build()),

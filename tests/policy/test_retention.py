@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from histories import History, at, generation
 from lastgood.policy.restore import lineage, never_committed
-from lastgood.policy.retention import Keep, stale_incarnations, surplus
+from lastgood.policy.retention import Keep, lacks_metric, stale_incarnations, surplus
 from lastgood.records import Finding
 
 
@@ -61,3 +61,13 @@ def test_a_generation_that_lost_its_commit_is_not_litter():
     past.survey.incomplete |= {at(20, only), at(31, only)}
     assert never_committed(past.survey) == {at(31, only)}
     assert lineage(past.survey).lost == [at(20, only)]
+
+
+def test_a_metric_by_which_saves_are_kept_and_that_never_comes_is_reported_once() -> None:
+    """With a typo in the name, every save that was to be kept for its metric was deleted by its age."""
+    keep, saves = Keep(last=2, best=("val_loss", "min", 1)), [{"valloss": 1.0}, {}, {"valloss": 2.0}, {}]
+    found = [lacks_metric(keep, saves[:count]) for count in (1, 2, 3, 4)]
+    assert [bool(one) for one in found] == [False, False, True, False]
+    assert "none of the first 3 saves has the metric 'val_loss'" in found[2] and "(these have: valloss)" in found[2]
+    assert not lacks_metric(keep, [*saves[:2], {"val_loss": 1.0}])
+    assert not lacks_metric(Keep(last=2), saves[:3])

@@ -44,6 +44,17 @@ def count_step(
             one.advance_to(step, previous)
 
 
+def report_left_out(samplers: Mapping[str, ResumableSampler], step: int) -> None:
+    """Report each sampler from which the loop reads, although its patterns leave it out of saves. Called at the first
+    `step`, before that is counted. `samplers`: by path; none of them is saved."""
+    for path, one in samplers.items():
+        if not one.is_unread_at(step):  # guard: sampler-left-out-is-reported
+            reporting.threat(
+                f"step {step}: batches are read from {path}, which include= or exclude= leaves out of saves: a resume "
+                f'begins its epoch again, and trains the same samples twice. Save it too: include=[..., "{path}"]'
+            )
+
+
 def report_uncounted(held: Mapping[str, ResumableSampler], step: int) -> None:
     """Report each sampler that an object of the state holds if the loop reads from it, and nobody counts its steps.
 

@@ -14,16 +14,18 @@ from torch.amp.grad_scaler import GradScaler
 from .. import reporting
 from ..coordination.single_rank import AnyRanks
 from ..data.sampler import ResumableSampler
-from ..data.step_counting import count_step, report_uncounted
+from ..data.step_counting import count_step, report_left_out, report_uncounted
 from ..data.trained import by_epoch
 from ..errors import StepTaken
+from ..format.values import join
 from ..io.heartbeat import Position
 from ..limits import ENTRIES_SEARCHED, STEP_LIMIT
 from ..policy.arguments import is_whole, require
 from ..records import Generation
 from ..run.outcomes import Outcomes
 from ..snapshot.staging import Fence
-from ..state.objects import held_by_objects, instances_of
+from ..state.capture import wanted
+from ..state.objects import find_objects, held_by_objects, instances_of
 from ..state.parameter_versions import version
 from .load import LoadRequest
 
@@ -35,6 +37,7 @@ class Progress:
 
     def __init__(self, request: LoadRequest, ranks: AnyRanks, outcomes: Outcomes, fence: Fence) -> None:
         self._state, self._ranks, self._outcomes, self._fence = request.state, ranks, outcomes, fence
+        self._names = wanted(request.include, request.exclude)
         self.step = 0
         """the newest step that the loop has completed"""
         self.resumed_step = 0
@@ -70,12 +73,21 @@ class Progress:
             rank, ranks, first = self._ranks.rank, self._ranks.size, self.step == self.resumed_step
             self.samplers = self._found_samplers(first)
             before = self._position()
+            if first and rank == 0:
+                report_left_out(self._left_out(), n)
             count_step(self.samplers, n, self.step, rank=rank, ranks=ranks, first=first)
             if first and rank == 0:
                 report_uncounted(held_by_objects(self._state, ResumableSampler), n)
             self.step = self._outcomes.completed = n
             self._note_trained(before)
             self._fence.update_begun = False
+
+    def _left_out(self) -> dict[str, ResumableSampler]:
+        """The samplers of the state that are not saved, by path."""
+        found = {} if self._names.everything else find_objects(self._state)
+        every = {path: one for path, one in found.items() if isinstance(one, ResumableSampler)}
+        saved = {id(one) for path, one in every.items() if self._names.keeps(join(path, "epoch"))}
+        return {path: one for path, one in every.items() if id(one) not in saved}
 
     def report_update(self) -> None:
         """The state is saved as that of the newest step: report at rank 0 if an optimizer has stepped since."""

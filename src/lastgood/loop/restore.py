@@ -374,6 +374,19 @@ class Restorer:
         mine = {path: [one.world_size, one.rank] for path, one in found.items() if isinstance(one, ResumableSampler)}
         self._ranks.topic("parts of the order").agree(mine, report_missing_parts)
 
+    def _report_other_world(self, generation: Generation) -> None:
+        """Report, at rank 0, each loader of torchdata in a state that another number of ranks has saved: its position
+        is that of one rank, in a part of the data that no rank has now."""
+        then, now = generation.commit.world.ranks, self._ranks.size
+        found = {} if then == now or self._ranks.rank else find_objects(self._request.state)
+        for path, one in found.items():
+            if type(one).__name__ == "StatefulDataLoader":  # guard: loader-of-another-world-is-reported
+                reporting.threat(
+                    f"step {generation.step}: {path} is a StatefulDataLoader, whose position is that of one of {then} "
+                    f"ranks; now there are {now}, so in this epoch samples come twice or never. Go on with {then} "
+                    "ranks, or use lastgood.ResumableSampler, which continues exactly with any number of them"
+                )
+
     def continue_from(self, found: Restored, followed: Followed) -> None:
         """Make the saves that follow descend from the restored generation, or from nothing if there is none.
 
@@ -383,6 +396,8 @@ class Restorer:
         if self._ranks.size > 1:
             self._report_missing_parts()
         pipeline, generation, state = self._pipeline, found.generation, self._request.state
+        if generation is not None:
+            self._report_other_world(generation)
         run, several = pipeline.run, self._ranks.size > 1
         self._saver.half_loaded = False
         run.begin(generation.id if generation else None)

@@ -30,7 +30,7 @@ from ..format import commit
 from ..policy.arguments import require
 from ..policy.cadence import Every
 from ..policy.failures import Known
-from ..policy.retention import wanted
+from ..policy.retention import lacks_metric, wanted
 from ..policy.tune import Auto
 from ..records import Generation, GenerationId, Manifest
 from ..run.pipeline import Pipeline
@@ -77,6 +77,8 @@ class Saver:
         """whether the live state is a part of a step, after a restore that failed half way: then nothing is saved"""
         self.examined = self._examined_metrics = False
         """whether `examine` has checked the state, or a restore has"""
+        self._metrics = list[Mapping[str, float]]()
+        """those of the first saves"""
         self.last: Save | None = None
         """the newest save that was started since the run was opened or restored"""
         self.first_step: int | None = None
@@ -210,7 +212,16 @@ class Saver:
         self.schedule.begun(save, begun, now, waited)
         self._reports.enqueued(n, now - begun)
         self._numbers.saved(n, self._request.state)
+        self._report_lacking_metric(metrics)
         return save
+
+    def _report_lacking_metric(self, metrics: Mapping[str, float]) -> None:
+        """Report, once and at rank 0, if the metric by which saves are kept never comes."""
+        keep = self._options.front.keep
+        if keep.best is not None and len(self._metrics) <= keep.last:
+            self._metrics.append(metrics)
+            if self._ranks.rank == 0 and (text := lacks_metric(keep, self._metrics)):  # guard: lacking-metric-reported
+                reporting.warning(text)
 
     def due(self, n: int, now: float) -> bool:
         """Whether to save at step `n`: in the place that is written first, or in one below. Once for each step."""
@@ -293,6 +304,7 @@ class Saver:
                 return None
             self._pipeline.pin_and_label(last, False, {})  # from now on no newer save replaces it
             self._require_same_state(last)
+            self._metrics[-1:] = [{**one, **metrics} for one in self._metrics[-1:]]
             return self._pipeline.pin_and_label(last, milestone, metrics)
         if last is None and (restored := self._restored_save(n)) is not None:
             return self._pipeline.pin_and_label(restored, milestone, metrics)

@@ -130,6 +130,18 @@ def _best(keep: Keep, chain: Sequence[Generation]) -> list[Generation]:
     return sorted(scored, key=lambda one: sign * one.commit.metrics[metric])[:count]
 
 
+def lacks_metric(keep: Keep, saves: Sequence[Mapping[str, float]]) -> str:
+    """What is reported once so many saves have been made that `last` deletes the first one, and none has the metric of
+    `best`; else empty. `saves`: the metrics of each."""
+    if keep.best is None or len(saves) != keep.last + 1 or any(keep.best[0] in one for one in saves):
+        return ""
+    names = ", ".join(sorted({name for one in saves for name in one})) or "none"
+    return (
+        f"none of the first {len(saves)} saves has the metric {keep.best[0]!r} that Keep(best=...) asks for "
+        f"(these have: {names}): a save without it is kept by its age only. If it comes later, nothing is wrong"
+    )
+
+
 def unverified_ahead(chain: Sequence[Generation]) -> int:
     """How many unverified generations are newer than the newest verified one. `chain`: the lineage, newest first."""
     newest = next((at for at, one in enumerate(chain) if one.good), len(chain))

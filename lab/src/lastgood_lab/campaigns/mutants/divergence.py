@@ -54,6 +54,13 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *table(
         "divergence",
+        ("sampler_loop", "checkpointer"),
+        ("a sampler that is not saved is not reported", "sampler-left-out-is-reported", Never()),
+        ("a loader of another world is not reported", "loader-of-another-world-is-reported", Never()),
+        ("a metric that never comes is not reported", "lacking-metric-reported", Never()),
+    ),
+    *table(
+        "divergence",
         ("rank_programs",),
         ("a child of a rank fails for it", "forked-child-is-no-rank", Swap("os.getpid() == rank and ", "")),
         ("a rank is reaped before its end is read", "ended-rank-not-reaped", Never()),
