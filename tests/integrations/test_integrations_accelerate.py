@@ -200,6 +200,27 @@ def test_names_in_the_run_have_no_wrappers(tmp_path):
     assert torch.equal(net.weight, job.net.weight)
 
 
+def test_include_leaves_out_nothing_that_the_integration_needs(tmp_path):
+    """With an include, each restart began at the first batch of the epoch again, on weights that had it already."""
+    whole = Job().train(tmp_path / "whole")
+    first = Job().train(tmp_path / "run", stop_at=8, include=["model*", "optimizer"])
+    assert first + Job(seed=1).train(tmp_path / "run", include=["model*", "optimizer"]) == whole
+    for pattern, name in (("*loader*", "loader"), ("accelerator", "accelerator"), ("loader.seed", "loader")):
+        with pytest.raises(Refused, match=f"leaves out {name}, from which"):
+            Job().train(tmp_path / "other", exclude=[pattern])
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_generation_of_a_plain_checkpointer_is_restored_if_asked(tmp_path):
+    """It has no position in the data: refused by name, and restored without it with strict=False."""
+    job = Job()
+    lastgood.save(tmp_path / "run", {"model": job.net}, step=3)
+    with Checkpointer(job.accelerator, tmp_path / "run", include=["model"]) as ckpt:
+        with pytest.raises(Refused, match="the generation has no loader, accelerator, from which"):
+            ckpt.restore()
+        assert ckpt.restore(strict=False).step == 3
+
+
 def test_another_batch_size_than_the_saved_one_is_refused(tmp_path):
     Job().train(tmp_path / "run", stop_at=3)
     with pytest.raises(LastgoodError, match="saved with 6 batches an epoch, and this loader has 3"):

@@ -304,6 +304,18 @@ def test_another_batch_size_than_the_saved_one_is_refused(tmp_path):
         fit(LastgoodCallback(tmp_path / "run"), batch=4)
 
 
+def test_include_leaves_out_nothing_that_the_integration_needs(tmp_path):
+    """With the include that was documented for LoRA, each restart trained all steps again, on trained weights."""
+    whole = fit(LastgoodCallback(tmp_path / "whole", every_steps=1))
+    options = {"every_steps": 1, "include": ["*line*", "optimizers", "schedulers"]}
+    with pytest.raises(KeyError):
+        fit(LastgoodCallback(tmp_path / "run", **options), Killed(8))
+    again = fit(LastgoodCallback(tmp_path / "run", **options))
+    assert again.seen == whole.seen[16:] and torch.equal(again.line.weight, whole.line.weight)
+    with pytest.raises(Refused, match=r"exclude=\['\*.order'\] leaves out trainer"):
+        fit(LastgoodCallback(tmp_path / "run", exclude=["*.order"]))
+
+
 def test_a_run_is_closed_when_training_fails(tmp_path):
     """The background threads of a run that was never closed kept the process from ending."""
 

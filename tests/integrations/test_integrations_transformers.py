@@ -13,6 +13,7 @@ from transformers.trainer_callback import ExportableState
 
 import lastgood
 from lastgood.errors import LastgoodError, Refused, TrainingDiverged
+from lastgood.integrations import transformers as saves
 from lastgood.integrations.transformers import LastgoodCallback, LastgoodTrainerMixin
 from lastgood.io import heartbeat
 from zygote import kill_and_compare, zygote_of
@@ -247,6 +248,27 @@ def test_a_mistyped_argument_is_refused_when_the_callback_is_made():
         LastgoodCallback(None)
     with pytest.raises(Refused, match="both define when"):
         LastgoodCallback("run", every_steps=5, cadence=lastgood.Every(steps=5))
+
+
+def test_include_leaves_out_nothing_that_the_integration_needs(tmp_path):
+    """With the include that was documented for LoRA, each restart trained all steps again, on trained weights."""
+    options, steps = {"every_steps": 1, "include": ["*line*", "optimizer", "scheduler"]}, Steps()
+    with pytest.raises(KeyError):
+        trainer(tmp_path, LastgoodCallback(tmp_path / "run", **options), Anneal(killed_at=7)).train()
+    trainer(tmp_path, LastgoodCallback(tmp_path / "run", **options), steps).train()
+    assert steps.seen == [8, 9, 10, 11, 12]
+    with pytest.raises(Refused, match=r"exclude=\['trainer.\*'\] leaves out trainer"):
+        trainer(tmp_path, LastgoodCallback(tmp_path / "run", exclude=["trainer.*"])).train()
+
+
+def test_a_generation_without_the_progress_is_refused_by_name(tmp_path, monkeypatch):
+    """Saved by an earlier version with include, it was trained again from the first step, on trained weights."""
+    options = {"every_steps": 4, "include": ["*line*", "optimizer"]}
+    with monkeypatch.context() as earlier:
+        earlier.setattr(saves, "with_own_entries", lambda options, own: options)
+        trainer(tmp_path, LastgoodCallback(tmp_path / "run", **options)).train()
+    with pytest.raises(Refused, match="the generation has no trainer, from which"):
+        trainer(tmp_path, LastgoodCallback(tmp_path / "run", **options)).train()
 
 
 class Counter(TrainerCallback, ExportableState):

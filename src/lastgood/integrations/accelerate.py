@@ -19,13 +19,18 @@ from typing import Any
 
 from ..extras import needed
 from ..loop import checkpointer
+from ..loop.load import Restored
 from ..run.save_handle import Save
-from .options import checkpointer_options, require, require_one_restore, require_path
+from .options import checkpointer_options, require, require_one_restore, require_path, restoring, with_own_entries
 from .order import OrderedLoader, order_seed
 
 with needed("accelerate", "lastgood.integrations.accelerate"):
     from accelerate import Accelerator, DistributedType
     from accelerate.data_loader import DataLoaderShard
+
+
+_OWN_ENTRIES = {"loader": ("seed", "epoch", "batches", "length"), "accelerator": ("step",), "scaler": ()}
+"""kinds of entries of the state that every save has, whatever `include` names, and their parts"""
 
 
 class Checkpointer(checkpointer.Checkpointer):
@@ -58,13 +63,22 @@ class Checkpointer(checkpointer.Checkpointer):
         options = checkpointer_options(every_steps, options)
         _require_alone(accelerator)
         self._places = [_Place(one) for one in accelerator._dataloaders]
-        super().__init__(self._path, _state(accelerator, self._places), **options)
+        state = _state(accelerator, self._places)
+        self._own = {name: parts for name in state for kind, parts in _OWN_ENTRIES.items() if name.startswith(kind)}
+        self._given = with_own_entries(options, self._own)
+        super().__init__(self._path, state, **self._given)
         self._load_state_hook = accelerator.register_load_state_pre_hook(self._before_load_state)
 
     @property
     def epoch(self) -> int:
         """After `restore()`, the epoch of the next iteration of the first prepared loader; 0 without a loader."""
         return self._places[0].epoch if self._places else 0
+
+    def restore(
+        self, step: int | None = None, strict: bool = True, rename: Mapping[str, str] | None = None
+    ) -> Restored:
+        with restoring(self._given, self._own):
+            return super().restore(step, strict, rename)
 
     def step(self, n: int, metrics: Mapping[str, Any] | None = None) -> Save | None:
         for place in self._places:

@@ -24,7 +24,18 @@ from ..extras import needed
 from ..loop.checkpointer import Checkpointer
 from ..state.adapters import adapters_entry
 from ..state.objects import load_rng, read_rng
-from .options import LOSS, LoopSteps, checkpointer_options, require, require_one_restore, require_path, wants_loss
+from .lightning_loops import forget_restart, read_metric, set_counters, write_metric
+from .options import (
+    LOSS,
+    LoopSteps,
+    checkpointer_options,
+    require,
+    require_one_restore,
+    require_path,
+    restoring,
+    wants_loss,
+    with_own_entries,
+)
 from .order import OrderedLoader, order_seed
 
 with needed("lightning", "lastgood.integrations.lightning"):
@@ -94,8 +105,11 @@ class LastgoodCallback(Callback):
         }
         if trainer.datamodule is not None:
             state["datamodule"] = trainer.datamodule
-        self.checkpointer = Checkpointer(self.path, state, **self._options)
-        found = self.checkpointer.restore()
+        own = {"trainer": _PARTS} | ({"precision": ()} if trainer.precision_plugin.state_dict() else {})
+        options = with_own_entries(self._options, own)
+        self.checkpointer = Checkpointer(self.path, state, **options)
+        with restoring(options, own):
+            found = self.checkpointer.restore()
         self._steps.restored(found.step)
         self._rng = read_rng() if found.generation is not None else None
         # What a module returns that optimizes by itself need not be a loss.
@@ -205,8 +219,8 @@ class _Progress:
             reporting.warning(f"{self._cut}: it is not continued, and the next epoch begins")
             self._cut = ""
         if self._at_batch is not None:
-            _set_counters(self._trainer.fit_loop, self._at_batch)
-            _forget_restart(self._trainer.fit_loop)
+            set_counters(self._trainer.fit_loop, self._at_batch)
+            forget_restart(self._trainer.fit_loop)
             self._at_batch = None
         self._add_means()
 
@@ -250,7 +264,7 @@ class _Progress:
             "timed_out": _out_of_time(trainer),
             "logged": {name: dict(getattr(connector, name)) for name in _LOGGED},
             "means": self._read_means(),
-            "torchmetrics": {name: _read_metric(one) for name, one in self._torchmetrics().items()},
+            "torchmetrics": {name: read_metric(one) for name, one in self._torchmetrics().items()},
             "checkpoint": _read_checkpoint(trainer),
         }
 
@@ -270,7 +284,7 @@ class _Progress:
         for name, values in saved["logged"].items():
             getattr(trainer._logger_connector, name).update(values)
         for name, metric in self._torchmetrics().items():
-            _write_metric(metric, saved["torchmetrics"].get(name, {}))
+            write_metric(metric, saved["torchmetrics"].get(name, {}))
         self._means = saved["means"]
         if cut_after := saved.get("cut_after", 0):
             all_batches = saved["shape"]["batches_per_epoch"]
@@ -289,7 +303,7 @@ class _Progress:
             loops["epoch_loop.batch_progress"]["is_last_batch"] = last
             self._at_batch = loops
         else:
-            _forget_restart(fit_loop)
+            forget_restart(fit_loop)
 
     def _read_means(self) -> dict[str, dict[str, Any]]:
         means = dict(self._means)
@@ -304,6 +318,8 @@ class _Progress:
         return {name: one for name, one in modules if isinstance(one, Metric)}
 
 
+_PARTS = ("shape", "loops", "in_epoch", "order", "should_stop", "logged", "means", "torchmetrics", "checkpoint")
+"""parts of a _Progress, without which it cannot be restored"""
 _LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 """attributes of a trainer's logger connector: the newest value of everything that was logged"""
 
@@ -341,28 +357,6 @@ def _require_alone(trainer: Any, callback: LastgoodCallback) -> None:
     )
     strategy = type(trainer.strategy).__name__
     require(strategy in _STRATEGIES, f"the strategy is a {strategy}", f"Use one of {', '.join(_STRATEGIES)}.")
-
-
-# ---- Lightning's loops -----------------------------------------------------------------------------------------
-
-
-def _set_counters(loop: Any, saved: dict[str, Any], prefix: str = "") -> None:
-    """Set the progress counters of a loop and of the loops inside of it."""
-    loop._load_from_state_dict(saved, prefix)
-    for name, inner in _inner_loops(loop).items():
-        _set_counters(inner, saved, f"{prefix}{name}.")
-
-
-def _forget_restart(loop: Any) -> None:
-    """Clear the flags of a restart in a loop and in the loops inside of it."""
-    loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
-    loop.reset_restart_stage()
-    for inner in _inner_loops(loop).values():
-        _forget_restart(inner)
-
-
-def _inner_loops(loop: Any) -> dict[str, Any]:
-    return {name: one for name, one in vars(loop).items() if hasattr(one, "_load_from_state_dict")}
 
 
 # ---- entries of hooks and callbacks ---------------------------------------------------------------------------
@@ -434,17 +428,3 @@ _REPLACEABLE = ("state_dict", "optimizer_states", "lr_schedulers")
 """entries of a checkpoint of which the one is stored that a hook has put there"""
 _COUNTERS = ("epoch", "global_step")
 """entries of a checkpoint that are stored for its hooks: when they load it, the loops are not restored yet"""
-
-
-# ---- torchmetrics ----------------------------------------------------------------------------------------------
-
-
-def _read_metric(metric: Metric) -> dict[str, Any]:
-    states = {name: getattr(metric, name) for name in metric._defaults}
-    return {"states": states, "updates": metric._update_count}
-
-
-def _write_metric(metric: Metric, saved: dict[str, Any]) -> None:
-    for name, value in saved.get("states", {}).items():
-        setattr(metric, name, value)
-    metric._update_count = saved.get("updates", 0)

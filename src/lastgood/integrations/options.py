@@ -4,16 +4,18 @@ steps of a loop that their Checkpointer has received."""
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from ..errors import NotARun, Refused
+from ..errors import NotARun, Refused, StateMismatch
 from ..loop import replaying
 from ..loop.checkpointer import Checkpointer
 from ..loop.opened import open_run
 from ..loop.options import near_option, option_names
 from ..policy.cadence import Every
 from ..run import job_logs, paths
+from ..state.patterns import matches
 
 LOSS = "loss"
 """the metric that integrations give with each step, if anything uses it (`wants_loss`)"""
@@ -34,6 +36,47 @@ def checkpointer_options(every_steps: int | None, options: Mapping[str, Any]) ->
         return dict(options)
     require("cadence" not in options, "every_steps and cadence both define when to save", "Give one of them.")
     return {**options, "cadence": Every(steps=every_steps)}
+
+
+def with_own_entries(options: Mapping[str, Any], own: Mapping[str, Collection[str]]) -> dict[str, Any]:
+    """The options, with an `include` that has the integration's own entries too. Without them a restart would train
+    all steps once more, on the weights that are trained already.
+
+    `own`: name of each of these entries -> the names of its parts. Raises Refused for a pattern of `exclude` that
+    leaves out an entry, or a part of it.
+    """
+    include, exclude = options.get("include", ()), options.get("exclude", ())
+    if isinstance(include, str) or isinstance(exclude, str):
+        return dict(options)  # the Checkpointer refuses it
+    for pattern in exclude:
+        found = [one for one, parts in own.items() if matches(pattern, [one, *(f"{one}.{part}" for part in parts)])]
+        require(
+            not found,
+            f"exclude=[{pattern!r}] leaves out {', '.join(found)}, from which this integration continues a training",
+            'Name in exclude what it is meant for, with the entry: "model.embedding.*".',
+        )
+    return {**options, "include": list(dict.fromkeys([*include, *own]))} if include else dict(options)
+
+
+@contextmanager
+def restoring(options: Mapping[str, Any], own: Collection[str]) -> Iterator[None]:
+    """Around a restore. Raises Refused for a generation that was saved with an `include` without the entries `own`.
+
+    `options`: as `with_own_entries` returns them.
+    """
+    try:
+        yield
+    except StateMismatch as error:
+        lacking = [name for name in error.missing if name in own]
+        if not options.get("include") or not lacking:
+            raise
+        raise Refused(
+            f"the generation has no {', '.join(lacking)}, from which this integration continues a training: it was "
+            "saved with include or exclude by an earlier version, or without the integration",
+            safe="Nothing was loaded.",
+            todo='Begin a new run at another path. lastgood.load(path, {"model": model}, include=[...]) reads its '
+            "weights.",
+        ) from error
 
 
 def wants_loss(options: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> bool:

@@ -22,7 +22,17 @@ from ..extras import needed
 from ..loop.checkpointer import Checkpointer
 from ..state.adapters import adapters_entry
 from ..state.objects import load_rng, read_rng
-from .options import LOSS, LoopSteps, checkpointer_options, require, require_one_restore, require_path, wants_loss
+from .options import (
+    LOSS,
+    LoopSteps,
+    checkpointer_options,
+    require,
+    require_one_restore,
+    require_path,
+    restoring,
+    wants_loss,
+    with_own_entries,
+)
 from .order import OrderedLoader, order_seed
 
 with needed("transformers", "lastgood.integrations.transformers"):
@@ -41,6 +51,8 @@ _PROGRESS = (
     "best_model_checkpoint",
 )
 """fields of a TrainerState that training changes; the other fields follow from the arguments of this run"""
+_OWN_ENTRIES = {"trainer": ("shape", "state", "callbacks", "current_flos", "seed", "loop"), "scaler": ()}
+"""entries of the state that every save has, whatever `include` names, and their parts"""
 
 
 class LastgoodCallback(TrainerCallback):
@@ -98,9 +110,12 @@ class LastgoodCallback(TrainerCallback):
         }
         if trainer.accelerator.scaler is not None:
             state["scaler"] = trainer.accelerator.scaler
-        self.checkpointer = lifetime.enter_context(Checkpointer(self.path, state, **self._options))
+        own = {name: parts for name, parts in _OWN_ENTRIES.items() if name in state}
+        options = with_own_entries(self._options, own)
+        self.checkpointer = lifetime.enter_context(Checkpointer(self.path, state, **options))
         lifetime.callback(self._detach)
-        found = self.checkpointer.restore()
+        with restoring(options, own):
+            found = self.checkpointer.restore()
         self._steps.restored(found.step)
         self._rng = read_rng() if self.resumed else None
         self._adds_loss = wants_loss(self._options)
