@@ -221,6 +221,18 @@ def test_a_generation_of_a_plain_checkpointer_is_restored_if_asked(tmp_path):
         assert ckpt.restore(strict=False).step == 3
 
 
+def test_a_prepared_loader_with_a_resumable_sampler_is_refused(tmp_path):
+    """Registered for checkpointing, it was skipped twice after a restart: batches were never trained. Not registered,
+    each epoch had the same order."""
+    accelerator, sampler = Accelerator(cpu=True), lastgood.ResumableSampler(12, 2, 0)
+    loader = torch.utils.data.DataLoader(torch.zeros(12), batch_sampler=sampler)
+    accelerator.prepare(torch.nn.Linear(2, 1), loader)
+    accelerator.register_for_checkpointing(sampler)
+    with pytest.raises(Refused, match="has a ResumableSampler, and both it and this integration would skip"):
+        Checkpointer(accelerator, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_another_batch_size_than_the_saved_one_is_refused(tmp_path):
     Job().train(tmp_path / "run", stop_at=3)
     with pytest.raises(LastgoodError, match="saved with 6 batches an epoch, and this loader has 3"):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
 
+from lastgood import ResumableSampler
 from lastgood.errors import Refused
 from lastgood.integrations.order import OrderedLoader
 
@@ -100,6 +101,8 @@ def test_loaders_whose_order_cannot_be_continued_are_refused():
         (DataLoader(Stream()), "an order of its own"),
         (DataLoader(Noisy(), num_workers=1, in_order=False), "in_order=False"),
         (Own(Noisy()), "Own iterates in its own way"),
+        (DataLoader(Noisy(), batch_sampler=ResumableSampler(20, 4, 0)), "has a ResumableSampler"),
+        (DataLoader(Noisy(), sampler=ResumableSampler(20, 4, 0), batch_size=None), "has a ResumableSampler"),
     ):
         with pytest.raises(Refused, match=why):
             OrderedLoader(loader, 0)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from torch.utils.data.dataloader import _DatasetKind
 
+from ..data.sampler import ResumableSampler
 from ..errors import Refused
 
 _END = object()
@@ -45,8 +46,9 @@ class OrderedLoader(DataLoader[Any]):
     attribute named `generator`). `seed`: seeds the order, and the random numbers that dataset and `collate_fn` draw.
     `len()` is the number of batches of a whole epoch, also if the iteration starts in the middle of one.
 
-    Raises Refused for an IterableDataset, `in_order=False`, and subclasses of DataLoader that override `__iter__`, but
-    for torchdata's StatefulDataLoader, whose position is replaced by this one.
+    Raises Refused for an IterableDataset, `in_order=False`, a ResumableSampler, which has a position of its own, and
+    subclasses of DataLoader that override `__iter__`, but for torchdata's StatefulDataLoader, whose position is
+    replaced by this one.
     """
 
     def __init__(self, loader: DataLoader[Any], seed: int) -> None:
@@ -56,6 +58,7 @@ class OrderedLoader(DataLoader[Any]):
             _DatasetKind.Map, loader.dataset, loader.batch_sampler is not None, loader.collate_fn, loader.drop_last
         )
         self.order = Order(batches, seed)
+        _require_one_position(self.order.samplers())
         self._fetched = 0
         self.left = False
         """whether the newest iteration was closed while the loop held one of its batches, for example by `break`"""
@@ -140,7 +143,7 @@ class Order:
         """Use the order of this epoch in the next iteration."""
         self.epoch = epoch
         self.times_set += 1
-        for sampler in self._samplers():
+        for sampler in self.samplers():
             if callable(getattr(sampler, "set_epoch", None)):
                 sampler.set_epoch(epoch)
 
@@ -149,7 +152,7 @@ class Order:
 
     def _numbered(self, epoch: int, first: int) -> Iterator[NumberedBatch]:
         stream = _Stream("order", self.seed, epoch)
-        for sampler in self._samplers():
+        for sampler in self.samplers():
             if isinstance(getattr(sampler, "generator", None), torch.Generator):
                 sampler.generator.manual_seed(_seeds("sampler", self.seed, epoch)[0])
             if hasattr(sampler, "initial_seed"):
@@ -164,7 +167,7 @@ class Order:
             if number >= first:
                 yield NumberedBatch(self.seed, epoch, number, indices)
 
-    def _samplers(self) -> list[Any]:
+    def samplers(self) -> list[Any]:
         """The wrapped batch sampler, and every sampler inside of it."""
         found: dict[int, Any] = {}
         pending = [self._batches]
@@ -260,6 +263,17 @@ def _seeds(*key: str | int) -> tuple[int, int, int]:
 
 def _unchanged(batch: Any) -> Any:
     return batch
+
+
+def _require_one_position(samplers: list[Any]) -> None:
+    if any(isinstance(one, ResumableSampler) for one in samplers):
+        raise Refused(
+            "the DataLoader has a ResumableSampler, and both it and this integration would skip the batches that are "
+            "trained: some would never be trained",
+            safe="Nothing was loaded.",
+            todo="Give a plain DataLoader here, DataLoader(dataset, batch_size=8, shuffle=True), and register no "
+            "sampler; or use lastgood.Checkpointer with the sampler in its state, and sampler.loader(dataset).",
+        )
 
 
 def _require_map_style(loader: DataLoader[Any]) -> None:
