@@ -12,6 +12,7 @@ from accelerate import Accelerator
 
 import lastgood
 from lastgood.errors import LastgoodError, Refused
+from lastgood.integrations import accelerate as accelerate_saves
 from lastgood.integrations.accelerate import Checkpointer
 from zygote import kill_and_compare, zygote_of
 
@@ -33,11 +34,11 @@ def test_the_example_on_two_ranks_killed_resumes_exactly(zygote, tmp_path):
 class Job:
     """A training of 12 samples: the objects that a script makes before its loop."""
 
-    def __init__(self, batch=2, seed=0):
+    def __init__(self, batch=2, seed=0, samples=12, accumulated=1):
         torch.manual_seed(seed)
-        self.accelerator = Accelerator(cpu=True)
+        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulated)
         net = torch.nn.Linear(2, 1)
-        data = torch.utils.data.TensorDataset(torch.randn(12, 2), torch.arange(12.0))
+        data = torch.utils.data.TensorDataset(torch.randn(samples, 2), torch.arange(float(samples)))
         loader = torch.utils.data.DataLoader(data, batch_size=batch, shuffle=True)
         prepared = self.accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=1e-3), loader)
         self.net, self.optimizer, self.loader = prepared
@@ -237,6 +238,24 @@ def test_another_batch_size_than_the_saved_one_is_refused(tmp_path):
     Job().train(tmp_path / "run", stop_at=3)
     with pytest.raises(LastgoodError, match="saved with 6 batches an epoch, and this loader has 3"):
         Job(batch=4).train(tmp_path / "run")
+
+
+@pytest.mark.parametrize("other", [{"samples": 11}, {"samples": 18, "batch": 3}, {"accumulated": 2}])
+def test_other_sizes_are_refused_in_mid_epoch_only(tmp_path, other):
+    """With as many batches an epoch, another dataset or batch size was accepted: samples were trained twice, or
+    never; another accumulation left gradients out."""
+    Job().train(tmp_path / "run", stop_at=3)
+    with pytest.raises(LastgoodError, match="in the middle of an epoch"):
+        Job(**other).train(tmp_path / "run")
+    Job().train(tmp_path / "run", epochs=1)
+    assert Job(**other).train(tmp_path / "run", epochs=2)
+
+
+def test_a_run_of_an_earlier_version_opens_without_sizes(tmp_path, monkeypatch):
+    with monkeypatch.context() as earlier:
+        earlier.setattr(accelerate_saves._Place, "_sizes", lambda self: {})
+        Job().train(tmp_path / "run", stop_at=3)
+    assert Job(samples=11).train(tmp_path / "run", stop_at=6)
 
 
 def test_wrong_arguments_are_refused_by_name(tmp_path):

@@ -69,10 +69,10 @@ class StopAt(lightning.Callback):
         trainer.should_stop |= trainer.global_step == self.step
 
 
-def fit(*callbacks, batch=2, ckpt_path=None, net=None, **options):
-    """Train on 12 samples; returns the module."""
+def fit(*callbacks, batch=2, samples=12, ckpt_path=None, net=None, **options):
+    """Train on `samples` samples; returns the module."""
     torch.manual_seed(0)
-    data = torch.utils.data.TensorDataset(torch.randn(12, 2), torch.arange(12.0))
+    data = torch.utils.data.TensorDataset(torch.randn(samples, 2), torch.arange(float(samples)))
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
     options = {"max_epochs": 2, "enable_checkpointing": False} | options
     trainer, net = lightning.Trainer(callbacks=list(callbacks), **quiet, **options), net or Net()
@@ -302,6 +302,18 @@ def test_another_batch_size_than_the_saved_one_is_refused(tmp_path):
     fit(LastgoodCallback(tmp_path / "run"))
     with pytest.raises(LastgoodError, match="batches_per_epoch 6 -> 3"):
         fit(LastgoodCallback(tmp_path / "run"), batch=4)
+
+
+@pytest.mark.parametrize("other", [{"samples": 11}, {"samples": 18, "batch": 3}, {"accumulate_grad_batches": 2}])
+def test_other_sizes_are_refused_in_mid_epoch_only(tmp_path, other):
+    """With as many batches an epoch, another dataset or batch size was accepted: samples were trained twice, or
+    never; another accumulation left gradients out."""
+    with pytest.raises(KeyError):
+        fit(LastgoodCallback(tmp_path / "run", every_steps=1), Killed(3))
+    with pytest.raises(LastgoodError, match="in the middle of an epoch"):
+        fit(LastgoodCallback(tmp_path / "run"), **other)
+    fit(LastgoodCallback(tmp_path / "run"), max_epochs=1)
+    assert fit(LastgoodCallback(tmp_path / "run"), **other).seen
 
 
 def test_include_leaves_out_nothing_that_the_integration_needs(tmp_path):

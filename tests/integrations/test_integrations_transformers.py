@@ -65,13 +65,13 @@ class Steps(TrainerCallback):
         control.should_training_stop |= state.global_step == self.stop_at
 
 
-def trainer(tmp_path, *callbacks, kind=Resuming, batch=2, **options):
+def trainer(tmp_path, *callbacks, kind=Resuming, batch=2, samples=12, **options):
     torch.manual_seed(0)
-    data = [{"x": torch.randn(2), "labels": torch.tensor(float(n))} for n in range(12)]
+    data = [{"x": torch.randn(2), "labels": torch.tensor(float(n))} for n in range(samples)]
     quiet = {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "logging_strategy": "no"}
     arguments = TrainingArguments(
-        str(tmp_path / "out"), per_device_train_batch_size=batch, num_train_epochs=2, **quiet,
-        **{"save_strategy": "no"} | options,
+        str(tmp_path / "out"), per_device_train_batch_size=batch, **quiet,
+        **{"save_strategy": "no", "num_train_epochs": 2} | options,
     )  # fmt: skip
     return kind(Net(), arguments, train_dataset=data, eval_dataset=data, callbacks=list(callbacks))
 
@@ -239,6 +239,19 @@ def test_another_batch_size_than_the_saved_one_is_refused(tmp_path):
     trainer(tmp_path, LastgoodCallback(tmp_path / "run")).train()
     with pytest.raises(LastgoodError, match="steps_per_epoch 6 -> 3"):
         trainer(tmp_path, LastgoodCallback(tmp_path / "run"), batch=4).train()
+
+
+@pytest.mark.parametrize("other", [{"samples": 11}, {"samples": 18, "batch": 3}])
+def test_other_sizes_are_refused_in_mid_epoch_only(tmp_path, other):
+    """With as many steps an epoch, another dataset or batch size was accepted: samples were trained twice, or never."""
+    with pytest.raises(KeyError):
+        trainer(tmp_path, LastgoodCallback(tmp_path / "run", every_steps=1), Anneal(killed_at=3)).train()
+    with pytest.raises(LastgoodError, match="in the middle of an epoch"):
+        trainer(tmp_path, LastgoodCallback(tmp_path / "run"), **other).train()
+    trainer(tmp_path, LastgoodCallback(tmp_path / "run"), num_train_epochs=1).train()
+    steps = Steps()
+    trainer(tmp_path, LastgoodCallback(tmp_path / "run"), steps, **other).train()
+    assert steps.seen == [7, 8, 9, 10, 11, 12]
 
 
 def test_a_mistyped_argument_is_refused_when_the_callback_is_made():

@@ -21,7 +21,15 @@ from ..extras import needed
 from ..loop import checkpointer
 from ..loop.load import Restored
 from ..run.save_handle import Save
-from .options import checkpointer_options, require, require_one_restore, require_path, restoring, with_own_entries
+from .options import (
+    checkpointer_options,
+    require,
+    require_one_restore,
+    require_path,
+    require_same_sizes,
+    restoring,
+    with_own_entries,
+)
 from .order import OrderedLoader, order_seed
 
 with needed("accelerate", "lastgood.integrations.accelerate"):
@@ -62,7 +70,7 @@ class Checkpointer(checkpointer.Checkpointer):
         self._path = require_path(path)
         options = checkpointer_options(every_steps, options)
         _require_alone(accelerator)
-        self._places = [_Place(one) for one in accelerator._dataloaders]
+        self._places = [_Place(one, accelerator.gradient_accumulation_steps) for one in accelerator._dataloaders]
         state = _state(accelerator, self._places)
         self._own = {name: parts for name in state for kind, parts in _OWN_ENTRIES.items() if name.startswith(kind)}
         self._given = with_own_entries(options, self._own)
@@ -124,13 +132,14 @@ class _CountedLoader(OrderedLoader):
 class _Place:
     """The position in a prepared loader. It replaces the inner DataLoader by an OrderedLoader, which can resume."""
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, accumulation: int) -> None:
         require(
             type(loader) is DataLoaderShard,
             f"a prepared loader is a {type(loader).__qualname__}",
             "Prepare a DataLoader over a dataset with __getitem__, with dispatch_batches=False.",
         )
         self._loader, base = loader, loader.base_dataloader
+        self._accumulation = accumulation  # as given; a loop may change it
         self._ordered = base if isinstance(base, _CountedLoader) else _CountedLoader(loader)
         loader.base_dataloader = self._ordered
         loader.dl_state_dict = self._ordered.state_dict()  # from now on accelerate updates it before it fetches ahead
@@ -151,20 +160,26 @@ class _Place:
         if self._ordered.left:
             self._marked = taken | {"epoch": taken["epoch"] + 1, "batches": 0}
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """The current position; after a `break` that of the newest step, because leaving the `with` saves that step."""
         return self._marked if self._ordered.left else self._taken()
 
-    def _taken(self) -> dict[str, int]:
+    def _taken(self) -> dict[str, Any]:
         taken = self._loader.dl_state_dict
-        return {name: taken[name] for name in ("seed", "epoch", "batches")} | {"length": len(self._ordered)}
+        position = {name: taken[name] for name in ("seed", "epoch", "batches")}
+        return position | {"length": len(self._ordered), "sizes": self._sizes()}
 
-    def load_state_dict(self, saved: Mapping[str, int]) -> None:
+    def _sizes(self) -> dict[str, int]:
+        return self._ordered.sizes | {"gradient_accumulation_steps": self._accumulation}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         require(
             saved["length"] == len(self._ordered),
             f"the run was saved with {saved['length']} batches an epoch, and this loader has {len(self._ordered)}",
             "Use the same batch size, dataset and number of processes, or a new run.",
         )
+        if 0 < saved["batches"] < saved["length"]:  # in the middle of an epoch
+            require_same_sizes(saved.get("sizes", {}), self._sizes())
         self._ordered.load_state_dict(saved)
         self._loader.dl_state_dict = self._ordered.state_dict()
         self.mark()

@@ -32,6 +32,7 @@ from .options import (
     require,
     require_one_restore,
     require_path,
+    require_same_sizes,
     restoring,
     wants_loss,
     with_own_entries,
@@ -205,6 +206,7 @@ class _Progress:
     def __init__(self, trainer: Any, loader: OrderedLoader) -> None:
         self._trainer, self.loader = trainer, loader
         self._shape = {"batches_per_epoch": len(loader), "processes": trainer.world_size}
+        self._accumulation = trainer.accumulate_grad_batches  # as given; a callback may change it
         self._at_batch: dict[str, Any] | None = None  # state of the loops at the save, to be set when the batch begins
         self._cut = ""  # which epoch the training had ended in the middle of, if it had
         self._means: dict[
@@ -245,6 +247,9 @@ class _Progress:
 
     # ---- the state -------------------------------------------------------------------------------------------
 
+    def _sizes(self) -> dict[str, int]:
+        return self.loader.sizes | {"accumulate_grad_batches": self._accumulation}
+
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
         epochs, progress = trainer.fit_loop.epoch_progress.current, trainer.fit_loop.epoch_loop.batch_progress
@@ -252,6 +257,7 @@ class _Progress:
         connector = trainer._logger_connector
         return {
             "shape": self._shape,
+            "sizes": self._sizes(),
             "loops": {**trainer.fit_loop.state_dict(), "state_dict": {}},
             "in_epoch": in_epoch,
             "cut_after": 0 if in_epoch or progress.is_last_batch else completed,
@@ -276,6 +282,8 @@ class _Progress:
             f"the run was saved with other batches per epoch or processes ({', '.join(changed)})",
             "Use the same batch size, dataset and number of processes, or a new run.",
         )
+        if saved["order"]["batches"]:  # in the middle of an epoch
+            require_same_sizes(saved.get("sizes", {}), self._sizes())
         _load_checkpoint(trainer, saved["checkpoint"], copy.deepcopy(saved["loops"]))
         in_time = saved.get("timed_out", False) and not _out_of_time(trainer)  # max_time was raised
         trainer.should_stop = saved["should_stop"] and not in_time

@@ -120,6 +120,21 @@ def require(holds: bool, what: str, todo: str) -> None:
         raise Refused(what, safe="Nothing was trained or loaded.", todo=todo)
 
 
+def require_same_sizes(saved: Mapping[str, int], now: Mapping[str, int]) -> None:
+    """Raise Refused if a run that was saved in the middle of an epoch would go on with other sizes: name -> size.
+
+    `saved`: a version that did not save a size lacks it, and that is not compared.
+    """
+    changed = [f"{name} {was} -> {now[name]}" for name, was in saved.items() if name in now and now[name] != was]
+    require(
+        not changed,
+        f"the run was saved in the middle of an epoch, of which samples would be trained twice, or never, with other "
+        f"sizes ({', '.join(changed)})",
+        "Use the same dataset, batch size and accumulation until this epoch has ended: "
+        "torch.utils.data.Subset(dataset, range(n)) keeps the length n of a dataset that has grown.",
+    )
+
+
 class LoopSteps:
     """The steps of a framework's loop that a Checkpointer has received, and which of them are saved."""
 

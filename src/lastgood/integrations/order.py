@@ -60,6 +60,8 @@ class OrderedLoader(DataLoader[Any]):
         self.order = Order(batches, seed)
         _require_one_position(self.order.samplers())
         self._fetched = 0
+        self._samples = _length(loader.dataset)
+        """of the newest iteration; None: unknown"""
         self.left = False
         """whether the newest iteration was closed while the loop held one of its batches, for example by `break`"""
         super().__init__(
@@ -79,6 +81,7 @@ class OrderedLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """The batches of the epoch of `order`, from `order.first` on. The next iteration starts at batch 0 again."""
         self._fetched = self.order.first
+        self._samples = _length(self.dataset)
         self.generator.manual_seed(_seeds("workers", self.order.seed, self.order.epoch)[0])
         batches = super().__iter__()  # with workers torch asks the batch sampler for two iterators and uses the second,
         # so `first` is reset after both were made
@@ -94,6 +97,12 @@ class OrderedLoader(DataLoader[Any]):
             except GeneratorExit:
                 self.left = True
                 raise
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes on which the batches of the newest iteration depend, as far as they are known."""
+        found = {"samples": self._samples, "batch_size": getattr(self.order, "batch_size", None)}
+        return {name: size for name, size in found.items() if isinstance(size, int)}
 
     def state_dict(self) -> dict[str, int]:
         """The position after the newest batch that the iterator returned."""
@@ -263,6 +272,13 @@ def _seeds(*key: str | int) -> tuple[int, int, int]:
 
 def _unchanged(batch: Any) -> Any:
     return batch
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):  # a dataset with __getitem__ alone
+        return None
 
 
 def _require_one_position(samplers: list[Any]) -> None:

@@ -29,6 +29,7 @@ from .options import (
     require,
     require_one_restore,
     require_path,
+    require_same_sizes,
     restoring,
     wants_loss,
     with_own_entries,
@@ -281,6 +282,7 @@ class _Progress:
         state = dataclasses.asdict(trainer.state)
         return {
             "shape": self._shape,
+            "sizes": self._loader.sizes,
             "state": {name: state[name] for name in _PROGRESS},
             "callbacks": [(type(one).__name__, one.state()["attributes"]) for one in self._exportable()],
             "current_flos": trainer.current_flos,
@@ -305,6 +307,8 @@ class _Progress:
             f"the run was saved with other steps per epoch or processes ({', '.join(changed)})",
             "Use the same batch size, dataset, gradient accumulation and number of processes, or a new run.",
         )
+        if saved["state"]["global_step"] % self._shape["steps_per_epoch"]:  # in the middle of an epoch
+            require_same_sizes(saved.get("sizes", {}), self._loader.sizes)
         trainer = self._trainer
         for name, value in saved["state"].items():
             setattr(trainer.state, name, value)
