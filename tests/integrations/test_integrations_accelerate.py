@@ -258,6 +258,26 @@ def test_a_run_of_an_earlier_version_opens_without_sizes(tmp_path, monkeypatch):
     assert Job(samples=11).train(tmp_path / "run", stop_at=6)
 
 
+def test_a_step_between_two_optimizer_steps_is_refused(tmp_path):
+    """Without `if accelerator.sync_gradients`, a restart lost the gradients of the batches before it. At the end of an
+    epoch accelerate makes a step of what is left, so the fifth of 5 batches is accepted."""
+    for accumulated, accepted in ((2, [2, 4, 5]), (1, [1, 2, 3, 4, 5])):
+        job, found = Job(accumulated=accumulated, samples=10), []
+        with Checkpointer(job.accelerator, tmp_path / str(accumulated)) as ckpt:
+            ckpt.restore()
+            for batch, (x, _) in enumerate(job.loader, 1):
+                with job.accelerator.accumulate(job.net):
+                    job.accelerator.backward(job.net(x).mean())
+                    job.optimizer.step()
+                if batch in accepted:
+                    ckpt.step(batch)
+                else:
+                    with pytest.raises(Refused, match=r"`if accelerator\.sync_gradients:` before"):
+                        ckpt.step(batch)
+                    found.append(batch)
+        assert found == [one for one in range(1, 6) if one not in accepted]
+
+
 def test_wrong_arguments_are_refused_by_name(tmp_path):
     with pytest.raises(Refused, match="Did you mean every_steps"):
         Job().train(tmp_path, everysteps=3)

@@ -17,6 +17,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ..errors import Refused
 from ..extras import needed
 from ..loop import checkpointer
 from ..loop.load import Restored
@@ -60,6 +61,8 @@ class Checkpointer(checkpointer.Checkpointer):
     as before, but `load_state` raises Refused once the run holds a generation. For a model of PEFT, register
     `lastgood.integrations.peft.Adapters(model)` with `register_for_checkpointing`.
 
+    `step(n)` raises Refused between two optimizer steps, where `accelerator.sync_gradients` is false.
+
     Raises Refused beside another Checkpointer of the same accelerator, before anything is prepared, for DeepSpeed and
     Megatron-LM, and for loaders over an IterableDataset, with `in_order=False`, or with `dispatch_batches=True`.
     """
@@ -67,7 +70,7 @@ class Checkpointer(checkpointer.Checkpointer):
     def __init__(
         self, accelerator: Accelerator, path: str | os.PathLike[str], every_steps: int | None = None, **options: Any
     ) -> None:
-        self._path = require_path(path)
+        self._path, self._accelerator = require_path(path), accelerator
         options = checkpointer_options(every_steps, options)
         _require_alone(accelerator)
         self._places = [_Place(one, accelerator.gradient_accumulation_steps) for one in accelerator._dataloaders]
@@ -89,6 +92,15 @@ class Checkpointer(checkpointer.Checkpointer):
             return super().restore(step, strict, rename)
 
     def step(self, n: int, metrics: Mapping[str, Any] | None = None) -> Save | None:
+        accelerator = self._accelerator
+        # With one batch a step, the flag may be that of another accelerator of this process: they share it.
+        if not accelerator.sync_gradients and accelerator.gradient_accumulation_steps > 1:
+            raise Refused(
+                f"ckpt.step({n}) was called between two optimizer steps, while gradients are accumulated, and a save "
+                "has no gradients",
+                safe="Nothing of this step was saved.",
+                todo="Count optimizer steps: write `if accelerator.sync_gradients:` before `ckpt.step(step)`.",
+            )
         for place in self._places:
             place.step()
         return super().step(n, metrics)
