@@ -11,8 +11,9 @@ pytest.importorskip("lightning", reason="lightning is not installed")
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, Timer
+from lightning.pytorch.callbacks import EMAWeightAveraging, GradientAccumulationScheduler, Timer
 from lightning.pytorch.trainer.states import RunningStage
+from torchmetrics import MeanMetric
 
 import lastgood
 from lastgood.errors import LastgoodError, Refused, TrainingDiverged
@@ -314,6 +315,55 @@ def test_other_sizes_are_refused_in_mid_epoch_only(tmp_path, other):
         fit(LastgoodCallback(tmp_path / "run"), **other)
     fit(LastgoodCallback(tmp_path / "run"), max_epochs=1)
     assert fit(LastgoodCallback(tmp_path / "run"), **other).seen
+
+
+class Listing(Net):
+    """Makes a list where an epoch begins, and changes all that a hook can reach of the training."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("heat", torch.ones(1))
+        self.error, self.began = MeanMetric(), []
+
+    def on_train_epoch_start(self):
+        self.losses = []
+        self.began.append((self.global_step, self.trainer.callback_metrics.get("began")))
+        self.error.reset()
+        self.heat *= 0.5
+        self.line.bias.data.mul_(0.9)
+        self.trainer.optimizers[0].param_groups[0]["lr"] *= 0.5
+        self.log("began", float(self.global_step))
+        torch.rand(1)
+
+    def training_step(self, batch, index):
+        loss = super().training_step(batch, index) * self.heat.sum() * (1 + torch.rand(()))
+        self.losses.append(loss.detach())
+        self.error.update(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self):
+        self.seen += [self.losses[-1].item(), self.error.compute().item()]
+
+
+@pytest.mark.parametrize(("killed_at", "epochs_begun"), [(2, 3), (3, 2)])
+def test_hooks_of_an_epochs_beginning_run_after_a_restart(tmp_path, caplog, killed_at, epochs_begun):
+    """Lightning leaves `on_train_epoch_start` out when it restarts in mid-epoch: a module that makes a list there
+    failed at each restart, and GradientAccumulationScheduler accumulated nothing for the rest of the epoch. What the
+    hook changes of the restored state is in the save already, and is not done twice."""
+
+    def trained(run, *others):
+        torch.manual_seed(1)
+        schedule = GradientAccumulationScheduler({0: 2, 1: 3})
+        return fit(LastgoodCallback(tmp_path / run, every_steps=1), schedule, *others, net=Listing(), max_epochs=3)
+
+    whole = trained("whole")
+    with pytest.raises(KeyError):
+        trained("run", Killed(killed_at))
+    again = trained("run")
+    assert len(again.began) == epochs_begun and again.began[-2:] == whole.began[-2:] == [(3, 0.0), (5, 3.0)]
+    assert again.seen == whole.seen[-len(again.seen) :] and again.trainer.global_step == whole.trainer.global_step == 7
+    assert torch.equal(again.line.weight, whole.line.weight) and torch.equal(again.heat, whole.heat)
+    assert "logged before the restore but not after it" not in caplog.text
 
 
 def test_include_leaves_out_nothing_that_the_integration_needs(tmp_path):

@@ -24,7 +24,7 @@ from ..extras import needed
 from ..loop.checkpointer import Checkpointer
 from ..state.adapters import adapters_entry
 from ..state.objects import load_rng, read_rng
-from .lightning_loops import forget_restart, read_metric, set_counters, write_metric
+from .lightning_loops import EPOCH_HOOK, Kept, Means, forget_restart, read_metric, set_counters, write_metric
 from .options import (
     LOSS,
     LoopSteps,
@@ -45,11 +45,15 @@ with needed("lightning", "lastgood.integrations.lightning"):
     try:
         from lightning.pytorch import Callback, LightningModule
         from lightning.pytorch import __version__ as lightning_version
+        from lightning.pytorch.callbacks import ProgressBar
+        from lightning.pytorch.trainer import call
     except ModuleNotFoundError as error:
         if error.name not in ("lightning", "lightning.pytorch"):
             raise  # lightning is installed, and a package that it needs is missing
         from pytorch_lightning import Callback, LightningModule  # the older name of the same library; both work
         from pytorch_lightning import __version__ as lightning_version
+        from pytorch_lightning.callbacks import ProgressBar
+        from pytorch_lightning.trainer import call
 
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
 
@@ -208,10 +212,9 @@ class _Progress:
         self._shape = {"batches_per_epoch": len(loader), "processes": trainer.world_size}
         self._accumulation = trainer.accumulate_grad_batches  # as given; a callback may change it
         self._at_batch: dict[str, Any] | None = None  # state of the loops at the save, to be set when the batch begins
+        self._accumulated = 0  # batches a step at the save, if that was in the middle of an epoch
         self._cut = ""  # which epoch the training had ended in the middle of, if it had
-        self._means: dict[
-            str, dict[str, Any]
-        ] = {}  # what was logged in this epoch before the restore, as Lightning reduces it
+        self._means = Means()
 
     # ---- at the events ---------------------------------------------------------------------------------------
 
@@ -224,26 +227,26 @@ class _Progress:
             set_counters(self._trainer.fit_loop, self._at_batch)
             forget_restart(self._trainer.fit_loop)
             self._at_batch = None
-        self._add_means()
+            self._begin_epoch_again()
+        self._means.add(self._trainer.fit_loop.epoch_loop._results)
+
+    def _begin_epoch_again(self) -> None:
+        """Call the hooks `on_train_epoch_start`, which Lightning leaves out when it restarts in the middle of an epoch.
+
+        What they change of the restored state is put back: it was saved after they had changed it.
+        """
+        trainer = self._trainer
+        kept = Kept(trainer, list(self._torchmetrics().values())) if _has_epoch_hook(trainer) else None
+        call._call_callback_hooks(trainer, EPOCH_HOOK)
+        call._call_lightning_module_hook(trainer, EPOCH_HOOK)
+        if kept is not None:
+            kept.put_back()
+        if self._accumulated:
+            trainer.accumulate_grad_batches = self._accumulated
 
     def end_epoch(self) -> None:
-        self._add_means()
-        if self._means:
-            names = ", ".join(sorted(self._means))
-            reporting.warning(f"logged before the restore but not after it, so not in the means of this epoch: {names}")
-            self._means = {}
-
-    def _add_means(self) -> None:
-        """Combine what was logged in this epoch before the restore with what was logged after it, where both exist."""
-        results = self._trainer.fit_loop.epoch_loop._results
-        for key in [key for key in self._means if key in results]:
-            saved, metric = self._means.pop(key), results[key]
-            if metric.meta.is_max_reduction or metric.meta.is_min_reduction:
-                metric.value = metric.meta.reduce_fx(saved["value"].to(metric.value.device), metric.value)
-            else:
-                metric.value = metric.value + saved["value"].to(metric.value.device)
-            if metric.meta.is_mean_reduction:
-                metric.cumulated_batch_size = metric.cumulated_batch_size + int(saved["samples"])
+        self._means.add(self._trainer.fit_loop.epoch_loop._results)
+        self._means.end_epoch()
 
     # ---- the state -------------------------------------------------------------------------------------------
 
@@ -258,6 +261,7 @@ class _Progress:
         return {
             "shape": self._shape,
             "sizes": self._sizes(),
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "loops": {**trainer.fit_loop.state_dict(), "state_dict": {}},
             "in_epoch": in_epoch,
             "cut_after": 0 if in_epoch or progress.is_last_batch else completed,
@@ -269,7 +273,7 @@ class _Progress:
             "should_stop": trainer.should_stop,
             "timed_out": _out_of_time(trainer),
             "logged": {name: dict(getattr(connector, name)) for name in _LOGGED},
-            "means": self._read_means(),
+            "means": self._means.read(trainer.fit_loop.epoch_loop._results),
             "torchmetrics": {name: read_metric(one) for name, one in self._torchmetrics().items()},
             "checkpoint": _read_checkpoint(trainer),
         }
@@ -284,6 +288,7 @@ class _Progress:
         )
         if saved["order"]["batches"]:  # in the middle of an epoch
             require_same_sizes(saved.get("sizes", {}), self._sizes())
+            self._accumulated = saved.get("accumulate_grad_batches", 0)
         _load_checkpoint(trainer, saved["checkpoint"], copy.deepcopy(saved["loops"]))
         in_time = saved.get("timed_out", False) and not _out_of_time(trainer)  # max_time was raised
         trainer.should_stop = saved["should_stop"] and not in_time
@@ -293,7 +298,7 @@ class _Progress:
             getattr(trainer._logger_connector, name).update(values)
         for name, metric in self._torchmetrics().items():
             write_metric(metric, saved["torchmetrics"].get(name, {}))
-        self._means = saved["means"]
+        self._means.load(saved["means"])
         if cut_after := saved.get("cut_after", 0):
             all_batches = saved["shape"]["batches_per_epoch"]
             self._cut = f"the training had ended an epoch after {cut_after} of its {all_batches} batches"
@@ -312,14 +317,6 @@ class _Progress:
             self._at_batch = loops
         else:
             forget_restart(fit_loop)
-
-    def _read_means(self) -> dict[str, dict[str, Any]]:
-        means = dict(self._means)
-        for key, one in self._trainer.fit_loop.epoch_loop._results.items():
-            if one.is_tensor and one.meta.on_epoch and not one.has_reset:
-                samples = int(one.cumulated_batch_size) if one.meta.is_mean_reduction else 0
-                means[key] = {"value": one.value.clone(), "samples": samples}
-        return means
 
     def _torchmetrics(self) -> dict[str, Metric]:
         modules = self._trainer.lightning_module.named_modules()
@@ -397,10 +394,21 @@ def _standard_entries(trainer: Any) -> dict[str, Any]:
     return entries
 
 
+def _has_epoch_hook(trainer: Any) -> bool:
+    """Whether a hook may change the state that was restored when it is called once more."""
+    ours = (LastgoodCallback, ProgressBar)
+    hooks = [(one, Callback) for one in trainer.callbacks if not isinstance(one, ours)]
+    return _overrides(EPOCH_HOOK, [*hooks, (trainer.lightning_module, LightningModule)])
+
+
+def _overrides(hook: str, owners: list[tuple[Any, Any]]) -> bool:
+    return any(getattr(getattr(one, hook), "__func__", None) is not getattr(kind, hook) for one, kind in owners)
+
+
 def _has_save_hook(trainer: Any) -> bool:
     """Whether the module or a callback has an `on_save_checkpoint` of its own. The entries for it take a while."""
     hooks = [(one, Callback) for one in trainer.callbacks] + [(trainer.lightning_module, LightningModule)]
-    return any(getattr(one.on_save_checkpoint, "__func__", None) is not kind.on_save_checkpoint for one, kind in hooks)
+    return _overrides("on_save_checkpoint", hooks)
 
 
 def _read_checkpoint(trainer: Any) -> dict[str, Any]:

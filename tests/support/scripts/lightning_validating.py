@@ -52,7 +52,7 @@ class Net(lightning.LightningModule):
         self.error.reset()
 
     def on_train_epoch_start(self):
-        if self.current_epoch:
+        if self.current_epoch and self.global_step % 9 == 0:  # not after a restart in the middle of an epoch of 9 steps
             seen = self.trainer.callback_metrics
             print("step", self.global_step, "means", *(seen[name].item() for name in ("loss", "worst", "error")))
 
