@@ -63,7 +63,7 @@ def test_a_generation_that_lost_its_commit_is_not_litter():
     assert lineage(past.survey).lost == [at(20, only)]
 
 
-def test_a_metric_by_which_saves_are_kept_and_that_never_comes_is_reported_once() -> None:
+def test_a_metric_that_never_comes_is_reported_once() -> None:
     """With a typo in the name, every save that was to be kept for its metric was deleted by its age."""
     keep, saves = Keep(last=2, best=("val_loss", "min", 1)), [{"valloss": 1.0}, {}, {"valloss": 2.0}, {}]
     found = [lacks_metric(keep, saves[:count]) for count in (1, 2, 3, 4)]
