@@ -274,6 +274,8 @@ def test_a_step_between_two_optimizer_steps_is_refused(tmp_path):
                 else:
                     with pytest.raises(Refused, match=r"`if accelerator\.sync_gradients:` before"):
                         ckpt.step(batch)
+                    with pytest.raises(Refused, match=rf"ckpt\.save\({batch}\) was called between two"):
+                        ckpt.save(batch)
                     found.append(batch)
         assert found == [one for one in range(1, 6) if one not in accepted]
 

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
 
 from lastgood import ResumableSampler
 from lastgood.errors import Refused
@@ -106,6 +106,20 @@ def test_loaders_whose_order_cannot_be_continued_are_refused():
     ):
         with pytest.raises(Refused, match=why):
             OrderedLoader(loader, 0)
+
+
+class Growing(BatchSampler):
+    """Its batches grow with the epochs."""
+
+    def set_epoch(self, epoch):
+        self.batch_size = 2 + epoch
+
+
+def test_a_batch_size_that_depends_on_the_epoch_is_no_size_of_the_run():
+    """A restart with an unchanged script was refused: it had the batch size of another epoch."""
+    usual, growing = (kind(range(12), 2, drop_last=False) for kind in (BatchSampler, Growing))
+    assert OrderedLoader(DataLoader(range(12), batch_sampler=usual), 0).sizes == {"samples": 12, "batch_size": 2}
+    assert OrderedLoader(DataLoader(range(12), batch_sampler=growing), 0).sizes == {"samples": 12}
 
 
 def test_ranks_draw_different_numbers_for_indices_of_numpy():

@@ -34,18 +34,19 @@ def test_a_supervised_loop_that_does_not_restore_is_warned(
     assert caplog.text.count("without restore()") == (0 if restores else 1)
 
 
-def test_a_loop_without_restore_goes_on_from_before_its_first_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("first", [0, 1, 100])
+def test_a_loop_without_restore_goes_on_from_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int
 ) -> None:
     """A script called restore() only if the run existed. A NameError of its first life, after two saves, was one from
-    before a restore, which comes again each time: the job was given up."""
+    before a restore, which comes again each time: the job was given up. A loop may count from 0, and any first step."""
     page = str(tmp_path / "page")
     heartbeat.create(page)
     monkeypatch.setenv(heartbeat.VARIABLE, page)
     with lastgood.Checkpointer(tmp_path / "run", {"w": torch.zeros(1)}) as ckpt:
-        ckpt.step(5)
+        ckpt.step(first)
         shown = heartbeat.read(page)
-    assert shown.restored is not None and (shown.restored_step, shown.step) == (4, 5)
+    assert shown.restored is not None and (shown.restored_step, shown.step) == (0, first)
 
 
 @pytest.mark.parametrize("name", ["", "lastgood: step", 3])

@@ -8,7 +8,16 @@ import pytest
 
 from lastgood.errors import Refused
 from lastgood.policy.blame import Ended, first_cause, had_waited, may_have_timed_out, timed_out
-from lastgood.policy.recovery import PREEMPTED, Answer, Budget, Outcome, answer, replayed_steps, without_progress
+from lastgood.policy.recovery import (
+    LOST_NODES,
+    PREEMPTED,
+    Answer,
+    Budget,
+    Outcome,
+    answer,
+    replayed_steps,
+    without_progress,
+)
 
 CRASH = -9
 
@@ -172,11 +181,13 @@ def test_nodes_that_are_lost_one_after_the_other_do_not_end_the_job() -> None:
     lost = [Outcome(100, 107, CRASH, cause="node", host=host) for host in "abcd"]
     for last_step in (100, 107):
         found = answer([replace(one, last_step=last_step) for one in lost], Budget())
-        assert found == Answer("restart", "a node was lost (d), which says nothing about the program")
+        assert found == Answer("restart", "a node was lost (d), which says nothing about the program", 4.0)
     fault = replace(FAILS, restored_step=100, last_step=103)
     assert without_progress([lost[0], fault, lost[1], fault]) == 2, "what is no lost node counts"
     again = [replace(one, host="a", restored_step=None) for one in lost]
     assert [answer(again[:count], Budget()).act for count in (3, 4)] == ["restart", "end"], "one that always dies does"
+    many = [replace(lost[0], host=f"pod-{number}") for number in range(LOST_NODES + 3)]
+    assert answer(many[:-1], Budget()).restart and not answer(many, Budget()).restart, "each has a new name"
 
 
 def test_a_store_that_is_lost_each_time_makes_no_generation_suspect() -> None:

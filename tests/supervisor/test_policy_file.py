@@ -21,12 +21,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_each_long_option_is_a_key_with_the_value_of_its_flag(folder: Path) -> None:
     text = "hang-timeout: 7.5\nremedies: [back]\npreload: a, b\nmax-restarts: 10\nhang-factor: 3\nnproc_per_node: 2\n"
-    text += "cause-restarts: [hang=5, SIGKILL=2]\n"
+    text += "cause-restarts: [hang=5, SIGKILL=2, Exception=1]\n"
     (folder / "lastgood.yaml").write_text(text)
     job = parsed(["train.py"], {})
     assert (job.limits.least_seconds, job.limits.times, job.ranks, job.preload) == (7.5, 3.0, 2, ("a", "b"))
     assert (job.budget.remedies, job.budget.restarts) == (("back",), 10)
-    assert job.budget.of_causes == {"hang": 5, "SIGKILL": 2}
+    assert job.budget.of_causes == {"hang": 5, "SIGKILL": 2, "Exception": 1}
 
 
 def test_a_flag_replaces_a_variable_which_replaces_the_file(folder: Path) -> None:

@@ -45,13 +45,14 @@ def count_step(
 
 
 def report_left_out(samplers: Mapping[str, ResumableSampler], step: int) -> None:
-    """Report each sampler from which the loop reads, although its patterns leave it out of saves. Called at the first
-    `step`, before that is counted. `samplers`: by path; none of them is saved."""
+    """Report each sampler from which the loop reads, although `include` leaves it out of saves. Called at the first
+    `step`, before that is counted. `samplers`: by path; none of them is saved. An iteration that has ended is probably
+    that of an evaluation, and what `exclude` names is left out on purpose: these are not reported."""
     for path, one in samplers.items():
-        if not one.is_unread_at(step):  # guard: sampler-left-out-is-reported
-            reporting.threat(
-                f"step {step}: batches are read from {path}, which include= or exclude= leaves out of saves: a resume "
-                f'begins its epoch again, and trains the same samples twice. Save it too: include=[..., "{path}"]'
+        if one.is_read_uncounted:  # guard: sampler-left-out-is-reported
+            reporting.warning(
+                f"step {step}: batches are read from {path}, which include= leaves out of saves: a resume of this "
+                f'run begins its epoch again, and trains the same samples twice. Save it too: include=[..., "{path}"]'
             )
 
 

@@ -61,7 +61,7 @@ class Checkpointer(checkpointer.Checkpointer):
     as before, but `load_state` raises Refused once the run holds a generation. For a model of PEFT, register
     `lastgood.integrations.peft.Adapters(model)` with `register_for_checkpointing`.
 
-    `step(n)` raises Refused between two optimizer steps, where `accelerator.sync_gradients` is false.
+    `step(n)` and `save(n)` raise Refused between two optimizer steps, where `accelerator.sync_gradients` is false.
 
     Raises Refused beside another Checkpointer of the same accelerator, before anything is prepared, for DeepSpeed and
     Megatron-LM, and for loaders over an IterableDataset, with `in_order=False`, or with `dispatch_batches=True`.
@@ -92,18 +92,14 @@ class Checkpointer(checkpointer.Checkpointer):
             return super().restore(step, strict, rename)
 
     def step(self, n: int, metrics: Mapping[str, Any] | None = None) -> Save | None:
-        accelerator = self._accelerator
-        # With one batch a step, the flag may be that of another accelerator of this process: they share it.
-        if not accelerator.sync_gradients and accelerator.gradient_accumulation_steps > 1:
-            raise Refused(
-                f"ckpt.step({n}) was called between two optimizer steps, while gradients are accumulated, and a save "
-                "has no gradients",
-                safe="Nothing of this step was saved.",
-                todo="Count optimizer steps: write `if accelerator.sync_gradients:` before `ckpt.step(step)`.",
-            )
+        _require_whole_step(self._accelerator, f"ckpt.step({n})")
         for place in self._places:
             place.step()
         return super().step(n, metrics)
+
+    def save(self, n: int, milestone: bool = False, metrics: Mapping[str, Any] | None = None) -> Save:
+        _require_whole_step(self._accelerator, f"ckpt.save({n})")
+        return super().save(n, milestone, metrics)
 
     def close(self, timeout: float | None = None) -> None:
         self._load_state_hook.remove()
@@ -221,6 +217,17 @@ def _state(accelerator: Accelerator, places: list[_Place]) -> dict[str, Any]:
     }
     named = {name if n == 0 else f"{name}_{n}": one for name, ones in parts.items() for n, one in enumerate(ones)}
     return {**named, "accelerator": _Accumulated(accelerator)}
+
+
+def _require_whole_step(accelerator: Accelerator, call: str) -> None:
+    """Raise Refused between two optimizer steps."""
+    # With one batch a step, the flag may be that of another accelerator of this process: they share it.
+    if not accelerator.sync_gradients and accelerator.gradient_accumulation_steps > 1:
+        raise Refused(
+            f"{call} was called between two optimizer steps, while gradients are accumulated, which no save has",
+            safe="Nothing of this step was saved.",
+            todo="Count optimizer steps: write `if accelerator.sync_gradients:` before `ckpt.step(step)`.",
+        )
 
 
 def _require_alone(accelerator: Accelerator) -> None:

@@ -124,7 +124,7 @@ class Kept:
             write_metric(metric, kept)
 
     def _live(self) -> dict[str, torch.Tensor]:
-        state = self._module.state_dict(keep_vars=True)
+        state = torch.nn.Module.state_dict(self._module, keep_vars=True)  # a module's own one may take no arguments
         return {name: one for name, one in state.items() if isinstance(one, torch.Tensor)}
 
 

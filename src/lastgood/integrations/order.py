@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, get_worker_info
 from torch.utils.data.dataloader import _DatasetKind
 
 from ..data.sampler import ResumableSampler
@@ -101,7 +101,9 @@ class OrderedLoader(DataLoader[Any]):
     @property
     def sizes(self) -> dict[str, int]:
         """The sizes on which the batches of the newest iteration depend, as far as they are known."""
-        found = {"samples": self._samples, "batch_size": getattr(self.order, "batch_size", None)}
+        # That of another batch sampler may depend on the epoch.
+        batch_size = next((one.batch_size for one in self.order.samplers() if type(one) is BatchSampler), None)
+        found = {"samples": self._samples, "batch_size": batch_size}
         return {name: size for name, size in found.items() if isinstance(size, int)}
 
     def state_dict(self) -> dict[str, int]:

@@ -89,7 +89,7 @@ class Beat:
         if self._page is not None and n != self._shown_step:  # guard: step-is-shown-once
             self._shown_step, self._thread = n, threading.get_ident()
             if not self._restored:
-                self._page.restored(n - 1)  # guard: loop-without-restore-has-begun
+                self._page.restored(0)  # guard: loop-without-restore-has-begun
                 self._warn_without_restore()
             self._page.beat(n, self._progress.next_position())
 

@@ -17,14 +17,13 @@ from ..data.sampler import ResumableSampler
 from ..data.step_counting import count_step, report_left_out, report_uncounted
 from ..data.trained import by_epoch
 from ..errors import StepTaken
-from ..format.values import join
+from ..format.values import Filter, join
 from ..io.heartbeat import Position
 from ..limits import ENTRIES_SEARCHED, STEP_LIMIT
 from ..policy.arguments import is_whole, require
 from ..records import Generation
 from ..run.outcomes import Outcomes
 from ..snapshot.staging import Fence
-from ..state.capture import wanted
 from ..state.objects import find_objects, held_by_objects, instances_of
 from ..state.parameter_versions import version
 from .load import LoadRequest
@@ -37,7 +36,7 @@ class Progress:
 
     def __init__(self, request: LoadRequest, ranks: AnyRanks, outcomes: Outcomes, fence: Fence) -> None:
         self._state, self._ranks, self._outcomes, self._fence = request.state, ranks, outcomes, fence
-        self._names = wanted(request.include, request.exclude)
+        self._included = Filter(request.include)
         self.step = 0
         """the newest step that the loop has completed"""
         self.resumed_step = 0
@@ -83,10 +82,10 @@ class Progress:
             self._fence.update_begun = False
 
     def _left_out(self) -> dict[str, ResumableSampler]:
-        """The samplers of the state that are not saved, by path."""
-        found = {} if self._names.everything else find_objects(self._state)
+        """The samplers of the state that `include` leaves out of saves, by path."""
+        found = {} if self._included.everything else find_objects(self._state)
         every = {path: one for path, one in found.items() if isinstance(one, ResumableSampler)}
-        saved = {id(one) for path, one in every.items() if self._names.keeps(join(path, "epoch"))}
+        saved = {id(one) for path, one in every.items() if self._included.keeps(join(path, "epoch"))}
         return {path: one for path, one in every.items() if id(one) not in saved}
 
     def report_update(self) -> None:

@@ -26,6 +26,7 @@ from ..engine.finite import not_finite_error
 from ..errors import HalfLoaded, LastgoodError, NoSuchStep, NothingGood, NotWritable, Unavailable
 from ..format import commit, layout
 from ..format.commit import Survey
+from ..format.values import Filter, join
 from ..policy.arguments import is_whole, require
 from ..ports import Tier
 from ..records import Finding, Generation, GenerationId, Record
@@ -379,12 +380,15 @@ class Restorer:
         is that of one rank, in a part of the data that no rank has now."""
         then, now = generation.commit.world.ranks, self._ranks.size
         found = {} if then == now or self._ranks.rank else find_objects(self._request.state)
+        saved = Filter(self._request.include, self._request.exclude)
         for path, one in found.items():
-            if type(one).__name__ == "StatefulDataLoader":  # guard: loader-of-another-world-is-reported
+            if type(one).__name__ != "StatefulDataLoader" or _has_exact_sampler(one):
+                continue
+            if saved.keeps(join(path, "_snapshot")):  # guard: loader-of-another-world-is-reported
                 reporting.threat(
                     f"step {generation.step}: {path} is a StatefulDataLoader, whose position is that of one of {then} "
-                    f"ranks; now there are {now}, so in this epoch samples come twice or never. Go on with {then} "
-                    "ranks, or use lastgood.ResumableSampler, which continues exactly with any number of them"
+                    f"ranks; now there are {now}, so the rest of an epoch has samples twice or never. Go on with {then}"
+                    " ranks, or use lastgood.ResumableSampler, which continues exactly with any number of them"
                 )
 
     def continue_from(self, found: Restored, followed: Followed) -> None:
@@ -419,3 +423,8 @@ class Restorer:
         self._saver.follow(found.step, generation if alone else None)
         for at, reason in found.stepped_over:
             self._reports.emit("stepped_over", at, detail=reason)
+
+
+def _has_exact_sampler(loader: Any) -> bool:
+    """Whether the position of a loader is that of its ResumableSampler, which fits any number of ranks."""
+    return any(isinstance(getattr(loader, name, None), ResumableSampler) for name in ("sampler", "batch_sampler"))

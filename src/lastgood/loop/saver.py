@@ -216,12 +216,14 @@ class Saver:
         return save
 
     def _report_lacking_metric(self, metrics: Mapping[str, float]) -> None:
-        """Report, once and at rank 0, if the metric by which saves are kept never comes."""
+        """Report, once and at rank 0, if the metric by which saves are kept never comes, in earlier jobs too."""
         keep = self._options.front.keep
-        if keep.best is not None and len(self._metrics) <= keep.last:
-            self._metrics.append(metrics)
-            if self._ranks.rank == 0 and (text := lacks_metric(keep, self._metrics)):  # guard: lacking-metric-reported
-                reporting.warning(text)
+        if keep.best is None or len(self._metrics) > keep.last:
+            return
+        self._metrics.append(metrics)
+        text = lacks_metric(keep, self._metrics) if self._ranks.rank == 0 else ""  # guard: lacking-metric-reported
+        if text and not any(keep.best[0] in one.commit.metrics for one in self._pipeline.run.known.lineage()):
+            reporting.warning(text)
 
     def due(self, n: int, now: float) -> bool:
         """Whether to save at step `n`: in the place that is written first, or in one below. Once for each step."""

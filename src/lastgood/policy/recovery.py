@@ -9,7 +9,7 @@ machine. After so many of them the job goes on from the generation before; if it
 of that step; if it fails there again, it is given up. A failure before any step is completed may as well come from the
 script, and a hang from an evaluation that has no name: then no batches are left out, which would be missing for good.
 A full disk, or a store that does not answer, has to do with neither. Nodes that are lost one after the other say
-nothing about the program; one that is lost each time does.
+nothing about the program; one that is lost each time does, and so do very many.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ STORE = "store"
 """the `cause` of an attempt that ended because the store of the nodes was lost, and no node"""
 CAUSES = ("exception", "exit", HANG, NODE, "signal", STORE)
 """the kinds of causes: those that have a name begin with one of these, as "signal SIGKILL" """
+LOST_NODES = 30
+"""so many nodes that are lost in a row count as no failure: a program that ends its node each time gets new ones"""
 _MOST_DOUBLINGS = 32
 """of the pause before a restart: a float has an end, and a job with many permitted failures has not"""
 USAGE = 2
@@ -196,14 +198,14 @@ def answer(
     alike = _alike(outcomes)
     if len(alike) >= budget.without_progress:
         return _remedy(alike, budget)
-    same = without_progress(outcomes)
+    row, same = len(_in_a_row(outcomes)), without_progress(outcomes)
     if same >= budget.without_progress:  # guard: no-endless-restarts
         where = "before a state was restored" if last.restored_step is None else f"after step {last.restored_step}"
         return Answer("end", f"{plural(same, 'attempt')} in a row failed {where}, and nothing newer was saved")
+    doublings = min(row - 2, _MOST_DOUBLINGS)
+    pause = min(budget.pause_seconds * 2**doublings, budget.longest_pause_seconds) if row > 1 else 0.0
     if not same:
-        return Answer("restart", f"a node was lost ({last.host}), which says nothing about the program")
-    doublings = min(same - 2, _MOST_DOUBLINGS)
-    pause = min(budget.pause_seconds * 2**doublings, budget.longest_pause_seconds) if same > 1 else 0.0
+        return Answer("restart", f"a node was lost ({last.host}), which says nothing about the program", pause)
     if last.saved_newer:
         why = f"it has saved step {last.saved_step}"
         if last.error.startswith(DIVERGED) and last.saved_step == last.last_step:
@@ -285,18 +287,18 @@ def without_progress(outcomes: Sequence[Outcome]) -> int:
 
     One that failed before it had restored anything counts with those beside it. The count begins anew when a host is
     left out for the first time: one that always comes back does not keep a job alive. The first loss of each node
-    does not count.
+    does not count, for up to LOST_NODES of them.
     """
-    if outcomes[-1].saved_newer:
-        return 1
     in_a_row = _in_a_row(outcomes)
     lost = [one.host for one in in_a_row if one.cause == NODE and one.host]
-    return len(in_a_row) - len({*lost})  # guard: lost-nodes-blame-no-program
+    return len(in_a_row) - min(len({*lost}), LOST_NODES)  # guard: lost-nodes-blame-no-program
 
 
 def _in_a_row(outcomes: Sequence[Outcome]) -> list[Outcome]:
     """The last attempts that saved nothing newer, and went on from no newer step than the one before them."""
     found, step = [outcomes[-1]], outcomes[-1].restored_step
+    if outcomes[-1].saved_newer:
+        return found
     for place, one in reversed([*enumerate(outcomes[:-1])]):
         newer = step is not None and one.restored_step is not None and one.restored_step < step
         if newer or one.saved_newer:  # guard: saved-step-is-progress

@@ -131,11 +131,11 @@ def _best(keep: Keep, chain: Sequence[Generation]) -> list[Generation]:
 
 
 def lacks_metric(keep: Keep, saves: Sequence[Mapping[str, float]]) -> str:
-    """What is reported once so many saves have been made that `last` deletes the first one, and none has the metric of
-    `best`; else empty. `saves`: the metrics of each."""
-    if keep.best is None or len(saves) != keep.last + 1 or any(keep.best[0] in one for one in saves):
+    """What is reported once so many saves have been made that `last` deletes the first one, and they have metrics, but
+    none that of `best`; else empty. `saves`: the metrics of each."""
+    names = ", ".join(sorted({name for one in saves for name in one}))
+    if keep.best is None or len(saves) != keep.last + 1 or not names or any(keep.best[0] in one for one in saves):
         return ""
-    names = ", ".join(sorted({name for one in saves for name in one})) or "none"
     return (
         f"none of the first {len(saves)} saves has the metric {keep.best[0]!r} that Keep(best=...) asks for "
         f"(these have: {names}): a save without it is kept by its age only. If it comes later, nothing is wrong"

@@ -114,7 +114,8 @@ def cause_restarts(text: str) -> dict[str, int]:
 def _may_be_an_exception(cause: str) -> bool:
     """Whether a name may be that of an exception, which cannot be known here: it begins with a capital, unlike kinds,
     and is no kind or signal that is written wrongly."""
-    mistyped = cause.lower() in CAUSES or (cause.startswith("SIG") and cause.isupper())
+    kind = cause.lower() in CAUSES and cause != Exception.__name__
+    mistyped = kind or (cause.startswith("SIG") and cause.isupper())
     return cause.isidentifier() and cause[:1].isupper() and not mistyped
 
 

@@ -42,7 +42,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "supervisor",
         ("recovery", "beat", "verdict", "lost_supervisor", "unread_files", "preemption", "run_arguments"),
         ("lost nodes make a generation suspect", "lost-nodes-blame-no-state", Never()),
-        ("lost nodes end the job", "lost-nodes-blame-no-program", Swap("len({*lost})", "0")),
+        ("lost nodes end the job", "lost-nodes-blame-no-program", Swap("min(len({*lost}), LOST_NODES)", "0")),
         ("a lost store makes a generation suspect", "lost-store-blames-no-state", Swap("one.cause == STORE or ", "")),
         ("lost nodes at one step are the program's", "lost-nodes-are-failures-each", Swap("NODE, ", "")),
         ("a phase has a name of lastgood", "own-phases-are-no-names", Instead("own = True")),
