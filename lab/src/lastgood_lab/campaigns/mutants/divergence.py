@@ -57,7 +57,11 @@ MUTANTS: tuple[Mutant, ...] = (
         ("sampler_loop", "checkpointer"),
         ("a sampler that is not saved is not reported", "sampler-left-out-is-reported", Never()),
         ("a loader of another world is not reported", "loader-of-another-world-is-reported", Never()),
-        ("a metric that never comes is not reported", "lacking-metric-reported", Never()),
+        (
+            "a metric that never comes is not reported",
+            "lacking-metric-reported",
+            Swap("self._ranks.rank == 0", "False"),
+        ),
     ),
     *table(
         "divergence",
