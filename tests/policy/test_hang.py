@@ -102,7 +102,7 @@ def test_a_save_that_waits_for_a_lost_store_names_the_store() -> None:
 
 
 def test_a_phase_may_have_the_name_of_a_step() -> None:
-    """Ranks that waited for one in `ckpt.phase("step")` were taken for hung, and told to name what takes long."""
+    """Ranks that waited for one in `ckpt.phase("step")` were taken for hung: it protected nothing."""
     for name in ("eval", "step", "start", "first step"):
         waits, evaluates = replace(TRAINS, since=0.0), replace(TRAINS, rank=1, since=0.0, where=name)
         assert silent([waits, evaluates], 90.0, Limits(), {}) is None

@@ -25,6 +25,7 @@ from ..run.advice import Advice
 from . import attempt_log
 from .attempt_log import Attempt, Begun
 from .placement import TOUCH_SECONDS
+from .watch import restored_step
 
 Result = TypeVar("Result")
 GOES_ON = "The job goes on."
@@ -67,10 +68,8 @@ class AttemptRecords:
             self._run = self._known or next((one.run for one in ranks if one.run), "")
             if self._run:
                 self._note(self._run, self._begun)
-        opened = [one for one in ranks if one.opened is not None]
-        ready = bool(opened) and all(one.restored is not None for one in opened)
-        if self._run and self._begun.restored_step is None and ready:
-            self._begun = replace(self._begun, restored_step=min(one.restored_step for one in opened))
+        if self._run and self._begun.restored_step is None and (step := restored_step(ranks)) is not None:
+            self._begun = replace(self._begun, restored_step=step)
             self._note(self._run, self._begun)
 
     def done(self, work: Callable[[], Result], touch: Callable[[], None]) -> Result:

@@ -20,7 +20,7 @@ from ..records import GenerationId
 from ..run.advice import Advice, Skip
 from .attempt import Lived
 from .attempt_log import Attempt, Cause
-from .watch import main_stack
+from .watch import main_stack, restored_step
 
 LINE_CHARACTERS = 160
 """of a cause in a report of one line"""
@@ -114,7 +114,7 @@ def outcome(lived: Lived, found: Cause | None, host: str = "") -> Outcome:
     """An attempt as the policy sees it. `host`: of the rank of its cause (default: not known)."""
     last = _last(lived, found)
     return Outcome(
-        restored_step=_restored_step(lived.progress, last),
+        restored_step=restored_step(lived.progress, last),
         last_step=0 if last is None else last.step,
         saved_step=max((one.saved_step for one in lived.progress), default=0),
         code=_code(lived, first_cause(lived.ended), found),
@@ -124,18 +124,6 @@ def outcome(lived: Lived, found: Cause | None, host: str = "") -> Outcome:
         after_loop=last is not None and any(last.position) and not last.position.windows,
         host=host,
     )
-
-
-def _restored_step(ranks: Sequence[Progress], first: Progress | None) -> int | None:
-    """The step from which all ranks went on that have opened a run, and the rank that failed first; None: one has not.
-
-    Others may serve those that train.
-    """
-    opened = [one for one in ranks if one.opened is not None]
-    asked = opened if first is None or first in opened else [*opened, first]
-    if not asked or any(one.restored is None for one in asked):  # guard: serving-ranks-restore-nothing
-        return None
-    return min(one.restored_step for one in asked)
 
 
 def advice(lived: Lived, attempt: Attempt, follows: Answer, before: Sequence[Advice]) -> Advice | None:

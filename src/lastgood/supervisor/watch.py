@@ -61,6 +61,19 @@ def signs(rank: int, shown: heartbeat.Progress, ended: bool = False) -> Signs:
     return Signs(rank, shown.opened, START)
 
 
+def restored_step(ranks: Sequence[heartbeat.Progress], first: heartbeat.Progress | None = None) -> int | None:
+    """The step from which all ranks went on that have opened a run; None: one of them has restored nothing yet, or none
+    has opened one. Others may serve those that train.
+
+    `first`: the rank that failed first, which counts in any case (default: none has failed).
+    """
+    opened = [one for one in ranks if one.opened is not None]
+    asked = opened if first is None or first in opened else [*opened, first]
+    if not asked or any(one.restored is None for one in asked):  # guard: serving-ranks-restore-nothing
+        return None
+    return min(one.restored_step for one in asked)
+
+
 def just_in_time_seconds(ranks: Sequence[RankProcess]) -> float:
     """How long the ranks that have not failed may take to save for all, after another one has; 0.0: none would."""
     return max((one.shown.just_in_time_seconds for one in ranks if not one.failed), default=0.0)
