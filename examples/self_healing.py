@@ -8,6 +8,8 @@
 
 The rest plays the failures. It trains once with a damaged image only, and then again with a rank that is killed and one
 that hangs as well. Both runs leave the batches with the damaged image out, and both end with the same losses.
+
+Needs scikit-learn for its images: pip install 'lastgood[examples]'.
 """
 
 import os

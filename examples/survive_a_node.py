@@ -5,6 +5,8 @@ python examples/survive_a_node.py
 `train` is what runs on every machine; the line with `copies=2` is all that it needs. The rest plays the failure. Two
 processes of this machine stand for nodes. They train once without a disturbance, and then again until the processes of
 one node are killed and its memory is removed; then both are started anew. No save has reached a disk by then.
+
+Needs scikit-learn for its images: pip install 'lastgood[examples]'.
 """
 
 import contextlib

@@ -1,6 +1,8 @@
 """Tensor parallel training: every process sees every sample, and holds a part of each layer.
 
 torchrun --nproc-per-node 2 examples/tensor_parallel.py runs/tensor_parallel --steps 200
+
+Needs scikit-learn for its images: pip install 'lastgood[examples]'.
 """
 
 import argparse

@@ -474,6 +474,7 @@ def test_several_values_of_a_size_make_a_sweep_that_resumes(tmp_path: Path, monk
     assert gates["target"][0] == f"every=50,max_inflight=1 {SUITE} ref-seed0: not run"
     text = (tmp_path / "analysis.md").read_text()
     assert "every=100,max_inflight=4" in text and "10.000 ± 0.000" in text and "0.500 ± 0.000" in text
+    assert "| ECRL: every=50,max_inflight=4 | overlapped | 9.643 | 1.993 | 7.865 | 1.381 | - | - |" in text
     with (tmp_path / "sweep.csv").open() as file:
         assert [row["write_seconds"] for row in csv.DictReader(file)] == ["2.0", "2.0", "0.5"] * 3
 

@@ -280,6 +280,32 @@ def test_a_step_between_two_optimizer_steps_is_refused(tmp_path):
         assert found == [one for one in range(1, 6) if one not in accepted]
 
 
+def test_batches_after_the_last_step_are_accumulated_again(tmp_path):
+    """A loop that `return` ended between two optimizer steps went on with the second batch of two, so that each later
+    step had other batches."""
+
+    def trained(path, most=8):
+        job, seen = Job(accumulated=2, samples=16), []
+        with Checkpointer(job.accelerator, path, every_steps=100) as ckpt:
+            step = ckpt.restore().step
+            for x, y in job.loader:
+                if len(seen) == most:
+                    return seen
+                with job.accelerator.accumulate(job.net):
+                    job.accelerator.backward(((job.net(x)[:, 0] - y) ** 2).mean())
+                    job.optimizer.step()
+                    job.optimizer.zero_grad()
+                seen.append((y.tolist(), job.accelerator.sync_gradients))
+                if job.accelerator.sync_gradients:
+                    step += 1
+                    ckpt.step(step)
+        return seen
+
+    whole = trained(tmp_path / "whole")
+    assert [one for _, one in whole] == [False, True] * 4
+    assert trained(tmp_path / "run", 3)[:2] + trained(tmp_path / "run") == whole
+
+
 def test_wrong_arguments_are_refused_by_name(tmp_path):
     with pytest.raises(Refused, match="Did you mean every_steps"):
         Job().train(tmp_path, everysteps=3)

@@ -150,7 +150,7 @@ def test_aborts_without_an_error_may_be_the_timeout_of_a_wait(tmp_path: Path, re
         nodes = OneNode(NodeInfo(host="", ranks=3, node_rank=None, address=""), job.master)
         one = Attempt(job, 0, tmp_path, received, None, nodes.begin(0), nodes)  # type: ignore[arg-type]
         lived = one.run(HostSigns([], 0.0, ""), AttemptRecords(), StackReader(None))
-    cause = reported.cause(merged.merged({0: merged.decoded(merged.encoded("", 3, False, lived))}, None))
+    cause = reported.cause(merged.merged({0: merged.decoded(merged.encoded("", False, lived))}, None))
     assert cause is not None
     if rest == "sleeps":
         assert (cause.kind, cause.rank) == ("hang", 2) and "others have waited for it" in cause.what

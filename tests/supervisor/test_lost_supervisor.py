@@ -17,6 +17,7 @@ from msgspec.structs import replace
 import lastgood
 from agents import until
 from commands import Call
+from lastgood.format import commit
 from lastgood.io import heartbeat, processes
 from lastgood.policy.recovery import GAVE_UP, Budget, Outcome, answer, without_progress
 from lastgood.run import access, side_records
@@ -97,6 +98,7 @@ def test_a_killed_supervisor_leaves_an_attempt_that_the_next_one_ends(tmp_path: 
         job.kill()
     (lost,) = shown(call, run)
     assert (lost["cause"]["kind"], lost["restored_step"], lost["last_step"]) == (SUPERVISOR, 0, 4)
+    assert (lost["saved_step"], lost["incarnation"]) == (4, "")
     assert lost["seconds"] > 0, "until its last save"
     assert "or its machine, was lost" in lost["cause"]["what"]
     done = subprocess.run([*COMMAND, "--records", str(logs), str(script), str(run), "8"], check=False)
@@ -105,6 +107,8 @@ def test_a_killed_supervisor_leaves_an_attempt_that_the_next_one_ends(tmp_path: 
     assert first.cause is not None and (first.cause.kind, first.last_step) == (SUPERVISOR, 4)
     assert first.answer == "restart: the job was started again" and first.seconds == lost["seconds"]
     assert (second.cause, second.restored_step, second.last_step) == (None, 4, 8)
+    taken = {at.incarnation for at in commit.survey(access.for_reading(run)).generations if at.step == 4}
+    assert {second.incarnation} == taken and second.saved_step == 8
     assert attempt_log.failures([first, second], ranks=1, mtbf=None).of_nodes.count == 1
     assert [one.restored_step for one in job_summary.opened(logs).attempts] == [4], "of this supervisor only"
 
@@ -153,6 +157,14 @@ def test_a_lost_attempt_that_has_saved_is_progress_of_its_job() -> None:
     found = attempt_log.unfinished(earlier)
     assert [one.saved_step for one in found] == [4, 4]
     assert without_progress([*found, Outcome(restored_step=None, last_step=0, code=1)]) == 1
+
+
+def test_the_saves_of_each_attempt_count_after_a_lost_supervisor_too() -> None:
+    """A job whose Sentinel had left batches out, each time from the same step, counted as without progress."""
+    fault, lost = (Cause(kind=kind, rank=0, code=-9, what="x") for kind in ("exception", SUPERVISOR))
+    diverged = [replace(ending("a", 0, 5, fault), saved_step=5)] * 3
+    found = attempt_log.unfinished([*diverged, ending("a", 0, 0, lost)])
+    assert [one.saved_step for one in found] == [5, 5, 5] and without_progress(found) == 1
 
 
 def test_the_failures_of_a_job_that_has_ended_do_not_count_for_the_next() -> None:
@@ -215,7 +227,7 @@ def test_the_end_that_another_node_records_is_that_of_the_attempt(run: str) -> N
     records.begin(None, run)
     with side_records.opened(run) as tier:
         attempt_log.begin(tier, beginning("a", 1.0))
-        records.settled(lambda: None)
+        records.done(int, lambda: None)
         records.end(run, ending("a"), lambda _: None, lambda: None)
         ended, lost, running = attempt_log.history(tier, opened=True)
     assert [one.cause for one in ended] == [None] and not lost and not running
@@ -245,7 +257,7 @@ def test_a_script_with_two_runs_leaves_no_lost_attempt(run: str, tmp_path: Path)
     lastgood.save(second, {"w": torch.zeros(1)}, step=9)
     records.begin(beginning("a", 1.0), "")
     records.shown(shown_run(page, run))
-    records.settled(lambda: None)
+    records.done(int, lambda: None)
     with side_records.opened(second) as tier:
         attempt_log.begin(tier, beginning("lost", 0.5))
     records.end(second, ending("a"), lambda _: None, lambda: None)
@@ -265,7 +277,7 @@ def test_ends_that_could_not_be_recorded_at_first_are_recorded_later(run: str, t
     for began_at in 2.0, 3.0:
         records.begin(beginning("a", began_at, processes.identity()), "" if began_at == 2.0 else run)
         records.shown(shown_run(page, run))
-        records.settled(lambda: None)
+        records.done(int, lambda: None)
         if began_at == 2.0:
             begun.unlink()
             (tmp_path / "aside").rename(begun)
@@ -285,7 +297,7 @@ def test_what_an_attempt_saves_is_not_that_of_the_lost_one(run: str, tmp_path: P
         records = AttemptRecords()
         records.begin(beginning("b", 2.0, processes.identity()), "")
         records.shown([heartbeat.read(page)])
-        records.settled(lambda: None)
+        records.done(int, lambda: None)
         (lost,) = attempt_log.read(tier)
     assert (lost.job, lost.last_step) == ("a", 0)
 

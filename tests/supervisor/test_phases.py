@@ -55,7 +55,7 @@ def test_an_attempt_that_trains_no_step_trains_none_again() -> None:
 def test_a_rendezvous_takes_as_long_as_the_last_node_waited() -> None:
     """A node in reserve may have waited for hours."""
     nodes = [Lived(0.0, rendezvous=seconds) for seconds in (7200.0, 1.5)]
-    reports = {one: merged.decoded(merged.encoded("h", 1, False, lived)) for one, lived in enumerate(nodes)}
+    reports = {one: merged.decoded(merged.encoded("h", False, lived)) for one, lived in enumerate(nodes)}
     assert reported.phases(merged.merged(reports, None), 0)["rendezvous"] == 1.5
     assert "rendezvous" not in reported.phases(Lived(0.0), 0), "one node waits for no other"
 

@@ -51,7 +51,7 @@ def test_a_link_to_no_policy_is_refused_and_a_home_is_one(folder: Path, monkeypa
         parsed(["train.py"], {})
     monkeypatch.setenv("HOME", str(folder))
     (folder / "gone.yaml").write_text("log-dir: ~/logs")
-    assert parsed(["train.py"], {}).log_dir == str(folder / "logs")
+    assert parsed(["train.py"], {}).log_dir == folder / "logs"
 
 
 def test_a_policy_that_cannot_be_read_is_answered_by_where_it_was_named(folder: Path) -> None:

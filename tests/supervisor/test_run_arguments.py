@@ -190,6 +190,29 @@ def test_options_that_have_no_effect_with_c10d_are_reported(script: str) -> None
 
 
 @pytest.mark.parametrize(
+    ("given", "reported"),
+    [
+        ("--local-addr a", "--local-addr a has no effect with one node"),
+        ("--rdzv-endpoint a,b", "--rdzv-endpoint a,b has no effect with one node"),
+        ("--warm-ranks --max-restarts 0", "--warm-ranks has no effect with --max-restarts 0"),
+        ("--duplicate-stdout-filters a --tee 2", "--duplicate-stdout-filters has no effect: --tee copies stdout of no"),
+        ("--local-ranks-filter 0,7", "--local-ranks-filter 7 has no effect: this node has the local ranks 0 to 0"),
+        ("--nnodes 2 --rdzv-endpoint a --master-addr b", "--master-addr b has no effect beside --rdzv-endpoint a"),
+        ("--nnodes 2 --rdzv-endpoint a --master-port 1", "--master-port 1 has no effect beside --rdzv-endpoint a"),
+    ],
+)
+def test_each_option_without_effect_is_reported_once(given: str, reported: str, script: str) -> None:
+    """They were ignored without a word; --local-ranks-filter 7 with two ranks left the console without their output."""
+    job = parsed([*given.split(), script], {})
+    assert [one for one in job.notes if one.startswith(reported)] == [*job.notes] and not job.warm_ranks
+
+
+def test_processes_for_a_next_attempt_wait_where_nodes_may_come(script: str) -> None:
+    job = parsed(["--nnodes", "1:2", "--rdzv-backend", "c10d", "--warm-ranks", "--max-restarts", "0", script], {})
+    assert job.warm_ranks and not job.notes
+
+
+@pytest.mark.parametrize(
     "given",
     [
         ["--log-dir", "/proc/x"],

@@ -177,7 +177,7 @@ def test_aborts_of_all_nodes_show_whether_a_rank_hangs(tmp_path: Path, aborts: i
     """Each node counted its own aborts, so with one rank a node the first that had waited was blamed; and of two ranks
     the one that had waited, although the steps of both showed no progress for ten minutes."""
     lives = [*(a_life(rank, silent, tmp_path) for rank in range(aborts)), a_life(aborts, silent, tmp_path, idle=True)]
-    reports = {node: merged.decoded(merged.encoded("h", 1, False, one)) for node, one in enumerate(lives)}
+    reports = {node: merged.decoded(merged.encoded("h", False, one)) for node, one in enumerate(lives)}
     cause = reported.cause(merged.merged(reports, None))
     assert cause is not None
     assert (cause.kind, cause.rank) == (("hang", aborts) if hangs else ("signal", 0))
@@ -186,8 +186,8 @@ def test_aborts_of_all_nodes_show_whether_a_rank_hangs(tmp_path: Path, aborts: i
 def test_a_rank_that_is_ahead_of_one_that_aborted_does_not_hang(tmp_path: Path) -> None:
     aborted, idle = a_life(0, 600.0, tmp_path), a_life(1, 600.0, tmp_path, idle=True)
     aborted.progress = [one._replace(step=6) for one in aborted.progress]
-    reports = {0: merged.Report(host="h", ranks=1, asked=False, lived=aborted)}
-    reports[1] = merged.Report(host="h", ranks=1, asked=False, lived=idle)
+    reports = {0: merged.Report(host="h", asked=False, lived=aborted)}
+    reports[1] = merged.Report(host="h", asked=False, lived=idle)
     assert merged.merged(reports, None).hang is None
 
 

@@ -74,7 +74,8 @@ class Checkpointer(checkpointer.Checkpointer):
         options = checkpointer_options(every_steps, options)
         _require_alone(accelerator)
         self._places = [_Place(one, accelerator.gradient_accumulation_steps) for one in accelerator._dataloaders]
-        state = _state(accelerator, self._places)
+        self._accumulated = _Accumulated(accelerator)
+        state = _state(accelerator, self._places) | {"accelerator": self._accumulated}
         self._own = {name: parts for name in state for kind, parts in _OWN_ENTRIES.items() if name.startswith(kind)}
         self._given = with_own_entries(options, self._own)
         super().__init__(self._path, state, **self._given)
@@ -95,10 +96,12 @@ class Checkpointer(checkpointer.Checkpointer):
         _require_whole_step(self._accelerator, f"ckpt.step({n})")
         for place in self._places:
             place.step()
+        self._accumulated.mark()
         return super().step(n, metrics)
 
     def save(self, n: int, milestone: bool = False, metrics: Mapping[str, Any] | None = None) -> Save:
         _require_whole_step(self._accelerator, f"ckpt.save({n})")
+        self._accumulated.mark()
         return super().save(n, milestone, metrics)
 
     def close(self, timeout: float | None = None) -> None:
@@ -194,16 +197,23 @@ class _Place:
 
 
 class _Accumulated:
-    """The number of batches whose gradients the accelerator has accumulated."""
+    """The number of batches whose gradients the accelerator has accumulated, at the newest step: leaving the `with`
+    saves that step, and a loop may have accumulated more since, which no save has."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
+        self.mark()
+
+    def mark(self) -> None:
+        """Keep the number at this step."""
+        self._marked = self._accelerator.step
 
     def state_dict(self) -> dict[str, int]:
-        return {"step": self._accelerator.step}
+        return {"step": self._marked}  # guard: batches-after-step-are-not-saved
 
     def load_state_dict(self, saved: Mapping[str, int]) -> None:
         self._accelerator.step = saved["step"]
+        self.mark()
 
 
 def _state(accelerator: Accelerator, places: list[_Place]) -> dict[str, Any]:
@@ -215,8 +225,7 @@ def _state(accelerator: Accelerator, places: list[_Place]) -> dict[str, Any]:
         "registered": accelerator._custom_objects,
         "scaler": [accelerator.scaler] if accelerator.scaler is not None else [],
     }
-    named = {name if n == 0 else f"{name}_{n}": one for name, ones in parts.items() for n, one in enumerate(ones)}
-    return {**named, "accelerator": _Accumulated(accelerator)}
+    return {name if n == 0 else f"{name}_{n}": one for name, ones in parts.items() for n, one in enumerate(ones)}
 
 
 def _require_whole_step(accelerator: Accelerator, call: str) -> None:

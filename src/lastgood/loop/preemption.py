@@ -21,8 +21,9 @@ from typing import Any
 from ..errors import Refused
 from ..io.heartbeat import VARIABLE
 from ..policy.arguments import is_positive, is_whole, require
+from ..policy.recovery import PREEMPTED
 
-EXIT_CODE = 75
+EXIT_CODE = PREEMPTED
 """EX_TEMPFAIL of sysexits.h: nothing was wrong, start the job again"""
 SAME_SECONDS = 1.0
 """a further signal within this time is the same request: a launcher forwards a signal that its whole group received"""

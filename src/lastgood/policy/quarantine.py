@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .membership import Next
-from .recovery import Outcome
+from .recovery import HANG, NODE, Outcome
 
-MACHINE_CAUSES = ("signal SIGKILL", "signal SIGBUS", "signal SIGSEGV", "signal SIGILL", "hang", "node")
+MACHINE_CAUSES = ("signal SIGKILL", "signal SIGBUS", "signal SIGSEGV", "signal SIGILL", HANG, NODE)
 """causes of attempts that point to a machine"""
 _BROKEN_DEVICE = re.compile(
     r"uncorrectable (ECC|NVLink)|ECC error|hardware (stack )?error|GPU is lost|fallen off the bus|ncclSystemError|"

@@ -27,7 +27,7 @@ from ..run import paths
 from . import devices, policy_file
 from .option_values import fault
 from .options import NO_EVENTS, NO_ID, parser, split, variable
-from .outputs import PREFIX, STDERR, STDOUT, TEMPLATE, Outputs
+from .outputs import NAMES, PREFIX, STDERR, STDOUT, TEMPLATE, Outputs
 from .policy_file import Policy
 from .program import Program
 from .rendezvous_options import Options, Rendezvous, without_effect
@@ -52,7 +52,7 @@ class Job:
     """address, and port; None: a new one for each attempt"""
     role: str
     run_id: str
-    log_dir: str | None
+    log_dir: Path | None
     """where the output of ranks goes if it is redirected; None: a temporary folder"""
     outputs: Outputs
     """what is done with the output of ranks"""
@@ -69,20 +69,20 @@ class Job:
     shutdown_seconds: float
     signals: tuple[int, ...]
     """those that ask for the end of the job"""
-    rendezvous: Rendezvous | None = None
+    rendezvous: Rendezvous | None
     """with the other nodes of the job; None: there are none"""
-    stage: str = ""
+    stage: str
     """the run whose newest generation is put into the memory of this node while it waits for others; empty: of none"""
-    records: Path | None = None
+    records: Path | None
     """where the ranks and the supervisor put their logs (run/job_logs.py); None: nowhere"""
-    health_file: str | None = None
+    health_file: str | None
     """findings of a fleet's own tool about this node; None: it has none"""
-    health_seconds: float = 30.0
+    health_seconds: float
     """how often this node is examined; 0: never"""
-    unhealthy: Unhealthy = "report"
-    quarantine_after: int = 3
+    unhealthy: Unhealthy
+    quarantine_after: int
     """So many failures in a row that point to one machine are the reason to leave it out; 0: never."""
-    notes: Sequence[str] = ()
+    notes: Sequence[str]
     """lines to report: about the policy file, and options that have no effect"""
 
 
@@ -136,7 +136,8 @@ def _job(args: argparse.Namespace, rest: list[str], environ: Mapping[str, str], 
     if args.virtual_local_rank:
         devices.one_visible(ranks - 1, environ)  # raises if there are not enough
     nodes = _nodes(args)
-    rendezvous = several_nodes(nodes)
+    rendezvous, outputs = several_nodes(nodes), _outputs(args, ranks, environ)
+    one_attempt = rendezvous is None and args.max_restarts == 0
     return Job(
         program=program,
         ranks=ranks,
@@ -151,13 +152,13 @@ def _job(args: argparse.Namespace, rest: list[str], environ: Mapping[str, str], 
         master=(args.master_addr, args.master_port),
         role=args.role,
         run_id=args.rdzv_id if rendezvous or args.rdzv_id != NO_ID else str(uuid.uuid4()),
-        log_dir=None if args.log_dir in ("", os.devnull) else args.log_dir,
-        outputs=_outputs(args, ranks, environ),
+        log_dir=Path(args.log_dir).absolute() if args.log_dir not in (None, "", os.devnull) else None,
+        outputs=outputs,
         bindings=devices.bindings(args.numa_binding, ranks) if args.numa_binding else [],
         virtual_local_rank=args.virtual_local_rank,
         spawn=args.spawn or program.kind == "command",
         preload=args.preload,
-        warm_ranks=args.warm_ranks,
+        warm_ranks=args.warm_ranks and not one_attempt,
         shutdown_seconds=args.shutdown_timeout,
         signals=args.signals_to_handle,
         rendezvous=rendezvous,
@@ -167,7 +168,11 @@ def _job(args: argparse.Namespace, rest: list[str], environ: Mapping[str, str], 
         health_seconds=args.health_seconds,
         unhealthy=args.unhealthy,
         quarantine_after=args.quarantine_after,
-        notes=[*([policy] if policy else []), *without_effect(nodes), *_no_events(args.event_log_handler)],
+        notes=[
+            *([policy] if policy else []),
+            *without_effect(nodes),
+            *_without_effect(args, outputs, ranks, one_attempt),
+        ],
     )
 
 
@@ -312,7 +317,7 @@ def _nodes(args: argparse.Namespace) -> Options:
         endpoint=args.rdzv_endpoint,
         run_id=args.rdzv_id,
         configuration=args.rdzv_conf,
-        node_rank=int(args.node_rank),
+        node_rank=args.node_rank,
         master=(args.master_addr, args.master_port),
         local_address=args.local_addr or "",
         standalone=args.standalone,
@@ -320,11 +325,22 @@ def _nodes(args: argparse.Namespace) -> Options:
     )
 
 
-def _no_events(handler: str) -> list[str]:
-    """A line about torchrun's --event-log-handler, if it asks for events."""
-    if handler == NO_EVENTS:
-        return []
-    return [f"--event-log-handler {handler} has no effect: `lastgood attempts` shows what happened"]
+def _without_effect(args: argparse.Namespace, outputs: Outputs, ranks: int, one_attempt: bool) -> list[str]:
+    """A line about each option that is given and has no effect; those about nodes are in rendezvous_options.py."""
+    lines = list[str]()
+    if args.event_log_handler != NO_EVENTS:
+        handler = f"--event-log-handler {args.event_log_handler}"
+        lines.append(f"{handler} has no effect: `lastgood attempts` shows what happened")
+    if args.warm_ranks and one_attempt:
+        lines.append("--warm-ranks has no effect with --max-restarts 0: no attempt follows the first one")
+    for stream, texts in outputs.filters.items():
+        if texts and not any(what & stream for what in outputs.tee.values()):
+            name = NAMES[stream]
+            lines.append(f"--duplicate-{name}-filters has no effect: --tee copies {name} of no rank")
+    for local in sorted(outputs.shown or ()):
+        if not 0 <= local < ranks:
+            lines.append(f"--local-ranks-filter {local} has no effect: this node has the local ranks 0 to {ranks - 1}")
+    return lines
 
 
 def _ranks(text: str) -> int:

@@ -1,6 +1,6 @@
 """One attempt of a job on this node: all ranks are started, watched, and ended together. Decides nothing.
 
-    start     a folder for the attempt, a heartbeat page a rank, a free port, one process a rank
+    start     a folder, a page for signs of life, and a process for each rank
     watch     until every rank has ended, one has failed or hangs, or the job was asked to end
     end       SIGKILL to the process group of each rank that is left
 
@@ -148,9 +148,9 @@ class Attempt:
         self._seen = dict[int, tuple[float, heartbeat.Progress, float]]()
         """rank that went on after the first failure -> when that was, and its signs and processor time then"""
 
-    def run(self, host: HostSigns, records: AttemptRecords, reader: StackReader) -> Lived:
-        """Live the attempt. `host`: is asked while ranks run; `records`: see what they show; `reader`: of their stacks.
-        Raises what `RankStart.start` and `leftovers.folder` raise."""
+    def run(self, health: HostSigns, records: AttemptRecords, reader: StackReader) -> Lived:
+        """Live the attempt. `health`: is asked while ranks run; `records`: see what they show; `reader`: of their
+        stacks. Raises what `RankStart.start` and `leftovers.folder` raise."""
         lived, killed_before = Lived(time.monotonic()), oom_kills()
         # Pages of memory, not of a disk: a rank must not fail because a disk is full.
         memory = MEMORY if os.path.isdir(MEMORY) else None
@@ -158,7 +158,7 @@ class Attempt:
             try:
                 self._start(pages)
                 lived.started = time.monotonic()
-                self._watch(lived, host, records, reader)
+                self._watch(lived, health, records, reader)
             except TierDown as error:
                 self._unreachable = True
                 if not isinstance(error, StoreLost):
@@ -188,7 +188,7 @@ class Attempt:
 
     # ---- watch ---------------------------------------------------------------------------------------------
 
-    def _watch(self, lived: Lived, host: HostSigns, records: AttemptRecords, reader: StackReader) -> None:
+    def _watch(self, lived: Lived, health: HostSigns, records: AttemptRecords, reader: StackReader) -> None:
         watch, slow = ProgressWatch(self._job.limits, self._place.world, reader), SlowWatch(self._job.pace, reader)
         self._poll.register(self._signals.descriptor, select.POLLIN)
         for one in self._ranks:
@@ -206,7 +206,7 @@ class Attempt:
             records.shown([one.shown for one in self._ranks])
             if all(one.shown.first is not None for one in self._ranks):
                 self._starts.fork_ahead()
-            findings = host.poll(time.monotonic())
+            findings = health.poll(time.monotonic())
             lived.findings += findings
             if leaves(findings, self._job.unhealthy):
                 reporting.warning(
@@ -268,7 +268,7 @@ class Attempt:
         silent = watch.silent(live, now, ended, () if self._place.nodes == 1 else None)
         if silent is not None and self._place.nodes > 1:
             silent = watch.silent(live, now, ended, self._nodes.others(now))
-        if silent is None or watch.is_reported(silent):
+        if silent is None or watch.only_reports(silent):
             return False
         self._note_hang(lived, silent, watch)
         self._publish("hang")

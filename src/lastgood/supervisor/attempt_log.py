@@ -116,6 +116,10 @@ class Attempt(Record, frozen=True, kw_only=True):
     """signs that a host may fail, each once for each supervisor"""
     spares: Spares | None = None
     """the nodes in reserve when the attempt ended; None: none were expected"""
+    incarnation: str = ""
+    """of the generation of `restored_step`; empty: it began anew, or the record is older than this field"""
+    saved_step: int = 0
+    """the newest step that it has saved; 0: none, or the record is older than this field"""
 
 
 class Stored(Attempt, frozen=True, kw_only=True):
@@ -139,6 +143,7 @@ class Begun(Record, frozen=True, kw_only=True):
     began_at: float
     restored_step: int | None = None
     """None: the state is not restored yet"""
+    incarnation: str = ""
 
 
 class History(NamedTuple):
@@ -246,11 +251,13 @@ def unfinished(attempts: Sequence[Attempt]) -> list[Outcome]:
 def _outcome(one: Attempt, cause: Cause, newest: int) -> Outcome:
     """`newest`: the newest step that is known to be saved after the attempt."""
     followed: dict[str, Act] = {name: name for name in REMEDIES}
+    saved_step = newest if newest > (one.restored_step or 0) else 0
+    saved_step = one.saved_step or saved_step  # guard: own-saves-count-for-next-job
     return Outcome(
         restored_step=one.restored_step,
         last_step=one.last_step,
         code=cause.code or 1,
-        saved_step=newest if newest > (one.restored_step or 0) else 0,
+        saved_step=saved_step,
         cause=cause.key,
         error=cause.what if cause.kind == "exception" else "",
         followed=followed.get(one.answer.partition(":")[0], "restart"),
@@ -268,10 +275,12 @@ def _lost(number: int, begun: Begun, saved: Sequence[Generation], until: float) 
     """An attempt whose supervisor was lost. It lived at least until its last save. `until`: when the next one began."""
     mine = [one.commit for one in saved if begun.began_at <= one.commit.created < until]
     what = f"the supervisor on {begun.host}, or its machine, was lost"
+    saved_step = max((one.step for one in mine), default=0)
     return msgspec.structs.replace(
         _without_end(number, begun, "end: its supervisor did not record its end"),
         seconds=max((one.created - begun.began_at for one in mine), default=0.0),
-        last_step=max([begun.restored_step or 0, *(one.step for one in mine)]),
+        last_step=max(begun.restored_step or 0, saved_step),
+        saved_step=saved_step,
         cause=Cause(kind=SUPERVISOR, rank=0, code=-signal.SIGKILL, what=what),
     )
 
@@ -289,6 +298,7 @@ def _without_end(number: int, begun: Begun, answer: str) -> Stored:
         began_at=begun.began_at,
         seconds=0.0,
         restored_step=begun.restored_step,
+        incarnation=begun.incarnation,
         last_step=begun.restored_step or 0,
         replayed_steps=0,
         phases={},

@@ -25,7 +25,7 @@ from ..run.advice import Advice
 from . import attempt_log
 from .attempt_log import Attempt, Begun
 from .placement import TOUCH_SECONDS
-from .watch import restored_step
+from .watch import incarnation, restored_step
 
 Result = TypeVar("Result")
 GOES_ON = "The job goes on."
@@ -69,7 +69,7 @@ class AttemptRecords:
             if self._run:
                 self._note(self._run, self._begun)
         if self._run and self._begun.restored_step is None and (step := restored_step(ranks)) is not None:
-            self._begun = replace(self._begun, restored_step=step)
+            self._begun = replace(self._begun, restored_step=step, incarnation=incarnation(ranks, step))
             self._note(self._run, self._begun)
 
     def done(self, work: Callable[[], Result], touch: Callable[[], None]) -> Result:
@@ -88,10 +88,6 @@ class AttemptRecords:
         this supervisor has recorded one: it was moved or deleted, or is not mounted. `touch`: as for `done`."""
         had = any(one.saved_step or one.restored_step for one in outcomes)
         return had and run in self._closed and self.done(partial(_is_missing, run), touch)
-
-    def settled(self, touch: Callable[[], None]) -> None:
-        """Wait until what is being written is written. `touch`: is called meanwhile."""
-        self.done(int, touch)
 
     def end(
         self,

@@ -27,7 +27,6 @@ class Report(Record, frozen=True, kw_only=True):
     """What one node reports. `asked`: whether it was asked to end. `lived`: times since the attempt began there."""
 
     host: str
-    ranks: int
     asked: bool
     lived: Lived
 
@@ -50,9 +49,9 @@ class Verdict(Record, frozen=True, kw_only=True):
     left: tuple[int, ...] = ()
 
 
-def encoded(host: str, ranks: int, asked: bool, lived: Lived) -> str:
+def encoded(host: str, asked: bool, lived: Lived) -> str:
     """The report of a node, to be read by `decoded`."""
-    report = Report(host=host, ranks=ranks, asked=asked, lived=shifted(lived, -lived.began))
+    report = Report(host=host, asked=asked, lived=shifted(lived, -lived.began))
     return msgspec.json.encode(report).decode()
 
 

@@ -232,10 +232,10 @@ class SeveralNodes:
         self._next = now + POLL_SECONDS
         over = self._poll(now, [f"{self._number}/over"], signs)[0]
         if over is None and (silent := self._silent()):
-            lost = Notice(kind="lost", what=self._silence(silent), lost=silent)
+            lost = Notice(kind="lost", lost=silent)
             over = self._membership.claim(f"{self._number}/over", _encoded(lost))
         if self.excluded and over is None:
-            return Notice(kind="lost", what="the other nodes go on without this one", lost=[self.node])
+            return Notice(kind="lost", lost=[self.node])
         return self._growing(now) if over is None else self._note_lost(over)
 
     def _note_lost(self, over: str) -> Notice:
@@ -251,7 +251,7 @@ class SeveralNodes:
             return None
         self._next_waiting = now + WAITING_SECONDS
         self._grows = self._waiting() > 0 and not full
-        return Notice(kind="grow", what="more nodes wait") if self._grows else None
+        return Notice(kind="grow") if self._grows else None
 
     def _waiting(self) -> int:
         """How many nodes wait, in reserve too. What has changed about the spare nodes is reported, once."""

@@ -10,6 +10,9 @@ import re
 from collections.abc import Mapping, Sequence
 
 from ..errors import Refused
+from ..policy.hang import Limits
+from ..policy.recovery import Budget
+from ..policy.slow import Pace
 from . import policy_file
 from .option_values import (
     cause_restarts,
@@ -27,7 +30,7 @@ from .option_values import (
     whole,
 )
 from .policy_file import Policy
-from .rendezvous_options import ADDRESS
+from .rendezvous_options import ADDRESS, STATIC_PORT
 
 NO_ID = "none"
 """--rdzv-id, if it is not given"""
@@ -84,6 +87,7 @@ def parser(environ: Mapping[str, str] | None, policy: Policy | None = None) -> a
     options = _Options(made, environ, {} if policy is None else policy.values)
     _add_those_of_torchrun(options)
     _add_own(options)
+    _add_watching(options)
     _add_nodes(options)
     _add_health(options)
     made.add_argument("training_script", help="The script, with its arguments after it.")
@@ -139,8 +143,8 @@ def _add_those_of_torchrun(to: _Options) -> None:
     to.both("duplicate-stdout-filters", type=filters, default="", help=duplicates.format("stdout"))
     to.both("duplicate-stderr-filters", type=filters, default="", help=duplicates.format("stderr"))
     to.both("node-rank", type=whole(0), default=0, help="Number of this node, for --rdzv-backend static.")
-    to.both("master-addr", default=ADDRESS, help="MASTER_ADDR of the ranks; of several nodes: the one of rank 0.")
-    to.both("master-port", type=port, help="MASTER_PORT of the ranks. Default: a new one for each attempt.")
+    to.both("master-addr", default=ADDRESS, help="The node with the store of all nodes (static); of one: MASTER_ADDR.")
+    to.both("master-port", type=port, help=f"The port of that store, else {STATIC_PORT}; of one node: MASTER_PORT.")
     to.both("local-addr", help="Address of this node for the others.")
     to.both("logs-specs", help="Not done: it names a class of torchrun's agent.")
     to.both("numa-binding", choices=NUMA, help="Bind each rank to processors near its GPU.")
@@ -164,8 +168,9 @@ def _add_own(to: _Options) -> None:
     to.option(
         "--without-progress",
         type=whole(1),
-        default=3,
-        help="Attempts in a row that save nothing newer, before the job is given up. Default 3.",
+        default=Budget.without_progress,
+        help="Attempts in a row that neither restore nor save a newer step, before the job is given up. "
+        f"Default {Budget.without_progress}.",
     )
     to.option(
         "--cause-restarts",
@@ -179,35 +184,44 @@ def _add_own(to: _Options) -> None:
         default="back,skip",
         help="Against a failure that comes again: back, skip, or none. Default back,skip.",
     )
+    to.option("--records", metavar="DIR", help="Directory for logs of steps, saves and attempts.")
     to.option(
-        "--hang-timeout", type=seconds, default=60.0, help="Least limit of a step in seconds; 0: no limits. Default 60."
+        "--policy", help=f"File with options as `name: value`. Default: {policy_file.NAME} in this folder, if there."
+    )
+
+
+def _add_watching(to: _Options) -> None:
+    to.option(
+        "--hang-timeout",
+        type=seconds,
+        default=Limits.least_seconds,
+        help=f"Least limit of a step in seconds; 0: no limits. Default {Limits.least_seconds:g}.",
     )
     to.option(
-        "--hang-factor", type=factor, default=20.0, help="A step may last so many times the longest one. Default 20."
+        "--hang-factor",
+        type=factor,
+        default=Limits.times,
+        help=f"A step may last so many times the longest one. Default {Limits.times:g}.",
     )
     to.option(
         "--hang-long-timeout",
         type=seconds,
         help="Limit in seconds of what has no measure yet, as the first step, and of a save; at least --hang-timeout. "
-        "Default 3600, or --hang-timeout if that is longer. If given, it also ends the wait for a rank that has not "
-        "opened its run; otherwise that is reported.",
+        f"Default {Limits.long_seconds:g}, or --hang-timeout if that is longer. If given, it also ends the wait for a "
+        "rank that has not opened its run; otherwise that is reported.",
     )
-    to.option("--records", metavar="DIR", help="Directory for logs of steps, saves and attempts.")
     to.option(
         "--slow-factor",
         type=slow_factor,
-        default=2.0,
+        default=Pace.factor,
         help="The slow rank is named when steps take so many times as long as usual, or as on the other ranks; 0: "
-        "never. Default 2.",
+        f"never. Default {Pace.factor:g}.",
     )
     to.option(
         "--slow-window",
         type=positive_seconds,
-        default=10.0,
-        help="Seconds of training over which the duration of a step is taken. Default 10.",
-    )
-    to.option(
-        "--policy", help=f"File with options as `name: value`. Default: {policy_file.NAME} in this folder, if there."
+        default=Pace.window_seconds,
+        help=f"Seconds of training over which the duration of a step is taken. Default {Pace.window_seconds:g}.",
     )
 
 
@@ -247,5 +261,6 @@ def _add_health(to: _Options) -> None:
         "--unhealthy",
         choices=["report", "leave"],
         default="report",
-        help="With leave, the ranks save and this node ends (75) when it is likely to fail. Default report.",
+        help="With leave, the ranks save and this node ends (75; 143 without a last save) when it is likely to fail. "
+        "Default report.",
     )

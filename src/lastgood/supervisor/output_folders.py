@@ -18,7 +18,7 @@ def require_writable(job: Job) -> None:
     if job.records is not None:
         _require_writable("--records", job.records, "lastgood-")
     if job.log_dir is not None:
-        _require_writable("--log-dir", Path(job.log_dir).absolute(), f"{job.run_id}_")  # as the folder of a supervisor
+        _require_writable("--log-dir", job.log_dir, f"{job.run_id}_")  # as the folder of a supervisor
 
 
 def _require_writable(option: str, folder: Path, prefix: str) -> None:

@@ -34,7 +34,7 @@ class Placement(NamedTuple):
 
 
 class Notice(Record, frozen=True, kw_only=True):
-    """Why an attempt is over, or is to end. `what`: for people. `lost`: numbers of the nodes that do not answer.
+    """Why an attempt is over, or is to end. `lost`: numbers of the nodes that do not answer.
 
     "failure": a rank of another node has failed; "follower": so it seems, because of another one; "timeout": it has
     waited for other ranks for too long; "hang": ranks hang; "lost": a node is lost; "grow": more nodes wait, so the
@@ -42,7 +42,6 @@ class Notice(Record, frozen=True, kw_only=True):
     """
 
     kind: Kind
-    what: str = ""
     lost: list[int] = msgspec.field(default_factory=list)
 
 

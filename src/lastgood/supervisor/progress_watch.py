@@ -122,9 +122,9 @@ class ProgressWatch:
         self._newest = found = [self._counted(one) for one in found]
         return hang.silent(found, now, self._limits, self._completed, all_known=others is not None)
 
-    def is_reported(self, silent: Silent) -> bool:
-        """Whether this is only reported, once for each late rank: it looks as if ranks waited for one that has not
-        opened its run, and no limit was given for that."""
+    def only_reports(self, silent: Silent) -> bool:
+        """Report each late rank once, if it looks as if ranks waited for one that has not opened its run, and no limit
+        was given for that. Returns whether that is all that follows."""
         if silent.where != ARRIVED or self._limits.ends_late:
             return False
         here = [] if self._arrivals is None else self._arrivals.late()

@@ -113,20 +113,23 @@ def rendezvous(given: Options) -> Rendezvous | None:
 
 
 def without_effect(given: Options) -> list[str]:
-    """A line about each option that is given and has no effect with c10d, as torchrun warns of them."""
-    if given.backend == "static":
-        return []
-    lines = list[str]()
-    if given.node_rank:
+    """A line about each option that is given and has no effect, as torchrun warns of some of them."""
+    several, c10d, lines = _bounds(given.nnodes).most > 1, given.backend != "static", list[str]()
+    if c10d and given.node_rank:
         lines.append(f"--node-rank {given.node_rank} has no effect with --rdzv-backend {given.backend}")
-    if _bounds(given.nnodes).most == 1:
+    if not several:
+        if given.local_address:
+            lines.append(f"--local-addr {given.local_address} has no effect with one node")
+        if "," in given.endpoint:
+            lines.append(f"--rdzv-endpoint {given.endpoint} has no effect with one node")
         return lines
     address, port = given.master
-    if address != ADDRESS:
-        lines.append(f"--master-addr {address} has no effect with --rdzv-backend {given.backend}: --rdzv-endpoint has")
-    if port is not None:
-        lines.append(f"--master-port {port} has no effect with --rdzv-backend {given.backend}")
-    if "timeout" in _configuration(given.configuration):
+    instead = f"with --rdzv-backend {given.backend}" if c10d else f"beside --rdzv-endpoint {given.endpoint}"
+    if address != ADDRESS and (c10d or given.endpoint):
+        lines.append(f"--master-addr {address} has no effect {instead}" + (": --rdzv-endpoint has" if c10d else ""))
+    if port is not None and (c10d or given.endpoint):
+        lines.append(f"--master-port {port} has no effect {instead}")
+    if c10d and "timeout" in _configuration(given.configuration):
         lines.append(f"--rdzv-conf timeout has no effect with --rdzv-backend {given.backend}: join_timeout has")
     return lines
 

@@ -15,7 +15,7 @@ from ..format import layout
 from ..io.heartbeat import Progress
 from ..policy import hang
 from ..policy.blame import Ended, first_cause, follows, lost_others
-from ..policy.recovery import PREEMPTED, REMEDIES, STORE, Answer, Outcome
+from ..policy.recovery import HANG, NODE, PREEMPTED, REMEDIES, STORE, Answer, Outcome
 from ..records import GenerationId
 from ..run.advice import Advice, Skip
 from .attempt import Lived
@@ -55,13 +55,13 @@ def cause(lived: Lived) -> Cause | None:
         rank, what = lived.lost
         if rank is None:  # guard: lost-store-blames-no-node
             return Cause(kind=STORE, rank=0, code=-signal.SIGKILL, what=what)
-        return Cause(kind="node", rank=rank, code=-signal.SIGKILL, what=what)
+        return Cause(kind=NODE, rank=rank, code=-signal.SIGKILL, what=what)
     if lived.hang is not None:
         one, texts = lived.hang.behind, {str(rank): text for rank, text in lived.hang.stacks.items()}
         done = [ended.rank for ended in lived.ended if ended.code == 0]
         note = f"; rank {done[0]} had ended with exit code 0" if done else ""
         what = hang.described(one, lived.hang.silent) + note
-        return Cause(kind="hang", rank=one.signs.rank, code=-signal.SIGKILL, what=what, stacks=texts)
+        return Cause(kind=HANG, rank=one.signs.rank, code=-signal.SIGKILL, what=what, stacks=texts)
     if first is None or _ended_as_asked(first, lived):
         return None
     left = _left_others(first, lived)
@@ -128,13 +128,11 @@ def outcome(lived: Lived, found: Cause | None, host: str = "") -> Outcome:
 
 def advice(lived: Lived, attempt: Attempt, follows: Answer, before: Sequence[Advice]) -> Advice | None:
     """What the next restore is to do differently; None: nothing. `before`: the advice that the run has."""
-    suspect = next((one for one in lived.progress if one.restored_step == attempt.restored_step), None)
     what = attempt.cause.what.splitlines()[0] if attempt.cause is not None else ""
     why = f"{follows.why}; the last cause: {what}"
     made = Advice(format=layout.FORMAT, by="supervisor", at=time.time(), step=attempt.last_step, why=why)
-    if follows.act == "back" and suspect is not None and suspect.incarnation:
-        at = GenerationId(step=suspect.restored_step, incarnation=suspect.incarnation)
-        return replace(made, suspect=at)
+    if follows.act == "back" and attempt.restored_step is not None and attempt.incarnation:
+        return replace(made, suspect=GenerationId(step=attempt.restored_step, incarnation=attempt.incarnation))
     if follows.withdraws:
         last = next((one for one in reversed(before) if one.by == made.by and one.suspect is not None), None)
         return replace(made, suspect=last.suspect, withdrawn=True) if last is not None else None
@@ -189,9 +187,9 @@ def _replay_seconds(one: Progress, steps: int) -> float:
 def sentence(one: Attempt, number: int) -> str:
     """One line about an attempt, for people. `number`: of the attempt, of this supervisor."""
     found = one.cause
-    if found is not None and found.kind == "hang":
+    if found is not None and found.kind == HANG:
         return f"attempt {number}: rank {found.rank} {found.what}, after {one.seconds:.1f} s. {one.answer}."
-    if found is not None and found.kind in ("node", STORE):
+    if found is not None and found.kind in (NODE, STORE):
         return f"attempt {number}: {found.what}, at step {one.last_step}, after {one.seconds:.1f} s. {one.answer}."
     what = "ended" if found is None else f"rank {found.rank} failed first: {short(found.what)}"
     since = "before a state was restored" if one.restored_step is None else f"at step {one.last_step}"

@@ -42,6 +42,7 @@ from .placement import TOUCH_SECONDS, NodeInfo, Nodes, Notice, OneNode, Placemen
 from .rank_start import defaults
 from .signals import Signals
 from .stack_reader import StackReader, py_spy
+from .watch import incarnation
 from .zygote import Zygote
 
 
@@ -181,7 +182,7 @@ class Supervisor:
     def _folder(self) -> Iterator[Path]:
         """The folder of this supervisor. It is kept if output of ranks goes there."""
         if self._job.log_dir is not None:
-            path = Path(self._job.log_dir).absolute() / f"{self._job.run_id}_{self._id}"
+            path = self._job.log_dir / f"{self._job.run_id}_{self._id}"
             with os_errors.needed(f"the job has no folder for the output of its ranks, {path}", FULL):
                 path.mkdir(parents=True)
             yield path
@@ -224,7 +225,7 @@ class Supervisor:
 
     def _agreed(self, nodes: Nodes, lived: Lived, began_at: float, asked: bool) -> Verdict | None:
         """What all nodes do now; None if the others have taken this node for lost, so that it joins anew."""
-        report = merged.encoded(self._host, self._job.ranks, asked, lived)
+        report = merged.encoded(self._host, asked, lived)
         while not nodes.excluded:
             reports, mine = nodes.reports(report), None
             if reports is not None:
@@ -240,7 +241,6 @@ class Supervisor:
 
         `began`, `began_at`: when the attempt began, by the clock of this process, and of the day.
         """
-        self._records.settled(nodes.touch)  # the others would take this node for lost
         lived = merged.shifted(merged.merged(reports, nodes.lost_text()), began)
         run = next((one.run for one in lived.progress if one.run), self._run)
         self._records.done(partial(_save_just_in_time, lived, nodes.world, run), nodes.touch)
@@ -268,6 +268,8 @@ class Supervisor:
             began_at=began_at,
             seconds=lived.over - lived.began,
             restored_step=outcomes[-1].restored_step,
+            incarnation=incarnation(lived.progress, outcomes[-1].restored_step),
+            saved_step=outcomes[-1].saved_step,
             last_step=outcomes[-1].last_step,
             replayed_steps=replayed,
             phases=reported.phases(lived, replayed),
@@ -279,10 +281,7 @@ class Supervisor:
         )
         if self._job.records is not None:
             job_summary.add(self._job.records, record, follows.restart)
-        if cause is not None or follows.restart:
-            self._report(reported.sentence(record, len(outcomes)) + ("" if run else reported.stack(cause)))
-        if cause is not None and not follows.restart and not leaving:
-            self._report(reported.given_up(outcomes, run, missing))
+        self._report_end(record, outcomes, run, missing, bool(leaving))
         self._records.end("" if missing else run, record, partial(reported.advice, lived, record, follows), nodes.touch)
         return Verdict(
             outcomes=outcomes,
@@ -295,6 +294,17 @@ class Supervisor:
             saved=any(one.code == PREEMPTED for one in lived.ended),
             left=tuple(node for node, one in reports.items() if one.asked or (left_out and one.host == left_out)),
         )
+
+    def _report_end(
+        self, record: attempt_log.Attempt, outcomes: Sequence[Outcome], run: str, missing: bool, asked: bool
+    ) -> None:
+        """Report how the last attempt has ended, and that the job is given up if it is. `asked`: whether a node was
+        asked to end."""
+        restarts = outcomes[-1].followed != "end"
+        if record.cause is not None or restarts:
+            self._report(reported.sentence(record, len(outcomes)) + ("" if run else reported.stack(record.cause)))
+        if record.cause is not None and not restarts and not asked:
+            self._report(reported.given_up(outcomes, run, missing))
 
     def _answered(
         self,

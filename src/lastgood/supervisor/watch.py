@@ -74,6 +74,11 @@ def restored_step(ranks: Sequence[heartbeat.Progress], first: heartbeat.Progress
     return min(one.restored_step for one in asked)
 
 
+def incarnation(ranks: Sequence[heartbeat.Progress], step: int | None) -> str:
+    """Of the generation of this step from which ranks went on; empty: they began anew, or none has restored it."""
+    return next((one.incarnation for one in ranks if one.incarnation and one.restored_step == step), "")
+
+
 def just_in_time_seconds(ranks: Sequence[RankProcess]) -> float:
     """How long the ranks that have not failed may take to save for all, after another one has; 0.0: none would."""
     return max((one.shown.just_in_time_seconds for one in ranks if not one.failed), default=0.0)

@@ -19,6 +19,7 @@ from lastgood.errors import Refused
 from .. import report
 from ..report import Progress, Table
 from . import matrix, tables
+from . import study_figures as ecrl
 from .matrix import Compared, Options
 from .tables import NAMES, Mean, Triple
 from .unit import VARIANTS, sized
@@ -72,6 +73,7 @@ def write(found: Sequence[Cell], options: Options, command: str) -> dict[str, li
         writer.writerows({name: _plain(value) for name, value in line.items()} for line in lines)
     head = [*COLUMNS.values()]
     rows = [[_text(value) for value in line.values()] for line in lines]
+    rows += [_published(variant) for variant in VARIANTS]
     units = sum(len(cell.rows) for cell in found)
     about = (
         f"{report.today()}, commit {tables.commits([row for cell in found for row in cell.rows])}; `{command}`. "
@@ -118,6 +120,13 @@ def _lines(cell: Cell) -> list[Mapping[str, Any]]:
         }
 
     return [line(variant) for variant in VARIANTS] if whole else []
+
+
+def _published(variant: str) -> list[str]:
+    """The row of one variant in ECRL's study, which had one cell: means over its suites."""
+    gain = f"{ecrl.GAIN:.3f}" if variant == "ovl" else "-"
+    means = [f"{of[variant]:.3f}" for of in (ecrl.GOODPUT, ecrl.STALL, ecrl.WRITE)]
+    return ["ECRL: every=50,max_inflight=4", NAMES[variant], means[0], gain, *means[1:], "-", "-"]
 
 
 def _gain(three: Triple) -> float:

@@ -51,6 +51,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a closed run is awaited for ever", "end-on-other-nodes-counts", Instead("return False")),
         ("a last save ends with another code", "supervised-run-ends-with-75", Instead("pass")),
         ("a cause is mistyped, and has no bound", "mistyped-cause-is-refused", Never()),
+        ("an attempt's own saves do not count", "own-saves-count-for-next-job", Instead("pass")),
     ),
     *table(
         "divergence",
@@ -61,6 +62,15 @@ MUTANTS: tuple[Mutant, ...] = (
             "a metric that never comes is not reported",
             "lacking-metric-reported",
             Swap("self._ranks.rank == 0", "False"),
+        ),
+    ),
+    *table(
+        "divergence",
+        ("integrations_accelerate",),
+        (
+            "batches of half a step count",
+            "batches-after-step-are-not-saved",
+            Swap("self._marked", "self._accelerator.step"),
         ),
     ),
     *table(
