@@ -1,4 +1,4 @@
-"""What this package needs from outside, as contracts. They hold no behaviour.
+"""What this package needs from outside, as contracts. They hold no behaviour, but for `never`.
 
 Tests pass in their own implementations: a disk that loses, tears and reorders what was not synced, a tier that is full.
 """
@@ -11,6 +11,14 @@ from typing import Literal, Protocol
 from .records import Extent
 
 OpenMode = Literal["new", "read", "write"]
+Stop = Callable[[], bool]
+"""Polled by work that may end early. Once it returns True, the work ends as its function documents: most raise
+Cancelled."""
+
+
+def never() -> bool:
+    """A `Stop` that lets work go on to its end."""
+    return False
 
 
 class File(Protocol):

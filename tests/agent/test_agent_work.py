@@ -24,7 +24,7 @@ from lastgood.errors import Cancelled
 from lastgood.format import commit, layout
 from lastgood.io.files import Lock
 from lastgood.io.reed_solomon import Code
-from lastgood.ports import Tier, Upload
+from lastgood.ports import Tier, Upload, never
 from lastgood.records import Extent, Generation
 from lastgood.run import access, agent_link, memory_place, reader, verify
 from lastgood.run.agent_link import PROTOCOL
@@ -93,7 +93,7 @@ def test_the_agent_finds_the_damage_that_this_process_finds(job: Job, monkeypatc
         generation, arena = run.lineage()[0], ckpt._pipeline.upkeep.arena()
         expected = reader.read_all(run.tier, generation, arena, ckpt._pipeline.workers)
         monkeypatch.setattr(reader, "read_all", unused)
-        found = run.known.agent.read_all(run.tier, generation, arena, ckpt._pipeline.workers, verify.never)
+        found = run.known.agent.read_all(run.tier, generation, arena, ckpt._pipeline.workers, never)
         assert found and found == expected
 
 

@@ -38,13 +38,13 @@ from lastgood.loop.adaptive_interval import Pace
 from lastgood.loop.schedule import AgreedSchedule
 from lastgood.policy.cadence import Every
 from lastgood.policy.tune import FIRST_STEPS, Auto
+from lastgood.ports import never
 from lastgood.ranks.torch_store import Clients, GroupStore
 from lastgood.run.follower import Follower
 from lastgood.run.known import Environment
 from lastgood.run.part_copies import OtherRanks, PartServer
 from lastgood.run.pipeline import Save
 from lastgood.run.thread_pools import Workers
-from lastgood.run.verify import never
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
 from lastgood.testing import Clock

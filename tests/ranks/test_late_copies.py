@@ -15,9 +15,9 @@ from harness import flip, one_place, steps
 from lastgood.agent.late_copies import committed_below, completed, given_up
 from lastgood.format import layout
 from lastgood.io.memory_files import MemoryFiles
+from lastgood.ports import never
 from lastgood.run import access, agent_link, paths
 from lastgood.run.late_commit import HELD
-from lastgood.run.verify import never
 from lastgood.storage.directory import Disk
 from lastgood_lab.worlds import world
 from ranked_memory import died_before_commit, folder, trained

@@ -17,12 +17,12 @@ from lastgood.format import commit, layout
 from lastgood.io.files import PosixFiles
 from lastgood.limits import CHUNK_BYTES
 from lastgood.policy.placement import Node, copies, missing_copies
+from lastgood.ports import Stop
 from lastgood.records import Finding, Generation, judged
 from lastgood.run import copying
 from lastgood.run.known import Environment
 from lastgood.run.node_disks import FileRequest, NodeDisks, NodeFiles, Nodes
 from lastgood.run.rank_requests import Requests
-from lastgood.run.verify import Stop
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
 from lastgood_lab.plain import save

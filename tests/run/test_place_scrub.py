@@ -22,13 +22,13 @@ from lastgood.agent import works
 from lastgood.errors import Damaged, Refused, RunReplaced, Unavailable
 from lastgood.format import commit, layout
 from lastgood.policy.scrub import EMPTY_SECONDS, FAILED_SECONDS, Scrub, pause_seconds
+from lastgood.ports import never
 from lastgood.records import Extent, Finding, Generation
 from lastgood.run import access, agent_link, agent_work, copying, memory_place, mend, place_scrub, reader
 from lastgood.run.agent_messages import Work
 from lastgood.run.agent_work import AgentWork
 from lastgood.run.lower_place import LowerPlace
 from lastgood.run.place_scrub import PlaceScrub, Scrubbing
-from lastgood.run.verify import never
 from lastgood.testing import Clock
 from training import Training
 

@@ -16,10 +16,9 @@ import torch.distributed as dist
 import lastgood
 from agents import ended, state, until
 from harness import flip, one_place, reports
-from lastgood.ports import Tier
+from lastgood.ports import Tier, never
 from lastgood.records import Generation
 from lastgood.run import lower_place, memory_place, peer_opening, reader, writer
-from lastgood.run.verify import never
 from lastgood_lab.campaigns.rank_jobs import PATIENCE, Loop
 
 

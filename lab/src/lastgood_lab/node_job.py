@@ -18,6 +18,7 @@ from lastgood.coordination.single_rank import AnyTopic, SingleRank
 from lastgood.engine.inline_executor import Inline
 from lastgood.errors import Damaged, LastgoodError
 from lastgood.policy.retention import Keep
+from lastgood.ports import Stop
 from lastgood.records import Generation, GenerationId
 from lastgood.run import node_copies, node_opening, node_parity
 from lastgood.run.access import LOCK
@@ -38,7 +39,6 @@ from lastgood.run.peers import PeerNode, Peers, PeerTable
 from lastgood.run.places import unite
 from lastgood.run.planned_save import RunOptions
 from lastgood.run.rank_requests import Requests, RequestServer
-from lastgood.run.verify import Stop
 from lastgood.run.writer import RunWriter
 
 from .interleaving import Process, Threads

@@ -14,7 +14,7 @@ Invariants
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, cast
 
@@ -26,7 +26,7 @@ from ..format.pack_layout import is_manifest
 from ..limits import CHUNK_BYTES, EXAMINATION_CHUNKS, WORKERS
 from ..policy.places import lacking, merged
 from ..policy.retention import Keep
-from ..ports import Mendable, Tier
+from ..ports import Mendable, Stop, Tier, never
 from ..records import Generation, GenerationId, intact
 from ..run import access, agent_link, copying, pack_copies, paths
 from ..run.agent_messages import AgentSpec, Copied, CopyTo
@@ -117,7 +117,7 @@ class Notes:
                 self._memory.delete(agent_link.COPIED)  # what was noted before may not be true any more
 
 
-def drained(memory: Mendable, spec: AgentSpec, here: list[str], stop: Callable[[], bool]) -> Drained:
+def drained(memory: Mendable, spec: AgentSpec, here: list[str], stop: Stop) -> Drained:
     """Copy what the places lack, and note which of them lack nothing.
 
     `memory`: the tier in memory. `here`: what was committed there before. `stop`: polled before each chunk; once it is
@@ -148,13 +148,13 @@ def drained(memory: Mendable, spec: AgentSpec, here: list[str], stop: Callable[[
     return found
 
 
-def giving_way(url: str, stop: Callable[[], bool]) -> Callable[[], bool]:
+def giving_way(url: str, stop: Stop) -> Stop:
     """Whether `stop()` is true, or another process waits from now on for the directory at this URL."""
-    wanted: Callable[[], bool] = access.Wanted(url) if paths.parsed(url).kind == "directory" else lambda: False
+    wanted: Stop = access.Wanted(url) if paths.parsed(url).kind == "directory" else never
     return lambda: stop() or wanted()  # guard: late-copy-gives-way
 
 
-def _drained_to(place: CopyTo, memory: Tier, order: int, notes: Notes, stop: Callable[[], bool]) -> list[str]:
+def _drained_to(place: CopyTo, memory: Tier, order: int, notes: Notes, stop: Stop) -> list[str]:
     here, reading = commit.survey(memory), access.for_reading(place.url)
     there = commit.survey(reading)
     run = copying.run_of(here)
@@ -206,7 +206,7 @@ def _waits_for(memory: Tier, there: Tier, one: Generation) -> str:
     return "" if not lacks or any(name in mine for name in lacks) else shortened(lacks, 3)
 
 
-def _copied(memory: Tier, target: Mendable, one: Generation, stop: Callable[[], bool]) -> str:
+def _copied(memory: Tier, target: Mendable, one: Generation, stop: Stop) -> str:
     """Copy the files of a generation that this node has. Returns which files of other nodes are missing, or ""."""
     copying.copy_incarnations(memory, target)
     with ThreadPoolExecutor(WORKERS, "lastgood-drain") as workers:

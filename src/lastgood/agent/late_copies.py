@@ -18,7 +18,7 @@ Invariants
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import cast
@@ -32,7 +32,7 @@ from ..errors import Cancelled, LastgoodError, NotARun, RunLocked
 from ..format import commit, intents, layout, sealed
 from ..limits import CHUNK_BYTES, EXAMINATION_CHUNKS, WORKERS
 from ..policy import restore
-from ..ports import Mendable, Tier
+from ..ports import Mendable, Stop, Tier
 from ..records import Generation, GenerationId
 from ..run import access, copying
 from ..run.agent_messages import AgentSpec
@@ -43,7 +43,7 @@ from .drain import giving_way, uncommitted
 Intents = Mapping[GenerationId, intents.Intent]
 
 
-def completed(memory: Mendable, spec: AgentSpec, stop: Callable[[], bool]) -> str:
+def completed(memory: Mendable, spec: AgentSpec, stop: Stop) -> str:
     """Commit what all ranks had sealed in the places below. No process has the run open in memory.
 
     Returns why it is to be tried again, or "". Raises Cancelled once `stop()` is true.
@@ -73,7 +73,7 @@ def given_up(memory: Tier, below: Collection[str]) -> list[str]:
     return left
 
 
-def _completed_in(url: str, memory: Mendable, order: int, stop: Callable[[], bool]) -> str:
+def _completed_in(url: str, memory: Mendable, order: int, stop: Stop) -> str:
     gives_way = giving_way(url, stop)
     try:
         here = commit.survey(memory)
@@ -137,9 +137,7 @@ def _sealed(memory: Tier, here: commit.Survey) -> set[GenerationId]:
     return {at for at in here.incomplete if at in found}
 
 
-def _copied(
-    memory: Mendable, target: Mendable, at: GenerationId, intent: intents.Intent, stop: Callable[[], bool]
-) -> str:
+def _copied(memory: Mendable, target: Mendable, at: GenerationId, intent: intents.Intent, stop: Stop) -> str:
     """Copy the part of this node, and create COMMIT if that was the last one. Returns what is missing, or ""."""
     folder, mine = layout.folder(at), intents.seals_of(memory, at)
     if layout.INTENT not in target.list(folder):

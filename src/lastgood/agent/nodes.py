@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from ..errors import Cancelled, LastgoodError
 from ..format import commit
-from ..ports import Mendable
+from ..ports import Mendable, Stop
 from ..records import Generation, GenerationId, Seal
 from ..run.agent_messages import KnownPeers, Send, Serve
 from ..run.peer_security import security
@@ -96,7 +96,7 @@ class Nodes:
         job, key, certificates = self._served.job, self._served.key, self._served.certificates
         return KnownPeers(job=job, key=key, copies=copies, parity=self.parity, certificates=certificates)
 
-    def others(self, nodes: Sequence[PeerNode], stop: Callable[[], bool]) -> OtherNodes | None:
+    def others(self, nodes: Sequence[PeerNode], stop: Stop) -> OtherNodes | None:
         """The other ones of these nodes of the job; None: there are none, or this node does not serve them."""
         served = self._served
         others = [one for one in nodes if served is not None and one.name != served.node]
@@ -137,7 +137,7 @@ class OtherNodes:
     call has a connection of its own, so that thousands of nodes do not use up the descriptors.
     """
 
-    def __init__(self, served: Serve, nodes: Sequence[PeerNode], stop: Callable[[], bool]) -> None:
+    def __init__(self, served: Serve, nodes: Sequence[PeerNode], stop: Stop) -> None:
         self._served, self._nodes, self._stop = served, nodes, stop
 
     def seals(self, at: GenerationId) -> list[Seal]:

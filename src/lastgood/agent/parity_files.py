@@ -8,7 +8,7 @@ Invariant: a rebuilt file counts only with its manifest, which is written after 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
@@ -17,12 +17,10 @@ from ..format import layout, sealed
 from ..limits import WORKERS
 from ..policy.stripes import Member, StripeSet
 from ..policy.stripes import stripes as divided
-from ..ports import Mendable, Tier
+from ..ports import Mendable, Stop, Tier
 from ..records import Generation, StripeFile
 from ..run import rebuilding
 from ..run.peers import BACKGROUND, PeerDisk, PeerNode, Peers, StripeMember, StripeOrder
-
-Stop = Callable[[], bool]
 
 
 def write(memory: Mendable, peers: Peers, generation: Generation, orders: Sequence[StripeOrder], stop: Stop) -> None:

@@ -27,7 +27,7 @@ from ..errors import BeyondRepair, Cancelled, Damaged, LastgoodError, Refused, U
 from ..format import commit, parity_layout
 from ..io.reed_solomon import Code
 from ..limits import CHUNK_BYTES, EXAMINATION_CHUNKS, WORKERS
-from ..ports import Mendable, Tier, Upload
+from ..ports import Mendable, Stop, Tier, Upload
 from ..records import Extent, Finding, Generation
 from ..run import access, agent_link, copying
 from ..run.agent_messages import Work
@@ -176,7 +176,7 @@ def _scrubbed(target: Tier, work: Work, stopped: Event) -> list[Finding]:
         return read_all(target, generation, arena, workers, stopped.is_set, also=Pace(rate, stopped.wait).keep)
 
 
-def _protect(target: Tier, work: Work, stop: Callable[[], bool]) -> None:
+def _protect(target: Tier, work: Work, stop: Stop) -> None:
     """Write the parity of a verified generation in a place below, which it may be in alone."""
     generation, code = _committed([target], work), Code(*parity_layout.parsed(work.code))
     with ThreadPoolExecutor(WORKERS, "lastgood-work-read") as workers:
@@ -185,7 +185,7 @@ def _protect(target: Tier, work: Work, stop: Callable[[], bool]) -> None:
             protect_part(cast(Tier, AskedTier(cast(Mendable, target), stop)), generation, rank, code, how)
 
 
-def _repaired(target: Tier, work: Work, stop: Callable[[], bool]) -> list[str]:
+def _repaired(target: Tier, work: Work, stop: Stop) -> list[str]:
     """Replace what is damaged of a generation in a place below, whose COMMIT may be damaged too, from its parity."""
     usable = parity.find_all(target, work.at)
     if not usable:
@@ -203,7 +203,7 @@ class AskedTier:
     again clears it.
     """
 
-    def __init__(self, tier: Mendable, stop: Callable[[], bool]) -> None:
+    def __init__(self, tier: Mendable, stop: Stop) -> None:
         self._tier, self._stop = tier, stop
         self.place, self.newest_only, self.reads_at_once = tier.place, tier.newest_only, tier.reads_at_once
 
@@ -238,7 +238,7 @@ class AskedTier:
 class _AskedUpload:
     """An upload of `AskedTier`."""
 
-    def __init__(self, upload: Upload, stop: Callable[[], bool]) -> None:
+    def __init__(self, upload: Upload, stop: Stop) -> None:
         self._upload, self._stop = upload, stop
 
     def write_at(self, mv: memoryview, offset: int) -> None:

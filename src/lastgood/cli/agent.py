@@ -15,6 +15,7 @@ from .. import reporting
 from ..agent.server import serve
 from ..errors import LastgoodError, NotARun, Refused, TierDown
 from ..format import commit, layout
+from ..ports import never
 from ..run import access, agent_link, agent_messages, copying, memory_place, node_staging, paths, place_list
 from ..run.left_behind import newer_in_memory
 from ..units import size
@@ -128,7 +129,7 @@ def stop(run: Run, as_json: Json = False) -> Answer:
         raise NotARun(f"{folder} has no agent", safe="Nothing was touched.", todo=_without_agent(folder))
     request, left_out = agent_messages.Request(protocol=agent_link.PROTOCOL, call="end"), _left_out(run, folder)
     try:
-        answer = agent_link.answered(folder, request, stop=lambda: False, ends_hung=False)
+        answer = agent_link.answered(folder, request, stop=never, ends_hung=False)
     except ValueError as error:  # it has answered, in another version
         raise TierDown(
             f"the agent of {folder}, process {process}, cannot be asked to end: {error}",

@@ -21,7 +21,7 @@ from ..format import commit
 from ..format.commit import Survey
 from ..limits import CHUNK_BYTES, WORKERS
 from ..policy import restore
-from ..ports import Tier
+from ..ports import Tier, never
 from ..records import GenerationId, intact
 from ..run import access, copying, place_list
 from ..run.left_behind import given_back
@@ -200,7 +200,7 @@ def _intact(writer: RunWriter, at: GenerationId, arena: Arena) -> bool:
     if generation is None:
         return False
     try:
-        findings = read_on(writer.mender.reading(generation, arena), lambda: False)
+        findings = read_on(writer.mender.reading(generation, arena), never)
     except Unreadable:
         return False
     if intact(findings):

@@ -10,10 +10,10 @@ import ctypes
 import mmap
 import sys
 import threading
-from collections.abc import Callable
 
 from ..io.files import round_up
 from ..limits import HUGE_PAGE_BYTES
+from ..ports import Stop, never
 
 MADV_WIPEONFORK = 18
 """madvise(2), Linux 4.14 and later; Python's mmap module does not define it"""
@@ -44,7 +44,7 @@ class FileMemory:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self._next = 0
 
-    def take(self, stop: Callable[[], bool] = lambda: False) -> Lease | None:
+    def take(self, stop: Stop = never) -> Lease | None:
         """As `take_now`: waiting would not help."""
         return self.take_now()
 
@@ -88,7 +88,7 @@ class Arena:
         self._untouched = 0
         self._changed = threading.Condition()
 
-    def take(self, stop: Callable[[], bool] = lambda: False) -> Lease | None:
+    def take(self, stop: Stop = never) -> Lease | None:
         """A free chunk; waits until there is one. None once `stop()` is true: call `wake` after it has become true."""
         with self._changed:
             while not self._any_free():

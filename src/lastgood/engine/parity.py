@@ -13,7 +13,7 @@ Limits: a row may lose as many cells as it has parity cells; of manifest and com
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ from ..io.checksum import ALGORITHMS, digest
 from ..io.files import round_up
 from ..io.reed_solomon import Code
 from ..limits import PARITY_RECORD_LIMIT_BYTES
-from ..ports import Mendable, Tier, Upload
+from ..ports import Mendable, Stop, Tier, Upload, never
 from ..records import Blob, Commit, Generation, GenerationId, Manifest, Parity
 from . import read_file
 from .arena import Arena
@@ -70,7 +70,7 @@ def protect(
     code: Code,
     cells: list[str],
     readers: Executor,
-    stop: Callable[[], bool] = lambda: False,
+    stop: Stop = never,
 ) -> int:
     """Write the parity of one rank's files durably; returns its length in bytes.
 
@@ -123,7 +123,7 @@ def _write_cells(
     cell_bytes: int,
     algorithm: str,
     uploads: Sequence[Upload],
-    stop: Callable[[], bool],
+    stop: Stop,
 ) -> list[list[str]]:
     """Compute and write the parity cells of every row, one to each upload; returns their digests for each upload."""
     sums: list[list[str]] = [[] for _ in uploads]
@@ -151,9 +151,7 @@ def clear(tier: Tier, folder: str, rank: int = 0) -> None:
             tier.delete(f"{folder}/{name}")
 
 
-def complete(
-    tier: Tier, generation: Generation, manifest: Manifest, code: Code, stop: Callable[[], bool] = lambda: False
-) -> bool:
+def complete(tier: Tier, generation: Generation, manifest: Manifest, code: Code, stop: Stop = never) -> bool:
     """Whether the parity of the rank of `manifest` is complete and agrees with its digests.
 
     Raises Cancelled after `stop()`.
@@ -239,9 +237,7 @@ def find(tier: Tier, at: GenerationId, rank: int = 0) -> UsableParity | None:
     )
 
 
-def rebuild(
-    tier: Mendable, usable: Sequence[UsableParity], readers: Executor, stop: Callable[[], bool] = lambda: False
-) -> list[str]:
+def rebuild(tier: Mendable, usable: Sequence[UsableParity], readers: Executor, stop: Stop = never) -> list[str]:
     """Replace every file of these ranks that is not as committed; returns the names of these files.
 
     `usable`: the parity of each rank, at least one. The tensor files are replaced first and the commit last, so that no
@@ -301,9 +297,7 @@ class _Lost(NamedTuple):
     """those of the parity of this rank"""
 
 
-def _lost(
-    tier: Tier, usable: UsableParity, manifest: Manifest, readers: Executor, stop: Callable[[], bool]
-) -> _Lost | None:
+def _lost(tier: Tier, usable: UsableParity, manifest: Manifest, readers: Executor, stop: Stop) -> _Lost | None:
     """Read every cell; returns what is damaged, or None. Raises BeyondRepair, Cancelled."""
     folder, first = layout.folder(usable.generation.id), usable.records[0]
     grid, records = parity_layout.grid_of(first, manifest.blobs, folder), usable.records

@@ -33,15 +33,13 @@ from ..format import layout, sealed, stripe_layout
 from ..io.checksum import digest
 from ..io.files import round_up
 from ..io.reed_solomon import Code
-from ..ports import Tier
+from ..ports import Stop, Tier, never
 from ..records import Blob, Cell, Extent, Generation, Manifest, Stripe, StripeFile
 from . import read_file
 from .arena import Arena
 
 LISTED_AT_ONCE = 32
 """So many places are listed at the same time: one that hangs costs a timeout, and several together cost one."""
-
-Stop = Callable[[], bool]
 
 
 def cells_of(blobs: Sequence[Blob]) -> list[Cell]:
@@ -68,7 +66,7 @@ def write(
     sources: Sequence[Tier],
     manifests: Sequence[bytes],
     readers: Executor,
-    stop: Stop = lambda: False,
+    stop: Stop = never,
 ) -> int:
     """Write a file of parity and its record. Returns the length of the file.
 

@@ -19,6 +19,7 @@ import mmap
 import os
 from collections.abc import Callable
 
+from ..ports import Stop, never
 from .files import PosixFile, PosixFiles, round_up, takes_direct
 from .memory_files import SMALLER, MemoryFiles, still
 from .os_errors import USED_UP, NoMemory
@@ -36,7 +37,7 @@ _DISK = PosixFiles()
 def moved(
     files: MemoryFiles,
     path: str,
-    stop: Callable[[], bool] = lambda: False,
+    stop: Stop = never,
     is_of_run: Callable[[], bool] = lambda: True,
 ) -> int:
     """Move the file at `path` from memory to the spill folder. One process at a time may do it for a spill folder.
@@ -95,7 +96,7 @@ def staged_in(files: MemoryFiles) -> str:
     return f"{files.spill_folder}{STAGED}"
 
 
-def _copied(file: PosixFile, staged: str, length: int, stop: Callable[[], bool]) -> bool:
+def _copied(file: PosixFile, staged: str, length: int, stop: Stop) -> bool:
     """Write the bytes of a file to `staged`, synced. Returns False if `stop()` became true. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):
         _DISK.remove(staged)  # of a process that was killed

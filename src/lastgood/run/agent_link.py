@@ -29,7 +29,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from typing import TypeVar, cast
 
 import msgspec
@@ -38,7 +38,7 @@ from .. import reporting
 from ..errors import Cancelled, Damaged, LastgoodError, NoSpace, NotWritable, PeerDown, class_named
 from ..format import layout
 from ..io.files import regular_file
-from ..ports import Mendable
+from ..ports import Mendable, Stop
 from ..records import Record
 from . import front_records, paths
 from .agent_messages import AgentSpec, Answer, Copied, KnownPeers, Request, Send, Serve, Work, answer_of
@@ -184,18 +184,18 @@ class AgentLink:
             return 0, self._not_serving_because
         return served.port, ""
 
-    def send(self, send: Send, stop: Callable[[], bool]) -> None:
+    def send(self, send: Send, stop: Stop) -> None:
         """Let the agent send files to other nodes, and wait for that.
 
         Raises PeerDown with what the agent says, and if there is none; Damaged, NoSpace; Cancelled once `stop()`.
         """
         self._require_done(Request(protocol=PROTOCOL, call="send", send=send), f"send {send.at}", stop)
 
-    def work(self, work: Work, stop: Callable[[], bool]) -> None:
+    def work(self, work: Work, stop: Stop) -> None:
         """Let the agent write files of parity, or rebuild files. Otherwise as `send`."""
         self._require_done(Request(protocol=PROTOCOL, call="work", work=work), f"do its part of {work.at}", stop)
 
-    def _require_done(self, request: Request, what: str, stop: Callable[[], bool]) -> None:
+    def _require_done(self, request: Request, what: str, stop: Stop) -> None:
         try:
             error = answered(self._folder, request, stop).error
         except (OSError, ValueError, NotWritable) as failure:
@@ -236,12 +236,12 @@ def asked(connection: socket.socket, request: Request) -> Answer:
     return _answer(connection)
 
 
-def answered(folder: str, request: Request, stop: Callable[[], bool], ends_hung: bool = True) -> Answer:
+def answered(folder: str, request: Request, stop: Stop, ends_hung: bool = True) -> Answer:
     """As `answering`, to its end. Raises Cancelled once `stop()` is true, and what `answering` raises."""
     return waited_for(answering(folder, request, ends_hung), stop)
 
 
-def waited_for(waiting: Generator[None, None, Result], stop: Callable[[], bool]) -> Result:
+def waited_for(waiting: Generator[None, None, Result], stop: Stop) -> Result:
     """Run `answering`, or its user, to the end; returns the result. Raises Cancelled once `stop()` is true."""
     with contextlib.closing(waiting):
         while not stop():

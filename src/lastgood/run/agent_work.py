@@ -17,7 +17,7 @@ from ..engine.arena import Arena
 from ..errors import BeyondRepair, Damaged, NotWritable, RunReplaced, class_named
 from ..format import layout
 from ..io.reed_solomon import Code
-from ..ports import Tier
+from ..ports import Stop, Tier
 from ..records import Finding, Generation
 from . import agent_link, agent_messages, paths, reader
 from .agent_link import PROTOCOL
@@ -28,8 +28,6 @@ LIFE_SECONDS = 1.0
 """How long an agent that reads may take to say that it lives. A save may wait for the reading."""
 BEYOND_REPAIR = f"{BeyondRepair.__name__}: "
 """how the error of a repair begins that parity does not suffice for"""
-
-Stop = Callable[[], bool]
 
 
 class AgentWork:

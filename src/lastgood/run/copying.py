@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal, Protocol
 
 from ..engine.read_file import RankFiles
 from ..errors import Damaged, Refused
 from ..format import commit, layout, sealed
-from ..ports import Mendable, Tier
+from ..ports import Mendable, Stop, Tier
 from ..records import Blob, Finding, Generation, GenerationId, Manifest, RunHeader, intact
 from . import pack_copies
 from .file_copies import Copying as Copying
@@ -84,7 +84,7 @@ class Others(Protocol):
     def packed_part(self, generation: Generation) -> Collection[int] | None:
         """The ranks that wrote the generation whose files this process puts into a pack; None: all of them."""
 
-    def confirm(self, generation: Generation, of: Collection[int], seconds: float, stop: Callable[[], bool]) -> bool:
+    def confirm(self, generation: Generation, of: Collection[int], seconds: float, stop: Stop) -> bool:
         """Let the others read the files that these ranks wrote. Returns whether all of them were reported as good in so
         many seconds. Raises Cancelled once `stop()` is true."""
 
@@ -107,7 +107,7 @@ class Nobody:
     def packed_part(self, generation: Generation) -> None:
         """All ranks."""
 
-    def confirm(self, generation: Generation, of: Collection[int], seconds: float, stop: Callable[[], bool]) -> bool:
+    def confirm(self, generation: Generation, of: Collection[int], seconds: float, stop: Stop) -> bool:
         return False
 
     def ask(self, generation: Generation, task: Task, code: str = "") -> None:

@@ -6,7 +6,7 @@ Decides nothing about which files are copied where (copying.py, pack_copies.py).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
@@ -15,12 +15,10 @@ from ..engine.arena import Arena
 from ..engine.read_file import RankFiles, VerifiedChunks
 from ..errors import NODE_FAILED, Cancelled, Damaged, LastgoodError
 from ..io.files import round_up
-from ..ports import Upload
+from ..ports import Stop, Upload, never
 from ..records import Blob
 from .agent_work import AgentWork
 from .watched import CountBytes
-
-Stop = Callable[[], bool]
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class Copying:
     arena: Arena
     workers: Executor
     count_bytes: CountBytes = lambda count: None
-    stop: Stop = lambda: False
+    stop: Stop = never
     agent: AgentWork = field(default_factory=lambda: AgentWork(None))
     plain: bool = False
 

@@ -22,13 +22,13 @@ from ..engine.arena import Arena
 from ..errors import Damaged, StepTaken, TierDown
 from ..format import commit, layout
 from ..policy import restore
-from ..ports import Shared
+from ..ports import Shared, Stop, never
 from ..records import Finding, Generation, GenerationId, Incarnation, judged
 from ..storage.slots import Slots
 from .known import Environment, KnownRun
 from .node_disks import own_disk
 from .save import RankPart, RankWriter, SaveRequest
-from .verify import Stop, never, own_findings, post_key
+from .verify import own_findings, post_key
 from .writer import SharedSurvey
 
 

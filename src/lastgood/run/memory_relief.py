@@ -29,6 +29,7 @@ from ..io.memory_files import SMALLER, MemoryFiles, lacking_bytes
 from ..io.memory_moves import moved, staged_in
 from ..io.os_errors import NoMemory
 from ..io.reused_files import LEAST_BYTES
+from ..ports import Stop, never
 from ..storage.directory import Disk
 from ..units import size
 from . import memory_place, paths
@@ -58,7 +59,7 @@ class Relief:
         self,
         files: Callable[[], MemoryFiles | None],
         root: str,
-        stop: Callable[[], bool] = lambda: False,
+        stop: Stop = never,
         lacking: Callable[[str], int] = lacking_bytes,
     ) -> None:
         self._make, self._root, self._stop, self._lacking = files, root, stop, lacking

@@ -30,13 +30,13 @@ from ..errors import (
 from ..format import commit, layout
 from ..io.reed_solomon import Code
 from ..policy import restore
-from ..ports import Mendable, Tier
+from ..ports import Mendable, Stop, Tier, never
 from ..records import Finding, Generation, GenerationId, intact, judged
 from . import copying, node_opening, reader
 from .known import KnownRun
 from .marks import Marks
 from .reader import Reading, read_all, read_on
-from .verify import Stop, Verifier, never
+from .verify import Verifier
 
 OUTAGES = TierDown, *NODE_FAILED
 """what a node raises, or the rank that leads it, if it cannot be reached now"""

@@ -35,6 +35,7 @@ from ..coordination.rounds import RankGroup
 from ..errors import Cancelled, LastgoodError, Overtaken
 from ..format import layout, stripe_layout
 from ..policy.placement import Node, copies, missing_copies
+from ..ports import Stop, never
 from ..records import Generation, GenerationId, Record
 from . import paths
 from .agent_link import SEND_SECONDS, AgentLink
@@ -47,7 +48,6 @@ from .outcomes import Outcomes
 from .peers import PeerNode, PeerOrder, PeerTable
 from .rank_requests import Requests, ask_all
 from .thread_pools import EXIT_POLL_SECONDS, interpreter_is_ending
-from .verify import Stop, never
 
 SUBJECT = "copies"
 

@@ -26,7 +26,7 @@ import msgspec
 from ..engine.read_file import reads_in_place
 from ..errors import CommitUnknown, LastgoodError, MissingBlob, NameTaken, TierDown
 from ..format import commit, intents, layout
-from ..ports import Tier
+from ..ports import Stop, Tier
 from ..records import Commit, Extent, Generation, GenerationId, Manifest, Record, Seal
 from ..storage.directory import Disk
 from ..storage.slots import Slots
@@ -34,7 +34,6 @@ from .agent_link import AgentLink
 from .packed import PackedTier
 from .peers import Peers, PeerTable
 from .rank_requests import Requests, RequestServer, ask_all
-from .verify import Stop
 
 SUBJECT = "disks"
 FOLDERS_AT_ONCE = 500

@@ -34,7 +34,7 @@ from ..io.reed_solomon import Code
 from ..policy.parts import divided
 from ..policy.placement import groups
 from ..policy.stripes import StripeSet, neighbours, stripe_sets
-from ..ports import Tier
+from ..ports import Stop, Tier, never
 from ..records import Generation, GenerationId, Record
 from . import rebuilding
 from .agent_link import SEND_SECONDS, AgentLink
@@ -43,7 +43,6 @@ from .node_copies import left_out, lies_on, place_of, placed
 from .node_disks import NodeDisks
 from .peers import PeerDisk, PeerTable, StripeMember, StripeOrder
 from .rank_requests import Requests, ask_all
-from .verify import Stop, never
 
 SUBJECT, REBUILD_SUBJECT = "parity", "rebuild"
 

@@ -30,14 +30,13 @@ from ..coordination.single_rank import AnyTopic
 from ..errors import Cancelled, LastgoodError, TierDown, TimedOut
 from ..format import layout, sealed
 from ..io.files import round_up
-from ..ports import Tier
+from ..ports import Stop, Tier, never
 from ..records import Blob, Extent, Generation, GenerationId, Manifest, Record
 from ..storage.slot_file import aligned
 from .node_disks import FETCHED, NodeDisks, NodeTier
 from .peer_reads import OTHER_NODES
 from .peers import RANK_FILE, PeerNode
 from .rank_requests import Requests, ask_all
-from .verify import Stop, never
 
 SUBJECT = "transfers"
 PART_BYTES = 4 << 20

@@ -19,14 +19,14 @@ from ..format import commit, layout, parity_layout
 from ..io.reed_solomon import Code
 from ..limits import CHUNK_BYTES, EXAMINATION_CHUNKS
 from ..policy.places import packed_parts
-from ..ports import Mendable, Shared, Tier
+from ..ports import Mendable, Shared, Stop, Tier, never
 from ..records import Finding, Generation, GenerationId, Record
 from . import agent_work, copying, node_opening
 from .agent_work import AgentWork
 from .node_disks import NodeDisks
 from .rank_requests import Requests, RequestServer
 from .thread_pools import Workers
-from .verify import Stop, never, protect_part
+from .verify import protect_part
 
 FRONT = "front"
 

@@ -18,12 +18,12 @@ from ..engine.arena import Arena
 from ..errors import Cancelled
 from ..limits import CHUNK_BYTES, UPKEEP_CHUNKS
 from ..policy.scrub import Scrub, pause_seconds
+from ..ports import Stop
 from ..records import Generation
 from .agent_work import AgentWork
 from .outcomes import Outcomes
 from .reader import Reading
 from .scrubber import Scrubber
-from .verify import Stop
 from .writer import RunWriter
 
 

@@ -27,7 +27,7 @@ from ..events import Event
 from ..format import commit, layout
 from ..limits import WORKERS
 from ..policy.places import holder
-from ..ports import Tier
+from ..ports import Stop, Tier, never
 from ..records import Finding, Generation, GenerationId, RunHeader, intact, judged
 from . import access, copying, node_copies, node_opening, node_parity, node_transfer, paths
 from .follower import Follower
@@ -46,7 +46,6 @@ from .planned_save import RunOptions
 from .rank_requests import RequestServer
 from .settle import write_header
 from .thread_pools import Workers, started
-from .verify import Stop, never
 from .writer import RunWriter
 
 

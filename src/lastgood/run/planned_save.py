@@ -4,7 +4,7 @@ and write nothing."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from ..format.layout import Image
 from ..limits import WORKERS
 from ..policy.retention import KEEP, Keep
 from ..policy.scrub import Scrub
+from ..ports import Stop
 from ..storage.directory import WriteMode
 from . import access, memory_place, paths
 from .save import Check
@@ -22,7 +23,7 @@ from .save import Check
 class Source(Protocol):
     """Copies a state, chunk by chunk."""
 
-    def fill(self, stop: Callable[[], bool], into: Arena | FileMemory) -> Iterator[Lease]:
+    def fill(self, stop: Stop, into: Arena | FileMemory) -> Iterator[Lease]:
         """Yield the filled chunks of `into` in file order. Raises Cancelled when `stop()` returns True."""
         ...
 

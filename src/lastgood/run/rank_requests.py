@@ -31,9 +31,9 @@ import msgspec
 from ..coordination.rounds import RankGroup, decode_error, encode_error
 from ..errors import Cancelled, LastgoodError, TierDown, TimedOut
 from ..limits import COORDINATOR_TIMEOUTS
+from ..ports import Stop, never
 from ..records import Record
 from .thread_pools import interpreter_is_ending
-from .verify import Stop, never
 
 T = TypeVar("T")
 POLL_SECONDS = 0.2

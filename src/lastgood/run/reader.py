@@ -20,7 +20,7 @@ from ..format.commit import Survey
 from ..limits import CHUNK_BYTES, EXAMINATION_CHUNKS, WORKERS
 from ..policy import reshard, restore
 from ..policy.arguments import require
-from ..ports import Tier
+from ..ports import Stop, Tier, never
 from ..records import LAYERS, Finding, Generation, GenerationId, Manifest, Verdict
 from .content import Content
 
@@ -72,7 +72,7 @@ def disagreeing(tier: Tier, generation: Generation, manifests: Sequence[Manifest
     return []
 
 
-def read_on(one: Reading, stop: Callable[[], bool]) -> list[Finding]:
+def read_on(one: Reading, stop: Stop) -> list[Finding]:
     """Run an examination to its end, and return its findings. Raises what the examination raises.
 
     `stop` is polled before each chunk. When it returns True, Cancelled is raised; the examination can be resumed later.
@@ -90,7 +90,7 @@ def read_all(
     generation: Generation,
     arena: Arena,
     workers: Executor,
-    stop: Callable[[], bool] = lambda: False,
+    stop: Stop = never,
     layers: Collection[str] = LAYERS,
     also: Callable[[memoryview], None] = lambda _: None,
     of: Collection[int] | None = None,

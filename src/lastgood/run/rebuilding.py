@@ -7,7 +7,7 @@ Invariant: a rebuilt file counts only with its manifest, which is written after 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
@@ -16,11 +16,9 @@ from ..engine.stripes import Rebuilt
 from ..errors import Damaged, LastgoodError
 from ..format import layout, sealed
 from ..limits import CHUNK_BYTES, EXAMINATION_CHUNKS, WORKERS
-from ..ports import Mendable, Tier
+from ..ports import Mendable, Stop, Tier, never
 from ..records import Generation
 from . import copying
-
-Stop = Callable[[], bool]
 
 
 def rebuild(
@@ -28,7 +26,7 @@ def rebuild(
     others: Sequence[Tier],
     generation: Generation,
     ranks: Sequence[int],
-    stop: Stop = lambda: False,
+    stop: Stop = never,
 ) -> dict[tuple[str, str], LastgoodError]:
     """Make the files of these ranks whole in `target`. `others`: what the other nodes have, in the order of asking.
 

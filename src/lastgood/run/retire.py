@@ -16,7 +16,7 @@ from ..errors import LastgoodError
 from ..format import commit, layout
 from ..limits import DELETED_AT_ONCE
 from ..policy.retention import Keep, surplus, under_pressure, unlabelled, wanted
-from ..ports import Tier
+from ..ports import Stop, Tier, never
 from ..records import Commit, Generation, GenerationId
 from . import disk_space, paths
 from .known import KnownRun
@@ -99,7 +99,7 @@ class Retirement:
         """
         return self._deletable(surplus)
 
-    def clean(self, stop: Callable[[], bool] = lambda: False, most: int | None = None) -> None:
+    def clean(self, stop: Stop = never, most: int | None = None) -> None:
         """Delete what retention does not keep, oldest first, but never the generation that the pointer names.
 
         `most` (None: no bound): the largest number of deletions. `stop` is polled before each one. DELETED_AT_ONCE

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from ..engine.arena import Arena
 from ..errors import Cancelled, Damaged
 from ..policy import restore, scrub
+from ..ports import Stop, never
 from ..records import Finding, Generation, GenerationId, Record, intact
 from .known import KnownRun
 from .mend import Mender
@@ -132,7 +133,7 @@ class Scrubber:
         """Whether files are being read, or are to be read on: not while something is done about what was found."""
         return self._task is not None and self._task.interrupted
 
-    def scrub_next(self, stop: Callable[[], bool] = lambda: False) -> Scrubbed | None:
+    def scrub_next(self, stop: Stop = never) -> Scrubbed | None:
         """Read the next generation. Returns None when the round is over; the next call then begins another round.
 
         A generation that is already marked as damaged is read too: perhaps only its mark is wrong. Raises Cancelled

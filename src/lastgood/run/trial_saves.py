@@ -18,7 +18,7 @@ from ..io.files import round_up
 from ..limits import WORKERS
 from ..policy import restore, tune
 from ..policy.tune import Setting
-from ..ports import Tier
+from ..ports import Stop, Tier, never
 from ..records import Commit, Generation, GenerationId, World
 from .reader import read_all
 from .save import RankWriter, ReadyChunks, SaveRequest, write_part
@@ -183,7 +183,7 @@ class TrialSaves:
             )
         return seconds
 
-    def _filled(self, image: layout.Image, stop: Callable[[], bool] = lambda: False) -> Iterator[Lease]:
+    def _filled(self, image: layout.Image, stop: Stop = never) -> Iterator[Lease]:
         """Yield the chunks of an image, filled from the source buffer, until `stop()` is true.
 
         The consumer owns each lease and must `release()` it.

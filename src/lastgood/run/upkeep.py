@@ -19,12 +19,12 @@ from ..engine.arena import Arena
 from ..errors import Cancelled, LastgoodError
 from ..limits import BACKLOG_LIMIT, CHUNK_BYTES, DELETIONS_AHEAD, UNREAD_LIMIT, UPKEEP_CHUNKS
 from ..policy.scrub import Scrub
+from ..ports import Stop
 from .follower import Follower
 from .node_disks import NodeDisks
 from .outcomes import Outcomes
 from .scrubber import Scrubber
 from .thread_pools import EXIT_POLL_SECONDS, pools_are_ending
-from .verify import Stop
 from .writer import RunWriter
 
 

@@ -24,7 +24,7 @@ from ..format.parity_layout import Grid
 from ..io.reed_solomon import Code
 from ..policy import restore
 from ..policy.parts import divided
-from ..ports import Tier
+from ..ports import Stop, Tier, never
 from ..records import Finding, Generation, GenerationId, Manifest, intact
 from .agent_work import AgentWork
 from .copying import Copying, Nobody, Others
@@ -38,14 +38,6 @@ ELSEWHERE_WAIT_SECONDS = 5.0
 """Those that it has asked have twice the time that its own part took, and so long in addition."""
 POLL_SECONDS = 0.01
 """The pause between two polls for these posts."""
-
-Stop = Callable[[], bool]
-"""Polled while a generation is read. When it returns True, the reading raises Cancelled."""
-
-
-def never() -> bool:
-    """A `Stop` that lets a reading go on to its end."""
-    return False
 
 
 def _ignore(_: memoryview) -> None:

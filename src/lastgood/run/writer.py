@@ -27,7 +27,7 @@ from ..io.reed_solomon import Code
 from ..limits import RECORD_LIMIT_BYTES
 from ..policy.places import holder
 from ..policy.retention import KEEP, Keep, unverified_ahead, wanted
-from ..ports import Tier
+from ..ports import Stop, Tier, never
 from ..records import Commit, Finding, Generation, GenerationId, Incarnation, Pointer, Record, World
 from ..storage.slots import Slots
 from . import claims, paths
@@ -40,7 +40,7 @@ from .reader import read_all
 from .retire import Deletions, Retirement
 from .save import RankPart, RankWriter, SaveRequest, clear_failed, save
 from .settle import record_incarnation, remove_unfinished, settle
-from .verify import Stop, Verifier, never, own_findings
+from .verify import Verifier, own_findings
 
 CATALOG_EVERY = 64
 """So many generations are new in an object store until its catalog is written again."""

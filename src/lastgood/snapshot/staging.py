@@ -35,6 +35,7 @@ from ..engine.arena import Arena, FileMemory, Lease
 from ..errors import Cancelled, Refused, TornSnapshot
 from ..format.layout import Image, Segment, Tensor, content_hasher, images, segments
 from ..io.uncached import Copy
+from ..ports import Stop, never
 from ..state.tensors import as_bytes, dtype_name
 from ..units import shortened
 from .torn_check import ChunkSamples, Observation, Watch
@@ -113,7 +114,7 @@ class Snapshot:
         self._events: list[torch.cuda.Event] = []
         self._streams = {device: _copy_stream(device) for device in plan.devices}
 
-    def fill(self, stop: Callable[[], bool] = lambda: False, into: Arena | FileMemory | None = None) -> Iterator[Lease]:
+    def fill(self, stop: Stop = never, into: Arena | FileMemory | None = None) -> Iterator[Lease]:
         """Copy everything, and yield the filled chunks in file order. The consumer owns each and must `release()` it.
 
         `into`: what is filled (None: the arena), with chunks of the same length.
