@@ -6,7 +6,7 @@ import os
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 import typer
@@ -18,8 +18,9 @@ from ..format import commit
 from ..io import os_errors, processes
 from ..io.files import free_bytes
 from ..records import Generation
-from ..run import access, drill_scratch, paths
+from ..run import access, drill_scratch, paths, replay_request
 from ..run.content import Content
+from ..run.replay_request import Replay
 from .answer import Answer
 from .arguments import Json, Run
 from .compare import compared
@@ -30,8 +31,6 @@ from .selection import pick
 from .terminal import clean
 from .texts import new_table, plural
 
-VARIABLE = "LASTGOOD_REPLAY"
-"""as in loop/replaying.py, which needs torch"""
 END_SECONDS = 15.0
 """how long a command may take to end after SIGTERM, once the replay is ended, before it is killed"""
 TAIL_CHARACTERS = 3000
@@ -79,8 +78,8 @@ def replay(
         for source, side in ((run, sides[0]), (str(sides[0]), sides[1])):  # training may delete the generation
             _copy(source, str(side), generation)
         for side in sides:
-            start = {"of": run, "run": str(side), "until": generation.step + steps}
-            _played(command, start, Path(folder) / f"{side.name}.log")
+            request = Replay(of=run, run=str(side), until=generation.step + steps)
+            _played(command, request, Path(folder) / f"{side.name}.log")
         found = _steps(sides, generation)
     same = all(not one.first and one.metrics[0] == one.metrics[1] for one in found)
     data = {"step": generation.step, "same": same, "steps": [one._asdict() for one in found]}
@@ -113,9 +112,9 @@ def _copy(source: str, target: str, generation: Generation) -> None:
         )
 
 
-def _played(command: list[str], start: dict[str, Any], log: Path) -> None:
-    """Run the command on a copy of the run. `start`: as `loop.replaying.Replay`. Raises Refused if it fails."""
-    environment = {**os.environ, VARIABLE: msgspec.json.encode(start).decode()}
+def _played(command: list[str], request: Replay, log: Path) -> None:
+    """Run the command on a copy of the run. Raises Refused if it fails."""
+    environment = {**os.environ, replay_request.VARIABLE: msgspec.json.encode(request).decode()}
     with open(log, "w") as output:
         try:
             process = subprocess.Popen(

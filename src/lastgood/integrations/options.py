@@ -9,12 +9,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..errors import NotARun, Refused, StateMismatch
-from ..loop import replaying
 from ..loop.checkpointer import Checkpointer
 from ..loop.opened import open_run
 from ..loop.options import near_option, option_names
 from ..policy.cadence import Every
-from ..run import job_logs, paths
+from ..run import job_logs, paths, replay_request
 from ..state.patterns import matches
 
 LOSS = "loss"
@@ -89,7 +88,7 @@ def wants_loss(options: Mapping[str, Any], environ: Mapping[str, str] = os.envir
     best = [getattr(one, "best", None) for one in keeps]
     if options.get("sentinel") is not None or any(one is not None and one[0] == LOSS for one in best):
         return True
-    return bool(environ.get(job_logs.VARIABLE) or environ.get(replaying.VARIABLE))
+    return bool(environ.get(job_logs.VARIABLE) or environ.get(replay_request.VARIABLE))
 
 
 def require_path(path: str | os.PathLike[str]) -> str:

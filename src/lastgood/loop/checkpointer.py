@@ -27,7 +27,7 @@ from ..policy.retention import KEEP, Keep
 from ..policy.scrub import Scrub
 from ..ranks.replica_check import Replicas
 from ..ranks.torch_store import among_ranks, join_group, require_group, world_size
-from ..run import access, paths
+from ..run import access, paths, replay_request
 from ..run.pipeline import Pipeline
 from ..run.save_handle import Save
 from ..run.watched import Sources
@@ -142,7 +142,7 @@ class Checkpointer:
             ranks=ranks if ranks is not None else Ranks(),
             tiers=tiers,
         )
-        self._options, self._replay = options.with_keywords(earlier), replaying.from_environment()
+        self._options, self._replay = options.with_keywords(earlier), replay_request.from_environment()
         if self._replay is not None:
             path, self._options = replaying.copy_of(self._replay, path), replaying.adapted(self._options)
         self._open(path, state)

@@ -28,7 +28,7 @@ from ..state.patterns import Patterns, matches
 from ..state.storable import require_storable
 from .load import LoadRequest, Restored, load, report
 from .options import check_state
-from .replaying import require_none
+from .replaying import refuse_save_once
 
 
 def save_once(
@@ -54,7 +54,7 @@ def save_once(
         f"Give a whole number below {STEP_LIMIT}: how many optimizer steps are completed.",
     )
     check_state(state)
-    require_none(path)
+    refuse_save_once(path)
     patterns = Patterns(include, exclude)
     captured = require_storable(Capture(include, exclude), state)  # refuses before anything is made
     patterns.require(state)

@@ -1,43 +1,25 @@
 """A training script under `lastgood replay`: its Checkpointer opens a copy of the run, saves each step, and ends early.
 
-The command line decides all of it, and hands it over in the environment. The script does not change.
+The command line decides all of it, and hands it over in the environment (run/replay_request.py). The script does not
+change.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import replace
-
-import msgspec
 
 from ..errors import Refused
 from ..policy.cadence import Every
 from ..policy.retention import Keep
-from ..records import Record
 from ..run import paths
 from ..run.pipeline import Pipeline
+from ..run.replay_request import Replay, from_environment
 from ..run.save_handle import Save
 from .options import Options
 
-VARIABLE = "LASTGOOD_REPLAY"
 STEPS_KEPT = 1_000_000
 """all of them: what is compared must not be deleted"""
-
-
-class Replay(Record, frozen=True, kw_only=True):
-    """`of`: the run that is replayed. `run`: the directory that is opened in its place. `until`: the step after which
-    the process ends."""
-
-    of: str
-    run: str
-    until: int
-
-
-def from_environment(environ: Mapping[str, str] = os.environ) -> Replay | None:
-    """What this process is to replay; None: nothing."""
-    text = environ.get(VARIABLE)
-    return msgspec.json.decode(text, type=Replay) if text else None
 
 
 def copy_of(replay: Replay, path: str | os.PathLike[str]) -> str:
@@ -51,7 +33,7 @@ def copy_of(replay: Replay, path: str | os.PathLike[str]) -> str:
     return replay.run
 
 
-def require_none(path: str | os.PathLike[str]) -> None:
+def refuse_save_once(path: str | os.PathLike[str]) -> None:
     """Raise Refused under `lastgood replay`: a save beside the Checkpointer would be made in a run of the user."""
     if from_environment() is not None:
         raise Refused(
