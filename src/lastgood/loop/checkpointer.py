@@ -178,11 +178,11 @@ class Checkpointer:
             pipeline.outcomes.committed = beat.saved_step.committed  # guard: saved-step-shown-at-once
             failed.callback(beat.released)  # guard: failed-opening-releases-all
             self._log = reports.log = step_log.opened(request.state, ranks, progress, beat) if beat.is_shown else None
+            self._divergence = DivergenceCheck(options.sentinel, url, pipeline, saver, progress, ranks, beat)
             end_request = EndRequest(options.preemption) if options.preemption else None
-            self._ending = Ending(pipeline, saver, progress, ranks, end_request, beat)
+            self._ending = Ending(pipeline, saver, progress, ranks, self._divergence, end_request, beat)
             failed.callback(self._ending.close)
             self._restorer = Restorer(request, url, pipeline, planner, ranks, saver, progress, reports)
-            self._divergence = DivergenceCheck(options.sentinel, url, pipeline, saver, progress, ranks, beat)
             self._just_in_time = just_in_time.opened(state, url, options, pipeline, planner, ranks, beat)
             beat.opened(url)
             planner.fence.waiting = beat.saving
@@ -262,7 +262,7 @@ class Checkpointer:
             with self._reports.deferring_problems():
                 self._saver.announcements.poll(n, self.preempted)
                 self._saver.schedule.announce(n, time.monotonic())
-        self._ending.end_if_requested(n, self._divergence.finish)
+        self._ending.end_if_requested(n)
         self._surface()
         self._pipeline.outcomes.require_durable(n, self._options.durable_within_seconds)
         if not self._saver.due(n, time.monotonic()):

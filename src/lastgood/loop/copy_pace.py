@@ -20,10 +20,9 @@ REMEMBERED_STEPS = 50
 
 @dataclass(frozen=True)
 class _Copy:
-    """A copy that was asked for. `began`: when its save began, after this `step`."""
+    """A copy that was asked for. `began`: when its save began."""
 
     save: Save
-    step: int
     began: float
 
     def under_way(self, place: str) -> bool:
@@ -73,7 +72,7 @@ class CopyPace:
         """Note that a save has begun, and whether it is copied to this place."""
         if copied:
             self._copies = [one for one in self._copies if one.under_way(self._place)]  # of a loop without `due`
-            self._copies.append(_Copy(save, save.step, now))
+            self._copies.append(_Copy(save, now))
             self._copied_step, self.is_due = save.step, False
 
     def _adapt(self, n: int, now: float, copy: _Copy) -> None:
@@ -81,7 +80,7 @@ class CopyPace:
         steps took than as many undisturbed ones."""
         before, seconds = self.auto, now - copy.began
         free = fmean(self._free) if self._free else None
-        lost = None if free is None else max(0.0, seconds - (n - copy.step) * free)
+        lost = None if free is None else max(0.0, seconds - (n - copy.save.step) * free)
         self.auto = adapt(before, free, seconds, lost, step=n)
         if self.auto.interval_steps != before.interval_steps:
             self._reports.emit("tuned", n, f"{self._place}: {self.auto.reason}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Callable
 from typing import NoReturn
 
 from .. import reporting
@@ -24,6 +23,7 @@ from .beat import Beat
 from .preemption import EndRequest, Preempted
 from .progress import Progress
 from .saver import Saver
+from .sentinel import DivergenceCheck
 
 EXIT_SECONDS = 60.0
 """how long leaving the `with` on an exception waits for saves in flight"""
@@ -38,11 +38,12 @@ class Ending:
         saver: Saver,
         progress: Progress,
         ranks: AnyRanks,
+        divergence: DivergenceCheck,
         end_request: EndRequest | None,
         beat: Beat,
     ) -> None:
         self._pipeline, self._saver, self._progress, self._ranks = pipeline, saver, progress, ranks
-        self._end_request, self._beat = end_request, beat
+        self._divergence, self._end_request, self._beat = divergence, end_request, beat
 
     @property
     def preempted(self) -> bool:
@@ -53,9 +54,9 @@ class Ending:
         """How long closing after an exception waits for saves: what is left of the grace period after a signal."""
         return self._end_request.left_seconds if self._end_request is not None and self.preempted else EXIT_SECONDS
 
-    def end_if_requested(self, n: int, compare: Callable[[], None]) -> None:
-        """Make a last save and raise Preempted, if the run is to end at step `n`. `compare`: `DivergenceCheck.finish`,
-        called before: what it raises is raised if training has diverged.
+    def end_if_requested(self, n: int) -> None:
+        """Make a last save and raise Preempted, if the run is to end at step `n`; TrainingDiverged instead if the last
+        steps have diverged.
 
         Of several ranks, one that has received a signal has requested the end of rank 0, which announced the step.
         """
@@ -71,19 +72,19 @@ class Ending:
             ends = n >= announced.end and announced.end_holds(n)
         if ends:
             with self._beat.saving():
-                self._end(n, self._end_request, compare)
+                self._end(n, self._end_request)
 
     def close(self) -> None:
         """Restore the signal handlers that were installed before."""
         if self._end_request is not None:
             self._end_request.close()
 
-    def _end(self, n: int, request: EndRequest, compare: Callable[[], None]) -> NoReturn:
+    def _end(self, n: int, request: EndRequest) -> NoReturn:
         """Make the last save, if it can be durable in time, and raise Preempted. The timer of `request` bounds this."""
         problem: Exception | None = None
         for _ in range(2):  # a save that was torn, or failed, is tried once more: nothing changes the state now
             try:
-                compare()  # guard: last-steps-compared-before-the-end
+                self._divergence.finish()  # guard: last-steps-compared-before-the-end
                 last = self._saver.last
                 if (last is None or last.step < n or last.failed()) and self._in_time(last, request.left_seconds):
                     last = self._saver.save(n, False, {}, must=True, timeout_seconds=request.left_seconds) or last

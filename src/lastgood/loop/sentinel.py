@@ -31,6 +31,7 @@ from ..errors import LastgoodError, Refused, TrainingDiverged
 from ..format import layout
 from ..io.heartbeat import Position
 from ..limits import STEP_LIMIT
+from ..ranks.torch_store import among_ranks
 from ..records import GenerationId
 from ..run import advice, side_records
 from ..run.advice import Advice, Skip
@@ -112,7 +113,7 @@ class DivergenceCheck:
         if n // self._options.every > before // self._options.every or (at_once and self._ranks.size == 1):
             self.settle()
             self._take()
-            at_once |= self._pending is not None and (self._pending[0].copied is None or _several_ranks())
+            at_once |= self._pending is not None and (self._pending[0].copied is None or among_ranks())
         elif self._pending is not None:
             at_once = True
         if at_once:
@@ -378,13 +379,9 @@ class _Seen:
         return any(value > mean + (self._spike - 1) * abs(mean) for value, mean in pairs)  # guard: spike-found
 
 
-def _several_ranks() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
 def _earliest(first: int | None) -> int | None:
     """The first bad step of any rank; None if there is none. All ranks call it."""
-    if not _several_ranks():
+    if not among_ranks():
         return first
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
     early = torch.tensor(STEP_LIMIT - first if first is not None else 0, device=device)

@@ -35,8 +35,6 @@ from .writer import SharedSurvey
 class Follower:
     """One rank's opening of a run to which the coordinator commits."""
 
-    commits = False
-
     def __init__(
         self,
         tier: Shared,

@@ -100,7 +100,7 @@ class Pipeline:
                     node_opening.complete_records(disk, self.run.known)
                     node_opening.note_lost_parts(self.run.known)
                 opening.agree(None, lambda _: None)  # the other ranks wait for it in `opened_front`
-            self.places = below.opened(self.run, options.algorithm, self.outcomes, pools)
+            self.places = below.opened(self.run, self.outcomes, pools)
             opening.agree(None, lambda _: None)  # every rank has now opened the run
             pools.pop_all()  # from now on `close` ends the threads
             self._storage = storage.pop_all()

@@ -288,38 +288,35 @@ class Below:
     def __init__(
         self, options: RunOptions, storage: contextlib.ExitStack, ranks: AnyRanks, saving: Callable[[], bool]
     ) -> None:
-        self._options, self._parity, self._ranks = options.below, options.parity, ranks
+        self._options, self._ranks = options, ranks
         self._scrubbing = Scrubbing(options.scrub, saving) if options.scrub else None
-        self._run = options
         self.tiers: list[Any] = [
             storage.enter_context(
-                access.for_writing(one.path, "atomic_dirsync", in_flight=1)
+                access.for_writing(one.path, "atomic_dirsync")
                 if ranks.is_coordinator
                 else access.for_sharing(one.path, "atomic_dirsync")
             )
             for one in options.below
         ]
 
-    def opened(
-        self, front: RunWriter | Follower, algorithm: str, outcomes: Outcomes, pools: contextlib.ExitStack
-    ) -> Places:
+    def opened(self, front: RunWriter | Follower, outcomes: Outcomes, pools: contextlib.ExitStack) -> Places:
         """Settle each place and start the thread that copies to it; `pools` ends it if the opening fails."""
         if isinstance(front, Follower):
             return self._followed(front, pools)
         on_nodes = isinstance(front.tier, NodeDisks)
-        if (self._parity or on_nodes) and isinstance(self._ranks, RankGroup):
+        if (self._options.parity or on_nodes) and isinstance(self._ranks, RankGroup):
             front.verifier.others = OtherRanks(self._ranks, "front", front.tier)
         if on_nodes:
             front.mender.others = front.verifier.others
         places = list[LowerPlace]()
-        for index, (tier, one) in enumerate(zip(self.tiers, self._options, strict=True)):
+        for index, (tier, one) in enumerate(zip(self.tiers, self._options.below, strict=True)):
             workers = _readers(pools)
             writer = RunWriter(
                 tier,
                 workers,
                 keep=one.keep,
                 parity=one.parity,
-                algorithm=algorithm,
+                algorithm=self._options.algorithm,
                 ranks=SingleRank(),
                 environment=_environment_of(tier.place, front.known.environment),
             )
@@ -341,15 +338,15 @@ class Below:
         if table is not None:
             front.mender.nodes = NodeRebuild(tier, table, ranks)
             pools.callback(front.mender.nodes.end)
-        elif not tier.nodes.others or self._run.copies_among_nodes < 2:  # guard: copies-from-before-stay
+        elif not tier.nodes.others or self._options.copies_among_nodes < 2:  # guard: copies-from-before-stay
             return None
 
         def maker(stop: Stop) -> Maker:
             if table is None:
                 return NothingMaker(tier)
-            if (code := self._run.code_among(len(table.nodes))) is not None:
+            if (code := self._options.code_among(len(table.nodes))) is not None:
                 return ParityMaker(tier, table, code, ranks, stop)
-            return CopyMaker(tier, table, self._run.copies_among_nodes, ranks, stop)
+            return CopyMaker(tier, table, self._options.copies_among_nodes, ranks, stop)
 
         copies = NodeCopies(front.known, maker, outcomes)
         pools.callback(copies.close)
@@ -375,7 +372,7 @@ class Below:
                 serve(RequestServer(group, node_transfer.SUBJECT, Carrier(view, self.tiers, group)))
                 if view.links.table is not None and view.links.agent is not None:
                     agent, table = view.links.agent, view.links.table
-                    code = self._run.code_among(len(table.nodes))
+                    code = self._options.code_among(len(table.nodes))
                     parity = ParityBuilder(agent, table, group.rank, sets_among(table, code))
                     # Only what the coordinator asks, and so ends: another server would wait for that at the close.
                     if code is None:  # guard: only-asked-subjects-served
@@ -383,7 +380,7 @@ class Below:
                     else:
                         serve(RequestServer(group, node_parity.SUBJECT, parity))
                     serve(RequestServer(group, node_parity.REBUILD_SUBJECT, parity))
-        elif self._parity:
+        elif self._options.parity:
             serve(PartServer(view, "front", [view], group, _readers(pools)))
         return Places(front, followed=followed, servers=servers)
 

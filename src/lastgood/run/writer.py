@@ -73,8 +73,6 @@ class RunWriter:
     admitted and whose files exist; this opening commits it (None: no such generation).
     """
 
-    commits = True
-
     def __init__(
         self,
         tier: Tier,
