@@ -44,9 +44,9 @@ from lastgood.records import (
     Seal,
     World,
 )
-from lastgood.run.content import read_rank
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
+from lastgood_lab.plain import read_rank
 
 NUMPY = [
     "bool",

@@ -33,11 +33,11 @@ from lastgood.io.files import PosixFiles
 from lastgood.policy.retention import Keep
 from lastgood.records import Commit, GenerationId, Incarnation, Manifest, Pointer
 from lastgood.run.candidates import Candidates
-from lastgood.run.content import read_rank
 from lastgood.run.known import Environment
 from lastgood.run.reader import RunReader
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
+from lastgood_lab.plain import read_rank
 
 pytestmark = pytest.mark.slow
 

@@ -7,6 +7,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 from lastgood.coordination.single_rank import AnyTopic, SingleTopic
+from lastgood.engine import read_file
 from lastgood.engine.arena import Arena, Lease
 from lastgood.engine.inline_executor import Inline
 from lastgood.engine.write_file import filled
@@ -16,9 +17,8 @@ from lastgood.format.commit import read_manifests, survey
 from lastgood.io.checksum import Buffer
 from lastgood.io.files import round_up
 from lastgood.ports import Tier
-from lastgood.records import Generation, GenerationId
+from lastgood.records import Generation, GenerationId, Manifest
 from lastgood.run.candidates import Candidates, Found
-from lastgood.run.content import read_rank
 from lastgood.run.follower import Follower
 from lastgood.run.save import RankPart, RankWriter, ReadyChunks, SaveRequest, write_part
 from lastgood.run.save import save as save_as_rank
@@ -101,3 +101,32 @@ def bytes_of(tier: Tier, generation: Generation, pool: Executor) -> State:
         found = read_rank(tier, generation, manifest, arena, pool)
         state.update({piece.name: bytes(found[piece.name]) for piece in manifest.pieces})
     return state
+
+
+def read_rank(
+    tier: Tier, generation: Generation, manifest: Manifest, arena: Arena, workers: Executor
+) -> dict[str, memoryview]:
+    """Read all pieces of one rank into new memory and verify them. Returns key of the piece -> its bytes.
+
+    Raises Damaged or Unavailable.
+    """
+    whole = _NewMemory(manifest)
+    with read_file.borrowed(arena, read_file.buffer_bytes(manifest.blobs)) as buffers:
+        read_file.stream(read_file.RankFiles(tier, layout.folder(generation.id), manifest), buffers, workers, whole)
+    return whole.tensors
+
+
+class _NewMemory:
+    """`read_file.Sink` that puts each piece into an array of its own."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.tensors = {piece.key: memoryview(bytearray(piece.extent.length)) for piece in manifest.pieces}
+
+    def put(self, name: str, start: int, data: memoryview) -> None:
+        self.tensors[name][start : start + len(data)] = data
+
+    def window(self, name: str, start: int, length: int) -> memoryview | None:
+        return self.tensors[name][start : start + length]
+
+    def done(self, name: str) -> None:
+        """The memory is used only once everything has been put."""

@@ -28,12 +28,11 @@ from lastgood.ports import Tier
 from lastgood.records import Commit, Generation, GenerationId, Mark, Pointer
 from lastgood.run import access
 from lastgood.run.candidates import Candidates, Found
-from lastgood.run.content import read_rank
 from lastgood.storage.directory import Disk
 
 from .hostile import Folder, HostileDisk
 from .ledger import Choices, Ledger, Violation, decoded, must, named
-from .plain import State, load
+from .plain import State, load, read_rank
 
 INLINE = Inline()
 CHUNK_BYTES = 4096

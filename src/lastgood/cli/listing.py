@@ -21,7 +21,7 @@ from .answer import Answer
 from .arguments import Json, Run
 from .protection import unprotected
 from .terminal import clean
-from .texts import NOTHING_YET, named, new_table, newest_first, plural, state_of, state_text, when
+from .texts import named, new_table, newest_first, plural, state_of, state_text, when
 
 MEANINGS = {
     "committed": "durable, not yet read back",
@@ -83,7 +83,7 @@ def listing_view(data: Mapping[str, Any]) -> RenderableType:
     rows = data["generations"]
     newer = [Text(clean(Left(**one).listed()), style="yellow") for one in data["newer_in_memory"]]
     if not rows:
-        return Group(Text(NOTHING_YET), *newer)
+        return Group(Text(restore.NOTHING_YET), *newer)
     remarks: list[Text] = newer
     for row in rows:
         if row["why"]:

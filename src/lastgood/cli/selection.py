@@ -8,7 +8,7 @@ from ..format.commit import Survey
 from ..policy import restore
 from ..records import Generation, GenerationId
 from .arguments import step_of
-from .texts import NOTHING_YET, newest_first
+from .texts import newest_first
 
 
 def find(survey: Survey, wanted: str) -> GenerationId:
@@ -42,7 +42,7 @@ def pick(survey: Survey, wanted: str | None, remark: str = "") -> Generation:
         if choice.passed_over:
             reasons = "\n".join(f"  step {at.step}: {reason}" for at, reason in choice.passed_over)
             raise NothingGood(f"no generation of this run is good:\n{reasons}", todo="\nName a STEP to look at it.")
-        raise restore.no_such_step(NOTHING_YET, survey, remark)
+        raise restore.no_such_step(restore.NOTHING_YET, survey, remark)
     at = find(survey, wanted)
     if at in survey.broken:
         raise survey.broken[at]

@@ -18,7 +18,6 @@ from ..units import plural as plural
 
 MIN_COLUMNS = 80
 """the width for which tables are laid out on a terminal that has less, which then breaks their lines"""
-NOTHING_YET = "nothing has been committed in this run yet"
 STYLES = {
     "verified": "green",
     "good": "green",

@@ -22,7 +22,7 @@ from ..units import size, span
 from .answer import Answer
 from .arguments import Json, Run
 from .terminal import clean
-from .texts import NOTHING_YET, named, new_table, newest_first, plural, state_of, state_text
+from .texts import named, new_table, newest_first, plural, state_of, state_text
 
 
 def tiers(
@@ -131,7 +131,7 @@ def held_view(data: Mapping[str, Any]) -> RenderableType:
         style = "red" if one["error"] else ""
         lines.append(Text(f"{letters[one['place']]}  {clean(one['place'])}: {clean(text)}", style=style))
     if not data["generations"]:
-        return Group(*lines, Text(NOTHING_YET))
+        return Group(*lines, Text(restore.NOTHING_YET))
     table = new_table("step", "incarnation", "age", "size", *letters.values(), right=("step", "age", "size"))
     for row in data["generations"]:
         age = "" if row["age_seconds"] is None else span(row["age_seconds"])

@@ -27,7 +27,7 @@ from .protection import unprotected
 from .selection import find
 from .sweep import damage
 from .terminal import clean, progress
-from .texts import NOTHING_YET, id_of, named, newest_first, state_text
+from .texts import id_of, named, newest_first, state_text
 
 FINDINGS_SHOWN = 20
 
@@ -91,7 +91,7 @@ def _selected(places: ReadPlaces, step: str | None, every: bool) -> _Selection:
     marked = {at: survey.generations[at] for at in wanted if at in survey.generations and at not in candidates}
     bad |= {at: one.damaged or one.unfit for at, one in marked.items()}
     if not wanted:
-        raise restore.no_such_step(NOTHING_YET, survey, places.remark(None))
+        raise restore.no_such_step(restore.NOTHING_YET, survey, places.remark(None))
     return _Selection(wanted, bad)
 
 
@@ -145,4 +145,4 @@ def verified_view(data: Mapping[str, Any]) -> RenderableType:
         if len(row["findings"]) > FINDINGS_SHOWN:
             lines.append(Text(f"  and {len(row['findings']) - FINDINGS_SHOWN:,} more (--json has them all)"))
         lines += [Text(f"  it {row['unprotected']}", style="yellow")] if row["unprotected"] else []
-    return Group(*lines) if lines else Text(NOTHING_YET)
+    return Group(*lines) if lines else Text(restore.NOTHING_YET)

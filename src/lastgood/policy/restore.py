@@ -13,6 +13,9 @@ from ..format.commit import Survey
 from ..records import Commit, Finding, GenerationId
 from .arguments import is_whole
 
+NOTHING_YET = "nothing has been committed in this run yet"
+"""the text for a run without generations"""
+
 
 class Lineage(NamedTuple):
     """The chain of generations that the current state descends from, newest first."""

@@ -23,7 +23,7 @@ from ..io.checksum import digest
 from ..policy import reshard
 from ..policy.reshard import Tensor
 from ..ports import Tier
-from ..records import Blob, Generation, Manifest
+from ..records import Blob, Generation
 
 
 class Content:
@@ -210,19 +210,6 @@ class ReadSettings:
     """Whether several processes of this machine read the same bytes: they then read through the page cache."""
 
 
-def read_rank(
-    tier: Tier, generation: Generation, manifest: Manifest, arena: Arena, workers: Executor
-) -> dict[str, memoryview]:
-    """Read all pieces of one rank into new memory and verify them. Returns key of the piece -> its bytes.
-
-    Raises Damaged or Unavailable.
-    """
-    whole = _NewMemory(manifest)
-    with read_file.borrowed(arena, read_file.buffer_bytes(manifest.blobs)) as buffers:
-        read_file.stream(RankFiles(tier, layout.folder(generation.id), manifest), buffers, workers, whole)
-    return whole.tensors
-
-
 def _in_parts(data: memoryview, part_bytes: int) -> Iterator[memoryview]:
     for start in range(0, len(data), part_bytes):
         yield data[start : start + part_bytes]
@@ -242,22 +229,6 @@ class _Memory:
 
     def windows(self, name: str) -> list[np.ndarray] | None:
         return [self._memory]
-
-    def done(self, name: str) -> None:
-        """The memory is used only once everything has been put."""
-
-
-class _NewMemory:
-    """`read_file.Sink` that puts each piece into an array of its own."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        self.tensors = {piece.key: memoryview(bytearray(piece.extent.length)) for piece in manifest.pieces}
-
-    def put(self, name: str, start: int, data: memoryview) -> None:
-        self.tensors[name][start : start + len(data)] = data
-
-    def window(self, name: str, start: int, length: int) -> memoryview | None:
-        return self.tensors[name][start : start + length]
 
     def done(self, name: str) -> None:
         """The memory is used only once everything has been put."""

@@ -4,9 +4,7 @@ The run itself is only read. What brings the copies back is the code that brings
 (settle.py), the candidates of a restore (candidates.py), mending (mend.py), copies (copying.py) and the agent. What was
 brought back is compared with the original by the digest of all bytes of its files, and by its commit.
 
-Invariants
-  1. Nothing is written outside of the scratch places (drill_scratch.py).
-  2. Each act begins with whole copies of the original in all scratch places, and nothing else there.
+The invariants are those of the acts (drill_acts.py).
 """
 
 from __future__ import annotations
@@ -38,7 +36,6 @@ from .paths import Place
 
 ATTEMPTS = 3
 """Training may delete a generation while it is copied: the next one is taken then, so many times in all."""
-NOTHING_YET = "nothing has been committed in this run yet"
 NO_FRONT = "the run has no tier in the memory of this machine, and no disk of this node with an agent"
 
 
@@ -213,7 +210,7 @@ def newest_good(tier: Tier, memory: Tier | None, reading: Reading, keep: context
             safe="\nNothing was copied.",
             todo="If each node has this directory for itself, give the last place of the run." if parts else "",
         )
-    raise restore.no_such_step(NOTHING_YET, survey, read_places.found(tier).remark(None))
+    raise restore.no_such_step(restore.NOTHING_YET, survey, read_places.found(tier).remark(None))
 
 
 def _whole(memory: Tier) -> commit.Survey:

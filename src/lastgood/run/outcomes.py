@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from .. import reporting
 from ..errors import Damaged, LastgoodError, NotFinite, NothingDurable, Overtaken, TornSnapshot, Unfit
+from ..units import plural
 
 TRACEBACK_ENTRIES = 3
 """The innermost calls that are shown with an error that is probably a bug in this package."""
@@ -165,10 +166,10 @@ class Outcomes:
             f"newest durable step {newest} of {last}" if newest is not None else f"nothing is durable of {last} steps"
         )
         if self.overtaken_saves:
-            text += f"; {_counted(self.overtaken_saves, 'save')} given up because a newer one was committed first"
+            text += f"; {plural(self.overtaken_saves, 'save')} given up because a newer one was committed first"
         if self.failures:
             again = f" ({self.failures} attempts)" if self.failures > self.failed_saves else ""
-            text += f"; {_counted(self.failed_saves, 'save')} failed{again}: {self.last_failure}"
+            text += f"; {plural(self.failed_saves, 'save')} failed{again}: {self.last_failure}"
         elif newest is not None and newest != last and in_memory != last:
             text += "; the state after it was not saved"
         if in_memory is not None:
@@ -202,7 +203,7 @@ class Outcomes:
 
     def _reset_counts(self, step: int) -> None:
         if self.consecutive_failures:
-            failed = _counted(self.consecutive_failures, "save")
+            failed = plural(self.consecutive_failures, "save")
             reporting.info(f"{self._place}: step {step} is saved, after {failed} that failed")
         self.consecutive_failures = self.consecutive_torn = 0  # guard: durable-save-resets-counts
         self.newest = max(step, self.newest or 0)
@@ -228,10 +229,6 @@ class Outcomes:
             again = f" (occurrence {count})" if count > 1 else ""
             expected = isinstance(error, LastgoodError) and not isinstance(error, (Damaged, Unfit))
             (reporting.warning if expected else reporting.threat)(f"{self._place}: {_described(error)}{again}")
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def first_line(error: BaseException) -> str:

@@ -38,12 +38,11 @@ from lastgood.ports import OpenMode, Tier
 from lastgood.records import Generation, GenerationId, Manifest
 from lastgood.run import access, paths
 from lastgood.run.candidates import Candidates, Found
-from lastgood.run.content import read_rank
 from lastgood.run.known import Environment
 from lastgood.run.retire import DISK_FULL
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
-from lastgood_lab.plain import State, save
+from lastgood_lab.plain import State, read_rank, save
 
 TIERS = ("directory", "slots", "mmap", "memory")
 """how a run may be stored at its path; mmap: in slots that are written through a memory mapping; memory: its path is in
