@@ -30,7 +30,7 @@ from lastgood.engine.inline_executor import Inline
 from lastgood.format import commit, layout
 from lastgood.io.files import Lock
 from lastgood.io.memory_files import MemoryFiles
-from lastgood.loop.restore import WritableRun
+from lastgood.loop.restore import RestoringRun
 from lastgood.policy.placement import Node, copies, missing_copies
 from lastgood.records import Extent, Finding, Generation, GenerationId, World, judged
 from lastgood.run import access
@@ -762,7 +762,7 @@ def test_after_a_failed_load_bytes_are_checked_on_their_way(
         tier = NodeView(disk(tmp_path / "here"), Nodes((0, 1, 2)), True, links)
         places = SimpleNamespace(writer_of=lambda at: SimpleNamespace(tier=tier))
         pipeline = SimpleNamespace(places=places, run=SimpleNamespace(tier=tier), workers=Inline(), upkeep=MagicMock())
-        run, buffer = WritableRun(pipeline, None, SingleRank()), memoryview(bytearray(500))
+        run, buffer = RestoringRun(pipeline, None, SingleRank()), memoryview(bytearray(500))
         monkeypatch.setattr("lastgood.loop.restore.reader.read_all", lambda *_: [])
         for right in (False, True):
             reads = run.place_of(generation)

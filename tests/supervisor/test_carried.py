@@ -175,7 +175,7 @@ def test_nodes_that_are_no_majority_carry_their_attempt_with_them(nodes: list[No
         nodes[0].reports("of 0")
     assert joined(nodes[0].member.store, *nodes) == [None] * 3
     assert [one.begin(0) for one in nodes] == [Notice(kind="moved")] * 3
-    text = "the nodes did not reach each other, and none of them is lost; they met again at host0:29400"
+    text = "the nodes did not reach each other, and none of them is lost; they joined again at host0:29400"
     assert nodes[0].lost_text() == (None, text)
     assert nodes[1].reports("again") is nodes[2].reports("again") is None
     assert nodes[0].reports("again") is not None

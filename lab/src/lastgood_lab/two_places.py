@@ -77,7 +77,7 @@ class Checked:
 
 
 class RestorableFromPlaces:
-    """`run.candidates.RestorableRun` of all places, as `loop.restore.WritableRun` with one rank."""
+    """`run.candidates.RestorableRun` of all places, as `loop.restore.RestoringRun` with one rank."""
 
     workers = Inline()
 

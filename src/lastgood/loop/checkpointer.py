@@ -221,7 +221,7 @@ class Checkpointer:
                 advice = restorer.followed_advice(topic) if step is None else Followed()
                 restorer.run.mend_known(step, topic)
                 restorer.run.share_survey(topic)
-        with self._beat.restoring():  # an hour again
+        with self._beat.restoring():  # a new phase: the time without progress that it may take begins anew
             request = replace(self._request, step=step, strict=strict, rename=rename)
             try:
                 restorer.run.sources = Sources()

@@ -1,6 +1,6 @@
 """Restoring the run of a Checkpointer: what surrounds `load` there, and how later saves continue from its result.
 
-`WritableRun` is the run as `load` uses it: all ranks examine a generation together; it is marked, and mended from
+`RestoringRun` is the run as `load` uses it: all ranks examine a generation together; it is marked, and mended from
 parity. `Restorer` notes when a load leaves the live state half loaded, and opens the lineage that later saves continue.
 Everything here runs on the training thread.
 """
@@ -52,7 +52,7 @@ from .saver import Saver
 T = TypeVar("T")
 
 
-class WritableRun:
+class RestoringRun:
     """The run of a Checkpointer as a `run.candidates.RestorableRun`. The coordinator mends what is damaged."""
 
     def __init__(self, pipeline: Pipeline, planner: SavePlanner, ranks: AnyRanks) -> None:
@@ -243,7 +243,7 @@ class Restorer:
     ) -> None:
         self._request, self._url, self._pipeline, self._planner, self._ranks = request, url, pipeline, planner, ranks
         self._saver, self._progress, self._reports = saver, progress, reports
-        self.run = WritableRun(pipeline, planner, ranks)
+        self.run = RestoringRun(pipeline, planner, ranks)
 
     @contextlib.contextmanager
     def noting_half_loaded(self) -> Iterator[None]:

@@ -120,7 +120,8 @@ class AgentWork:
         if not self._may_hang or self._own is None:
             return
         self._may_hang, folder = False, self._folder
-        ignored = contextlib.suppress(OSError, ValueError, NotWritable)  # the next work meets the same, and says so
+        # The next work raises the same error, which is reported.
+        ignored = contextlib.suppress(OSError, ValueError, NotWritable)
         with ignored, contextlib.closing(agent_link.connected(folder)) as connection:
             try:
                 agent_link.asked(connection, Request(protocol=PROTOCOL, call="status"))

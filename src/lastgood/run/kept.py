@@ -70,7 +70,7 @@ class _KeptFiles(MemoryFiles):
             with contextlib.suppress(FileNotFoundError):
                 listing = super().list(folder)
             for path in (os.path.join(folder, name) for name in listing):
-                with contextlib.suppress(OSError):  # who reads it meets the same error
+                with contextlib.suppress(OSError):  # a read of it raises the same error
                     found[path] = self.opened(path, "read")
                     files.callback(found[path].close)
             self._open, self._listings = found, {folder: listing}  # guard: deleted-generation-read-to-its-end

@@ -120,8 +120,8 @@ def ask_all(
 ) -> tuple[T, list[Any]]:
     """Let all servers answer a request while this process does its own part, `here`. Returns what both returned.
 
-    Answers are waited for in any case, so that the next request meets idle servers. Raises the error of this process,
-    or the first one of another. `least_seconds`: as for `Requests.answers`.
+    Answers are waited for in any case, so that the next request finds the servers idle. Raises the error of this
+    process, or the first one of another. `least_seconds`: as for `Requests.answers`.
     """
     requests.ask(request)
     try:

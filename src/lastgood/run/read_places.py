@@ -109,7 +109,7 @@ class RunOfPlaces(ReadOnlyRun):
         """the generation that is kept (kept.py), and the place from which it is read"""
 
     def close(self) -> None:
-        """Let go of the generation that was read last. Called once no more is read."""
+        """Close the files of the generation that was read last. Called once no more is read."""
         self._keep.close()
 
     def place_of(self, generation: Generation, topic: AnyTopic | None = None) -> Tier:

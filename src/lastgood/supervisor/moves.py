@@ -148,11 +148,11 @@ def lost_text(carried: Carried, now: Sequence[NodeInfo], endpoint: str) -> tuple
     if missing and carried.moved:
         text = f"{names}: lost with the store of the nodes, which is at {endpoint} now"
     elif missing:
-        text = f"{names}: lost while the nodes did not reach each other; the others met again at {endpoint}"
+        text = f"{names}: lost while the nodes did not reach each other; the others joined again at {endpoint}"
     elif carried.moved:
         text = f"the store of the nodes was lost, and none of the nodes; they go on at {endpoint}"
     else:
-        text = f"the nodes did not reach each other, and none of them is lost; they met again at {endpoint}"
+        text = f"the nodes did not reach each other, and none of them is lost; they joined again at {endpoint}"
     return sum(one.ranks for one in before[: missing[0]]) if missing else None, text
 
 
