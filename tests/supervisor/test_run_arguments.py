@@ -196,7 +196,7 @@ def test_options_that_have_no_effect_with_c10d_are_reported(script: str) -> None
         ("--rdzv-endpoint a,b", "--rdzv-endpoint a,b has no effect with one node"),
         ("--warm-ranks --max-restarts 0", "--warm-ranks has no effect with --max-restarts 0"),
         ("--duplicate-stdout-filters a --tee 2", "--duplicate-stdout-filters has no effect: --tee copies stdout of no"),
-        ("--local-ranks-filter 0,7", "--local-ranks-filter 7 has no effect: this node has the local ranks 0 to 0"),
+        ("--local-ranks-filter 0,7", "--local-ranks-filter 7 shows no output: this node has local ranks 0 to 0"),
         ("--nnodes 2 --rdzv-endpoint a --master-addr b", "--master-addr b has no effect beside --rdzv-endpoint a"),
         ("--nnodes 2 --rdzv-endpoint a --master-port 1", "--master-port 1 has no effect beside --rdzv-endpoint a"),
     ],

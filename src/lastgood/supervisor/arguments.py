@@ -339,7 +339,7 @@ def _without_effect(args: argparse.Namespace, outputs: Outputs, ranks: int, one_
             lines.append(f"--duplicate-{name}-filters has no effect: --tee copies {name} of no rank")
     for local in sorted(outputs.shown or ()):
         if not 0 <= local < ranks:
-            lines.append(f"--local-ranks-filter {local} has no effect: this node has the local ranks 0 to {ranks - 1}")
+            lines.append(f"--local-ranks-filter {local} shows no output: this node has local ranks 0 to {ranks - 1}")
     return lines
 
 
