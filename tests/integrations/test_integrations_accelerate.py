@@ -9,6 +9,7 @@ pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
 
 import lastgood
 from lastgood.errors import LastgoodError, Refused
@@ -34,9 +35,10 @@ def test_the_example_on_two_ranks_killed_resumes_exactly(zygote, tmp_path):
 class Job:
     """A training of 12 samples: the objects that a script makes before its loop."""
 
-    def __init__(self, batch=2, seed=0, samples=12, accumulated=1):
+    def __init__(self, batch=2, seed=0, samples=12, accumulated=1, plugin=None):
         torch.manual_seed(seed)
-        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulated)
+        steps = {"gradient_accumulation_steps": accumulated} if plugin is None else {}
+        self.accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin, **steps)
         net = torch.nn.Linear(2, 1)
         data = torch.utils.data.TensorDataset(torch.randn(samples, 2), torch.arange(float(samples)))
         loader = torch.utils.data.DataLoader(data, batch_size=batch, shuffle=True)
@@ -278,6 +280,35 @@ def test_a_step_between_two_optimizer_steps_is_refused(tmp_path):
                         ckpt.save(batch)
                     found.append(batch)
         assert found == [one for one in range(1, 6) if one not in accepted]
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_the_position_saved_on_exit_is_that_of_the_last_step(tmp_path, held):
+    """Where the iteration was not closed (it had ended with half a step, or the script held it), the batches after the
+    last step counted as trained, and each later step had other batches."""
+
+    def trained(path, epochs, most=10):
+        plugin = GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False)
+        job, seen, held_open = Job(accumulated=2, samples=10, plugin=plugin), [], []
+        with Checkpointer(job.accelerator, path, every_steps=100) as ckpt:
+            step = ckpt.restore().step
+            for _ in range(ckpt.epoch, epochs):
+                held_open.append(iter(job.loader))
+                for x, y in itertools.islice(held_open[-1] if held else job.loader, most):
+                    with job.accelerator.accumulate(job.net):
+                        job.accelerator.backward(((job.net(x)[:, 0] - y) ** 2).mean())
+                        job.optimizer.step()
+                        job.optimizer.zero_grad()
+                    seen.append(y.tolist())
+                    if job.accelerator.sync_gradients:
+                        step += 1
+                        ckpt.step(step)
+        return seen
+
+    whole = trained(tmp_path / "whole", 2)
+    first = trained(tmp_path / "run", 1, 3 if held else 10)
+    assert len(first) % 2 == 1, "half a step"
+    assert first[:-1] + trained(tmp_path / "run", 2) == whole
 
 
 def test_batches_after_the_last_step_are_accumulated_again(tmp_path):

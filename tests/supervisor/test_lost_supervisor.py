@@ -159,6 +159,12 @@ def test_a_lost_attempt_that_has_saved_is_progress_of_its_job() -> None:
     assert without_progress([*found, Outcome(restored_step=None, last_step=0, code=1)]) == 1
 
 
+def test_what_an_attempt_with_a_lost_node_has_saved_is_progress() -> None:
+    fault, node, lost = (Cause(kind=kind, rank=0, code=-9, what="x") for kind in ("hang", "node", SUPERVISOR))
+    earlier = [ending("a", 0, 5, fault), replace(ending("a", 0, 5, node), saved_step=4), ending("a", 0, 0, lost)]
+    assert [one.saved_step for one in attempt_log.unfinished(earlier)] == [4]
+
+
 def test_the_saves_of_each_attempt_count_after_a_lost_supervisor_too() -> None:
     """A job whose Sentinel had left batches out, each time from the same step, counted as without progress."""
     fault, lost = (Cause(kind=kind, rank=0, code=-9, what="x") for kind in ("exception", SUPERVISOR))

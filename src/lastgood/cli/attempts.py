@@ -38,8 +38,9 @@ def attempts(run: Run, as_json: Json = False) -> Answer:
 def _so_far(running: Attempt, saved: Sequence[Commit], now: float) -> Attempt:
     """An attempt that runs, with its time and the newest step that it has saved. `saved`: what the run holds."""
     steps = [one.step for one in saved if one.created >= running.began_at]
-    seconds = max(0.0, now - running.began_at)
-    return msgspec.structs.replace(running, seconds=seconds, last_step=max([running.last_step, *steps]))
+    seconds, saved_step = max(0.0, now - running.began_at), max(steps, default=0)
+    last_step = max(running.last_step, saved_step)
+    return msgspec.structs.replace(running, seconds=seconds, last_step=last_step, saved_step=saved_step)
 
 
 def _view(found: Sequence[Attempt]) -> RenderableType:

@@ -101,6 +101,8 @@ class Checkpointer(checkpointer.Checkpointer):
 
     def save(self, n: int, milestone: bool = False, metrics: Mapping[str, Any] | None = None) -> Save:
         _require_whole_step(self._accelerator, f"ckpt.save({n})")
+        for place in self._places:
+            place.mark()
         self._accumulated.mark()
         return super().save(n, milestone, metrics)
 
@@ -172,8 +174,9 @@ class _Place:
             self._marked = taken | {"epoch": taken["epoch"] + 1, "batches": 0}
 
     def state_dict(self) -> dict[str, Any]:
-        """The current position; after a `break` that of the newest step, because leaving the `with` saves that step."""
-        return self._marked if self._ordered.left else self._taken()
+        """The position at the newest step, because leaving the `with` saves that step; batches may have been taken
+        since, as the first ones of an optimizer step."""
+        return self._marked  # guard: position-is-that-of-the-step
 
     def _taken(self) -> dict[str, Any]:
         taken = self._loader.dl_state_dict

@@ -326,16 +326,18 @@ def _nodes(args: argparse.Namespace) -> Options:
 
 
 def _without_effect(args: argparse.Namespace, outputs: Outputs, ranks: int, one_attempt: bool) -> list[str]:
-    """A line about each option that is given and has no effect; those about nodes are in rendezvous_options.py."""
+    """Lines about options that are given and have no effect; those about nodes are in rendezvous_options.py."""
     lines = list[str]()
     if args.event_log_handler != NO_EVENTS:
         handler = f"--event-log-handler {args.event_log_handler}"
         lines.append(f"{handler} has no effect: `lastgood attempts` shows what happened")
     if args.warm_ranks and one_attempt:
         lines.append("--warm-ranks has no effect with --max-restarts 0: no attempt follows the first one")
-    for stream, texts in outputs.filters.items():
-        if texts and not any(what & stream for what in outputs.tee.values()):
-            name = NAMES[stream]
+    if args.log_dir == os.devnull and (args.tee != "0" or args.redirects != "0" or args.local_ranks_filter):
+        lines.append(f"--tee, --redirects and --local-ranks-filter have no effect with --log-dir {os.devnull}")
+    for stream, name in NAMES.items():
+        copied = any(what & stream and outputs.to_console(local) for local, what in outputs.tee.items())
+        if getattr(args, f"duplicate_{name}_filters") and not copied:
             lines.append(f"--duplicate-{name}-filters has no effect: --tee copies {name} of no rank")
     for local in sorted(outputs.shown or ()):
         if not 0 <= local < ranks:

@@ -119,7 +119,7 @@ class Attempt(Record, frozen=True, kw_only=True):
     incarnation: str = ""
     """of the generation of `restored_step`; empty: it began anew, or the record is older than this field"""
     saved_step: int = 0
-    """the newest step that it has saved; 0: none, or the record is older than this field"""
+    """the newest step that it has saved, newer than `restored_step`; 0: none, or the record is older than this field"""
 
 
 class Stored(Attempt, frozen=True, kw_only=True):
@@ -244,7 +244,7 @@ def unfinished(attempts: Sequence[Attempt]) -> list[Outcome]:
             break
         if one.cause is not None and one.cause.kind != NODE:
             found.insert(0, _outcome(one, one.cause, newest))
-        newest = max(newest, one.restored_step or 0)
+        newest = max(newest, one.restored_step or 0, one.saved_step)
     return found
 
 
@@ -252,7 +252,7 @@ def _outcome(one: Attempt, cause: Cause, newest: int) -> Outcome:
     """`newest`: the newest step that is known to be saved after the attempt."""
     followed: dict[str, Act] = {name: name for name in REMEDIES}
     saved_step = newest if newest > (one.restored_step or 0) else 0
-    saved_step = one.saved_step or saved_step  # guard: own-saves-count-for-next-job
+    saved_step = max(one.saved_step, saved_step)  # guard: own-saves-count-for-next-job
     return Outcome(
         restored_step=one.restored_step,
         last_step=one.last_step,

@@ -143,8 +143,13 @@ def _add_those_of_torchrun(to: _Options) -> None:
     to.both("duplicate-stdout-filters", type=filters, default="", help=duplicates.format("stdout"))
     to.both("duplicate-stderr-filters", type=filters, default="", help=duplicates.format("stderr"))
     to.both("node-rank", type=whole(0), default=0, help="Number of this node, for --rdzv-backend static.")
-    to.both("master-addr", default=ADDRESS, help="The node with the store of all nodes (static); of one: MASTER_ADDR.")
-    to.both("master-port", type=port, help=f"The port of that store, else {STATIC_PORT}; of one node: MASTER_PORT.")
+    to.both(
+        "master-addr", default=ADDRESS, help="With static, where the store of all nodes is; on one node, MASTER_ADDR."
+    )
+    port_help = (
+        f"With static, the port of that store (default {STATIC_PORT}); on one node, MASTER_PORT (default: a new one)."
+    )
+    to.both("master-port", type=port, help=port_help)
     to.both("local-addr", help="Address of this node for the others.")
     to.both("logs-specs", help="Not done: it names a class of torchrun's agent.")
     to.both("numa-binding", choices=NUMA, help="Bind each rank to processors near its GPU.")

@@ -269,7 +269,7 @@ class Supervisor:
             seconds=lived.over - lived.began,
             restored_step=outcomes[-1].restored_step,
             incarnation=incarnation(lived.progress, outcomes[-1].restored_step),
-            saved_step=outcomes[-1].saved_step,
+            saved_step=outcomes[-1].saved_step if outcomes[-1].saved_newer else 0,
             last_step=outcomes[-1].last_step,
             replayed_steps=replayed,
             phases=reported.phases(lived, replayed),

@@ -72,6 +72,11 @@ MUTANTS: tuple[Mutant, ...] = (
             "batches-after-step-are-not-saved",
             Swap("self._marked", "self._accelerator.step"),
         ),
+        (
+            "the position is later than the step",
+            "position-is-that-of-the-step",
+            Swap("self._marked", "self._marked if self._ordered.left else self._taken()"),
+        ),
     ),
     *table(
         "divergence",
