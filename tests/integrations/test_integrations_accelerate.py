@@ -253,6 +253,15 @@ def test_other_sizes_are_refused_in_mid_epoch_only(tmp_path, other):
     assert Job(**other).train(tmp_path / "run", epochs=2)
 
 
+def test_another_number_of_processes_is_refused_in_mid_epoch(tmp_path, monkeypatch):
+    """Ten batches are two for each of six to nine processes, so the number of batches did not show it."""
+    Job().train(tmp_path / "run", stop_at=3)
+    job = Job()
+    monkeypatch.setattr(Accelerator, "num_processes", 2)
+    with pytest.raises(LastgoodError, match="processes 1 -> 2"):
+        job.train(tmp_path / "run")
+
+
 def test_a_run_of_an_earlier_version_opens_without_sizes(tmp_path, monkeypatch):
     with monkeypatch.context() as earlier:
         earlier.setattr(accelerate_saves._Place, "_sizes", lambda self: {})

@@ -92,7 +92,7 @@ class Writer(StorageWriter):
     """Writes each save of torch.distributed.checkpoint as a generation of a run.
 
     `path`: directory of the run; all ranks must see the same one. `digest` (default "xxh3_128"): the algorithm of the
-    digests of chunks and tensors. Raises Refused for a path that is no directory.
+    digests of chunks and tensors. Raises Refused for slots.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, digest: str = "xxh3_128") -> None:
@@ -238,7 +238,7 @@ class Writer(StorageWriter):
 class Reader(StorageReader):
     """Loads generations of a run with torch.distributed.checkpoint, also those that a Checkpointer has saved.
 
-    `path`: directory of the run. Raises Refused for a path that is no directory.
+    `path`: directory of the run. Raises Refused for slots.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

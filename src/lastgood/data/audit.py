@@ -67,8 +67,8 @@ class Audit:
     tensor-parallel group). After a restore on another number of ranks, exactly one new rank has the record of each old
     rank; a single process, or `lastgood.load`, has all records.
 
-    Memory and storage: 1, 2, 4 or 8 bytes for each sample, as the largest id requires, and 2 to 16 bytes for each
-    window.
+    Memory: 1, 2, 4 or 8 bytes for each sample, as the largest id requires, and 2 to 16 bytes for each window. In a save
+    they take about 1.5 times as much.
     """
 
     def __init__(self) -> None:

@@ -73,7 +73,7 @@ class Checkpointer(checkpointer.Checkpointer):
         self._path, self._accelerator = require_path(path), accelerator
         options = checkpointer_options(every_steps, options)
         _require_alone(accelerator)
-        self._places = [_Place(one, accelerator.gradient_accumulation_steps) for one in accelerator._dataloaders]
+        self._places = [_Place(one, accelerator) for one in accelerator._dataloaders]
         self._accumulated = _Accumulated(accelerator)
         state = _state(accelerator, self._places) | {"accelerator": self._accumulated}
         self._own = {name: parts for name in state for kind, parts in _OWN_ENTRIES.items() if name.startswith(kind)}
@@ -145,14 +145,15 @@ class _CountedLoader(OrderedLoader):
 class _Place:
     """The position in a prepared loader. It replaces the inner DataLoader by an OrderedLoader, which can resume."""
 
-    def __init__(self, loader: Any, accumulation: int) -> None:
+    def __init__(self, loader: Any, accelerator: Accelerator) -> None:
         require(
             type(loader) is DataLoaderShard,
             f"a prepared loader is a {type(loader).__qualname__}",
             "Prepare a DataLoader over a dataset with __getitem__, with dispatch_batches=False.",
         )
         self._loader, base = loader, loader.base_dataloader
-        self._accumulation = accumulation  # as given; a loop may change it
+        self._accumulation = accelerator.gradient_accumulation_steps  # as given; a loop may change it
+        self._processes = accelerator.num_processes
         self._ordered = base if isinstance(base, _CountedLoader) else _CountedLoader(loader)
         loader.base_dataloader = self._ordered
         loader.dl_state_dict = self._ordered.state_dict()  # from now on accelerate updates it before it fetches ahead
@@ -184,7 +185,10 @@ class _Place:
         return position | {"length": len(self._ordered), "sizes": self._sizes()}
 
     def _sizes(self) -> dict[str, int]:
-        return self._ordered.sizes | {"gradient_accumulation_steps": self._accumulation}
+        return self._ordered.sizes | {
+            "gradient_accumulation_steps": self._accumulation,
+            "processes": self._processes,  # the same number of batches may be that of other shares of the ranks
+        }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         require(

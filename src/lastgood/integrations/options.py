@@ -129,7 +129,7 @@ def require_same_sizes(saved: Mapping[str, int], now: Mapping[str, int]) -> None
         not changed,
         f"the run was saved in the middle of an epoch, of which samples would be trained twice, or never, with other "
         f"sizes ({', '.join(changed)})",
-        "Use the same dataset, batch size and accumulation until this epoch has ended: "
+        "Use the same dataset, batch size, accumulation and number of processes until this epoch has ended: "
         "torch.utils.data.Subset(dataset, range(n)) keeps the length n of a dataset that has grown.",
     )
 
