@@ -512,6 +512,15 @@ def test_an_imported_generation_is_verified_and_equal_to_the_file(run: Path, cal
     assert call_json("verify", tmp_path / "new")[0] == 0
 
 
+def test_an_import_into_slots_is_refused_before_anything_is_made(run: Path, call_json: Any, tmp_path: Path) -> None:
+    """The generation was committed, and then the command said that nothing was touched."""
+    file = tmp_path / "model.safetensors"
+    call_json("export", run, 30, "--to", file)
+    code, document = call_json("import", file, f"slots://{tmp_path / 'slots'}", "--step", 1)
+    assert code == 3 and "only a Checkpointer writes slots" in document["message"]
+    assert not (tmp_path / "slots").exists()
+
+
 def test_an_import_never_hides_a_newer_state(run: Path, call_json: Any, tmp_path: Path) -> None:
     """The import was step 0 of a newer incarnation, so a restore would have loaded it in place of step 30."""
     call_json("export", run, 20, "--to", tmp_path / "m.safetensors")

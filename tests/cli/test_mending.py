@@ -59,6 +59,22 @@ def test_repair_rebuilds_marked_generations_and_the_requested_step(run, call_jso
     assert contents(run) == before
 
 
+def test_repair_takes_back_a_mark_of_damage_that_is_not_there(run, call_json):
+    """A generation whose bytes were right again was reported as good, and restores went on stepping over it."""
+    data, aside = at(run, 1) / DATA, run.with_name("aside")
+    data.rename(aside)
+    assert call_json("scrub", run)[0] == 4 and (at(run, 1) / layout.DAMAGED).exists()
+    aside.rename(data)
+    assert call_json("repair", run)[0] == 0 and not (at(run, 1) / layout.DAMAGED).exists()
+
+
+def test_gc_calls_a_newest_save_with_nan_not_good_and_not_damaged(run, call_json, call):
+    """It said DAMAGED, with the exit code of damage."""
+    code, document = call_json("gc", run, "--keep-last", 3)
+    assert code == 8 and document["damaged"] == [] and [one["step"] for one in document["not_good"]] == [4]
+    assert (at(run, 4) / layout.UNFIT).exists()
+
+
 def test_repair_refuses_an_empty_step(run, call):
     """`lastgood repair RUN "$STEP"` with STEP unset read and mended every generation."""
     assert call("repair", run, "")[0] == 2

@@ -167,7 +167,7 @@ def test_a_command_of_the_lab_is_refused_by_name_without_the_lab(args, call_json
     code, answer = call_json(*args)
     assert code == 3 and answer["error"] == "NotInstalled"
     assert answer["message"] == f"`lastgood {args[0]}` needs the package lastgood-lab, which is not installed"
-    assert answer["todo"] == "Install it: pip install lastgood-lab"
+    assert answer["todo"] == "Install it: pip install ./lab, in a checkout of lastgood"
 
 
 def test_the_help_lists_the_commands_that_are_installed(call, monkeypatch) -> None:

@@ -219,7 +219,9 @@ def _face_with_guests() -> typer.Typer:
 
 
 def _lab_is_not_installed(context: typer.Context) -> Answer:
-    raise NotInstalled(f"`lastgood {context.info_name}`", "lastgood-lab", "pip install lastgood-lab")
+    raise NotInstalled(
+        f"`lastgood {context.info_name}`", "lastgood-lab", "pip install ./lab, in a checkout of lastgood"
+    )
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def import_file(
     as_json: Json = False,
 ) -> Answer:
     """Make a new generation from a file or folder, and verify it. Nothing that lies in there is run."""
-    file = paths.local(file, "SOURCE")
+    file, place = paths.local(file, "SOURCE"), access.many_files(run)
     swapped = run.endswith(FILES) or os.path.isfile(os.path.join(file, layout.HEADER))
     order = " SOURCE comes first, then RUN." if swapped else ""
     if os.path.isdir(file) and not importing.is_known_folder(file):
@@ -58,7 +58,7 @@ def import_file(
         with progress("importing", 2 * total) as count_bytes:
             generation = importing.bring(source, run, step, count_bytes, take_over)
     data = {
-        "place": access.many_files(run),
+        "place": place,
         **named(generation.id),
         "verified": generation.verified,
         "tensors": len(source.tensors),

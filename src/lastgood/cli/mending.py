@@ -203,10 +203,12 @@ def _intact(writer: RunWriter, at: GenerationId, arena: Arena) -> bool:
         findings = read_on(writer.mender.reading(generation, arena), never)
     except Unreadable:
         return False
-    if intact(findings):
+    if intact(findings) and not generation.damaged:
         return True
-    writer.conclude(generation, findings)
-    return False
+    # A mark of damage that a complete reading does not find goes; what training has shown stays.
+    shown = [one for one in generation.unfit if one.layer == "training"] if intact(findings) else []
+    writer.conclude(generation, [*findings, *shown])
+    return intact(findings)
 
 
 def damaged(survey: Survey) -> list[GenerationId]:

@@ -15,14 +15,14 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ..engine.arena import Arena
-from ..errors import Cancelled, Damaged, LastgoodError, NothingGood, Unavailable
+from ..errors import Cancelled, Damaged, LastgoodError, NothingGood, Unavailable, Unfit
 from ..format import commit, layout
 from ..format.commit import Survey
 from ..limits import CHUNK_BYTES, WORKERS
 from ..policy import restore
 from ..policy.retention import KEEP, Keep, surplus
 from ..ports import Tier
-from ..records import LAYERS, Finding, Generation, GenerationId, judged
+from ..records import LAYERS, Finding, Generation, GenerationId, intact, judged
 from ..run import access
 from ..run.kept import require_not_deleted
 from ..run.late_commit import sealed_by_all
@@ -69,7 +69,8 @@ def gc(
     """
     keep = Keep(last=keep_last or KEEP.last, every=keep_every) if keep_last or keep_every else None
     data = swept(run, keep, damaged, dry_run, take_over)
-    code = Damaged.exit_code if data["damaged"] else Unavailable.exit_code if data["stuck"] else 0
+    codes = {"damaged": Damaged.exit_code, "stuck": Unavailable.exit_code, "not_good": Unfit.exit_code}
+    code = next((code for name, code in codes.items() if data[name]), 0)
     return Answer(data, swept_view(data), code)
 
 
@@ -108,8 +109,10 @@ def swept(run: str, keep: Keep | None, damaged: bool, dry_run: bool, take_over: 
         litter = [name for name in litter if not writer or not _exists(tier, name)]
     stuck_ids = {id_of(one) for one in stuck}
     rows = [row for row in rows if id_of(row) not in stuck_ids]
-    done = {"place": tier.place, "dry_run": dry_run, "deleted": rows, "litter": litter, "damaged": found}
-    return {**done, "stuck": stuck}
+    bad = [{**named(at), "why": restore.summary(findings)} for at, findings in found if not intact(findings)]
+    unfit = [{**named(at), "why": restore.summary(findings)} for at, findings in found if intact(findings)]
+    done = {"place": tier.place, "dry_run": dry_run, "deleted": rows, "litter": litter}
+    return {**done, "damaged": bad, "not_good": unfit, "stuck": stuck}
 
 
 def _doomed(survey: Survey, lost: set[GenerationId], keep: Keep | None, damaged: bool) -> dict[GenerationId, str]:
@@ -170,7 +173,8 @@ def swept_view(data: Mapping[str, Any]) -> RenderableType:
         for row in rows:
             table.add_row(str(row["step"]), row["incarnation"], size(row["bytes"]), row["why"])
         parts += [table, Text()]
-    parts += [Text(f"step {one['step']} is DAMAGED: {clean(one['why'])}", style="red") for one in data["damaged"]]
+    for state, name in (("DAMAGED", "damaged"), ("NOT GOOD", "not_good")):
+        parts += [Text(f"step {one['step']} is {state}: {clean(one['why'])}", style="red") for one in data[name]]
     parts += [
         Text(f"step {one['step']} ({one['incarnation']}) could not be deleted: {clean(one['why'])}", style="red")
         for one in data["stuck"]
@@ -193,9 +197,9 @@ def _litter(tier: Tier, folder: str) -> list[str]:
 
 def _verify_newest(
     tier: Tier, survey: Survey, workers: ThreadPoolExecutor, writer: RunWriter | None
-) -> list[dict[str, Any]]:
-    """Verify generations of the lineage, newest first, until one is good. Returns a row for each that is not."""
-    rows = []
+) -> list[tuple[GenerationId, list[Finding]]]:
+    """Verify generations of the lineage, newest first, until one is good. Returns each that is not, and why."""
+    bad = []
     for at in restore.lineage(survey).chain:
         one = survey.generations.get(at)
         if one is None or one.damaged or one.unfit:
@@ -213,8 +217,8 @@ def _verify_newest(
             writer.conclude(one, findings)
         if not findings:
             break
-        rows.append({**named(at), "why": restore.summary(findings)})
-    return rows
+        bad.append((at, findings))
+    return bad
 
 
 def damage(

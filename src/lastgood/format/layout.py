@@ -62,9 +62,9 @@ SAFETENSORS_BITS = {name: bits for bits, name in DTYPES.values() if name}
 HEADER = "lastgood.json"
 POINTER = "POINTER.json"
 OLD_POINTER = "LASTGOOD.json"
-PLACES = "PLACES.json"
 """name of the pointer in runs written before 2026-11-22, which is still read. It was replaced because a file system
 that ignores case cannot distinguish it from HEADER."""
+PLACES = "PLACES.json"
 LINK = "latest_ok"
 """symbolic link to the folder of the generation that POINTER names, for people and scripts"""
 COMMIT = "COMMIT.json"

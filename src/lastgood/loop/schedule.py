@@ -124,7 +124,7 @@ class AgreedSchedule(Schedule):
         for step in missed:
             late = HeardLate(f"this rank received only at its step {n} that step {step} is saved")
             self._ranks.step_topic("save", step).fail(late)
-            self._reports.emit("failed", step, str(late))
+            self._reports.emit("failed", step, f"{type(late).__name__}: {late}")
         due = (due or self._by_steps(n, since)) and n != self._begun
         self._steps.append(_Step(n, due))
         return due
