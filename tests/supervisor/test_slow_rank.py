@@ -172,7 +172,7 @@ def hangs(watch: ProgressWatch, ranks: list[RankProcess], since: float, until: f
     found = list[Silent]()
     for number in range(int(until - since)):
         one = watch.silent(ranks, since + number, False)
-        if one is not None and not watch.is_reported(one):
+        if one is not None and not watch.only_reports(one):
             found.append(one)
     return found
 
@@ -226,7 +226,7 @@ def test_a_late_rank_of_a_node_on_which_nobody_waits_is_reported(
     (rank, _), watch = starting(tmp_path), ProgressWatch(Limits(long_seconds=100.0), 2, AtTheStart())
     late = [Signs(1, since=None, where=START)]
     found = [watch.silent([rank], 1000.0 + number, False, late) for number in range(300)]
-    assert [one for one in found if one is not None and not watch.is_reported(one)] == []
+    assert [one for one in found if one is not None and not watch.only_reports(one)] == []
     assert "rank 1 has not opened its run (others have waited for " in caplog.text
 
 
