@@ -321,6 +321,12 @@ def judged(generation: Generation, findings: list[Finding]) -> Generation:
     return msgspec.structs.replace(generation, verified=not findings, damaged=damaged, unfit=unfit)
 
 
+def with_suspicion(generation: Generation, findings: list[Finding]) -> list[Finding]:
+    """The findings of a complete reading, with what training has shown of an intact generation, as no reading does."""
+    shown = [one for one in generation.unfit if one.layer == "training"] if intact(findings) else []
+    return [*findings, *shown]
+
+
 class Verdict(Record, frozen=True, kw_only=True):
     """The result of verifying a generation."""
 

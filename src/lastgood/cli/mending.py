@@ -22,7 +22,7 @@ from ..format.commit import Survey
 from ..limits import CHUNK_BYTES, WORKERS
 from ..policy import restore
 from ..ports import Tier, never
-from ..records import GenerationId, intact
+from ..records import GenerationId, intact, with_suspicion
 from ..run import access, copying, place_list
 from ..run.left_behind import given_back
 from ..run.reader import read_on
@@ -205,9 +205,7 @@ def _intact(writer: RunWriter, at: GenerationId, arena: Arena) -> bool:
         return False
     if intact(findings) and not generation.damaged:
         return True
-    # A mark of damage that a complete reading does not find goes; what training has shown stays.
-    shown = [one for one in generation.unfit if one.layer == "training"] if intact(findings) else []
-    writer.conclude(generation, [*findings, *shown])
+    writer.conclude(generation, with_suspicion(generation, findings))  # of damage that is not there, the mark goes
     return intact(findings)
 
 

@@ -26,8 +26,8 @@ class Tier:
     for the first tier only, is the memory of each machine (docs/agent.md): its saves outlive the training process, not
     the machine.
     `cadence`: when `step()` saves here; default None: the first tier as the run, a further one each save of the first
-    place. "auto": as often as it pays, by what saves to this
-    place cost, and by the failures that the places above do not survive.
+    place. "auto": as often as it pays, by what saves to this place cost, and by the failures that the places above do
+    not survive.
     `retention`: which generations are kept here; default Keep(last=3), in memory Keep(last=1).
     `parity`: as that of a Checkpointer; default None: no parity. In memory, and with shared=False, parity="4+2" is kept
     among nodes: the loss of any two of them loses nothing that is protected, and it takes half as much as each node's

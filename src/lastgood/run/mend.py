@@ -31,7 +31,7 @@ from ..format import commit, layout
 from ..io.reed_solomon import Code
 from ..policy import restore
 from ..ports import Mendable, Stop, Tier, never
-from ..records import Finding, Generation, GenerationId, intact, judged
+from ..records import Finding, Generation, GenerationId, intact, judged, with_suspicion
 from . import copying, node_opening, reader
 from .known import KnownRun
 from .marks import Marks
@@ -329,9 +329,7 @@ class Mender:
             if self.try_to_mend(generation.id, arena, stop):  # guard: unreadable-is-mended
                 return [guard.finding(error)], True
             raise
-        if intact(findings):  # no reading shows what training has shown
-            # guard: scrub-acquits-no-suspect
-            findings = [*findings, *(one for one in generation.unfit if one.layer == "training")]
+        findings = with_suspicion(generation, findings)  # guard: scrub-acquits-no-suspect
         if generation != judged(generation, findings):  # guard: scrub-findings-marked
             with known.lock:
                 if generation.id not in known.survey.generations:
