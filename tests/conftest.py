@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import tempfile
 from collections.abc import Generator, Iterator
@@ -34,7 +35,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """With `-m "not slow"`, a file that is slow as a whole is not imported: many of them import a framework."""
     if config.option.markexpr != "not slow" or collection_path.suffix != ".py":
         return None
-    return "\npytestmark = pytest.mark.slow\n" in collection_path.read_text() or None
+    return bool(re.search(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", collection_path.read_text(), re.M)) or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -14,11 +14,13 @@ import pytest
 import torch
 
 import lastgood
+from agents import until
 from lastgood.errors import Refused, TornSnapshot
 from lastgood.io import heartbeat
 from lastgood.loop.preemption import EXIT_CODE, EndRequest, Preempted, Preemption
 from lastgood.run import access
 from lastgood.testing import Clock
+from lastgood_lab import forked
 
 pytestmark = pytest.mark.slow
 
@@ -55,22 +57,35 @@ with lastgood.Checkpointer(root, {"net": net}, cadence=lastgood.Every(steps=10**
 """
 
 
-def trained(root: Path, how: str = "steps") -> subprocess.Popen[str]:
-    """A training loop that runs in a process of its own."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", LOOP, str(root), how], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "going\n"
-    return process
+class Program:
+    """A script that runs in a process of its own, with the run `folder/run`."""
+
+    def __init__(self, script: str, folder: Path, *arguments: str) -> None:
+        self._output = folder / "output"
+        self._output.touch()
+        (folder / "script.py").write_text(script)
+        self._process = forked.started(folder / "script.py", [str(folder / "run"), *arguments], self._output)
+
+    def until(self, line: str) -> None:
+        until(lambda: line in self._output.read_text().splitlines())
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def end(self) -> tuple[int | None, str]:
+        """Its exit code, once it has ended, and all that it has printed."""
+        self._process.join(60)
+        return self._process.exitcode, self._output.read_text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_preempted_run_saves_its_next_step_and_exits_as_documented(tmp_path, number):
-    process = trained(tmp_path / "run")
-    process.send_signal(number)
-    _, output = process.communicate(timeout=60)
-    assert process.returncode == EXIT_CODE == 75, output
+    program = Program(LOOP, tmp_path, "steps")
+    program.until("going")
+    program.signal(number)
+    code, output = program.end()
+    assert code == EXIT_CODE == 75, output
     newest = lastgood.open(tmp_path / "run").generations()[-1]
     assert newest.step > 3 and f"step {newest.step} is durable, exit 75" in output
     net = torch.nn.Linear(4, 4)
@@ -79,14 +94,13 @@ def test_a_preempted_run_saves_its_next_step_and_exits_as_documented(tmp_path, n
 
 
 def test_a_second_signal_ends_a_loop_that_never_calls_step_at_once(tmp_path):
-    process = trained(tmp_path / "run", "stuck")
-    process.send_signal(signal.SIGTERM)
-    assert process.stdout is not None
-    while process.stdout.readline() != "requested\n":
-        pass
-    process.send_signal(signal.SIGTERM)
-    _, output = process.communicate(timeout=60)
-    assert process.returncode == EXIT_CODE and "a second signal" in output
+    program = Program(LOOP, tmp_path, "stuck")
+    program.until("going")
+    program.signal(signal.SIGTERM)
+    program.until("requested")
+    program.signal(signal.SIGTERM)
+    code, output = program.end()
+    assert code == EXIT_CODE and "a second signal" in output
 
 
 def test_repeated_preemption_requests_keep_the_first_deadline():
@@ -271,9 +285,8 @@ ckpt.step(3)
 def test_a_hanging_disk_delays_the_exit_no_longer_than_the_grace_period(tmp_path, where, when_full, in_flight):
     """The last save waited for memory that a hanging save held, and the exit waited for the lock of a hanging
     commit."""
-    arguments = [str(tmp_path / "run"), where, when_full, str(in_flight)]
-    done = subprocess.run([sys.executable, "-c", HANGS, *arguments], capture_output=True, text=True, timeout=60)
-    assert done.returncode == EXIT_CODE and "the grace period is over: the process ends at once" in done.stderr
+    code, output = Program(HANGS, tmp_path, where, when_full, str(in_flight)).end()
+    assert code == EXIT_CODE and "the grace period is over: the process ends at once" in output
     assert [one.step for one in lastgood.open(tmp_path / "run").generations()] == [1]
 
 

@@ -150,6 +150,18 @@ def test_all_batches_of_a_step_over_two_epochs_are_left_out(tmp_path: Path) -> N
     assert sampler.skipped == [(0, 8), (0, 9), (1, 0), (1, 1)]
 
 
+def test_an_end_of_an_epoch_that_is_left_out_is_reported(tmp_path: Path) -> None:
+    """The last batch of an epoch was bad, and the one before it was saved: the loop went on in the next epoch, and its
+    schedule lagged by one epoch for ever, without a word."""
+    loop = Loop(tmp_path, {49: math.nan}, lastgood.Sentinel(every=1), every=1)
+    with loop.ckpt:
+        with pytest.raises(TrainingDiverged, match="step 50"):
+            loop.train(50)
+        with reported("all that was left of epoch 0 is left out"):
+            assert loop.train(52) == 49
+        assert loop.sampler.counted[0] == 1
+
+
 def test_a_generation_after_the_spike_is_not_restored(tmp_path: Path) -> None:
     """Its tensors are finite, so the guard finds nothing. Of the samples that were left out one line was printed for
     each window, five times the same."""
@@ -177,7 +189,7 @@ def test_a_generation_from_before_the_spike_outlives_those_after_it(tmp_path: Pa
         with pytest.raises(TrainingDiverged, match="step 32: loss 50"), reported(rf"at most \({kept + 1} kept", 0):
             loop.train(60)
         loop.ckpt.wait()
-        assert loop.train(60) == 25 if every == 25 else 30, "the newest one that was compared, or newer"
+        assert loop.train(60) == (25 if every == 25 else 30), "the newest one that was compared, or newer"
         assert loop.audit.report(loop.sampler).exact
 
 
@@ -492,20 +504,23 @@ def test_a_bad_step_that_was_saved_already_is_kept_for_people(tmp_path: Path) ->
     assert kept.step == 14 and any(one.layer == "training" for one in kept.unfit)
 
 
-def test_a_diverged_step_is_no_progress_once_no_batches_are_left_out(tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize(("every", "base"), [(2, 12), (5, 10)])
+def test_a_diverged_step_is_no_progress_once_no_batches_are_left_out(
+    tmp_path: Path, monkeypatch, every: int, base: int
+) -> None:
     """It was saved for people, and `lastgood run` took that for progress: it started the job again without end, each
-    time from the same step."""
+    time from the same step. Later the step before it was shown, which counted too where no save of it was there."""
     page = str(tmp_path / "page")
     heartbeat.create(page)
     monkeypatch.setenv(heartbeat.VARIABLE, page)
-    loop = Loop(tmp_path / "run", {3: math.nan, 13: math.nan}, lastgood.Sentinel(every=1, at_most=1))
+    loop = Loop(tmp_path / "run", {7: math.nan, 13: math.nan}, lastgood.Sentinel(every=1, at_most=1), every)
     with loop.ckpt:
         with pytest.raises(TrainingDiverged):
             loop.train(20)
         with pytest.raises(TrainingDiverged, match="no more batches are left out"):
             loop.train(20)
         loop.ckpt.wait()
-    assert heartbeat.read(page).saved_step == 12 and steps(tmp_path / "run")[-1] == 13
+    assert heartbeat.read(page).saved_step == base and steps(tmp_path / "run")[-1] == 13
 
 
 def test_without_a_sampler_the_same_batches_are_trained_again(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -73,6 +74,9 @@ class Rank:
         self._process.stdin.write(line + "\n")
         self._process.stdin.flush()
 
+    def answers_within(self, seconds: float) -> bool:
+        return bool(select.select([self._process.stdout], [], [], seconds)[0])
+
     def receive(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         return dict(json.loads(self._process.stdout.readline()))
@@ -82,7 +86,7 @@ class Rank:
         self._process.communicate()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cable() -> Iterator[Cable]:
     if os.geteuid() != 0:
         pytest.skip("needs root, to make network namespaces")
@@ -99,12 +103,17 @@ def cable() -> Iterator[Cable]:
         found.remove()
 
 
-@pytest.fixture
-def ranks(cable: Cable, tmp_path: Path) -> Iterator[list[Rank]]:
-    """Both ranks have the run open, and step 1 is durable."""
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("hosts") / "run"
+
+
+@pytest.fixture(scope="module")
+def ranks(cable: Cable, run: Path) -> Iterator[list[Rank]]:
+    """Both ranks have the run open, and step 1 is durable. Each test leaves them connected."""
     found: list[Rank] = []
     try:
-        found += [Rank(rank, cable, tmp_path / "run") for rank in (0, 1)]
+        found += [Rank(rank, cable, run) for rank in (0, 1)]
         assert [one.receive()["result"] for one in found] == ["ready", "ready"]
         assert both(found, "save 1") == ["done", "done"]
         yield found
@@ -119,7 +128,7 @@ def both(ranks: list[Rank], line: str) -> list[str]:
     return [one.receive()["result"] for one in ranks]
 
 
-def test_a_host_cut_off_in_a_save_fails_it_on_both_sides_in_bounded_time(cable, ranks, tmp_path):
+def test_a_host_cut_off_in_a_save_fails_it_on_both_sides_in_bounded_time(cable, ranks, run):
     ranks[0].send("save 2")
     ranks[1].send("save 2 held")
     assert ranks[1].receive()["result"] == "held"
@@ -130,18 +139,20 @@ def test_a_host_cut_off_in_a_save_fails_it_on_both_sides_in_bounded_time(cable, 
     assert far["result"].partition(":")[0] in ("RankFailed", "TierDown") and far["seconds"] < 4 * TIMEOUT_SECONDS
     cable.plug()
     assert both(ranks, "save 3") == ["done", "done"]
-    assert [one.step for one in lastgood.open(tmp_path / "run").generations()] == [1, 3]
+    steps = [one.step for one in lastgood.open(run).generations()]
+    assert {1, 3} <= {*steps} and 2 not in steps
 
 
-def test_a_save_waits_for_a_slow_host(ranks, tmp_path):
-    ranks[0].send("save 2")
-    ranks[1].send("save 2 held")
+def test_a_save_waits_for_a_slow_host(ranks):
+    ranks[0].send("save 4")
+    ranks[1].send("save 4 held")
     assert ranks[1].receive()["result"] == "held"
+    assert not ranks[0].answers_within(0.3)
     ranks[1].send("on")
     assert [one.receive()["result"] for one in ranks] == ["done", "done"]
 
 
-def test_a_host_cut_off_in_a_restore_half_loads_no_state(cable, ranks):
+def test_a_host_cut_off_in_a_restore_half_loads_no_state(cable, ranks, run):
     ranks[0].send("restore")
     ranks[1].send("restore held")
     assert ranks[1].receive()["result"] == "held"
@@ -152,5 +163,6 @@ def test_a_host_cut_off_in_a_restore_half_loads_no_state(cable, ranks):
         assert answer["result"] != "done" and answer["seconds"] < 4 * TIMEOUT_SECONDS
         assert one.receive() == {"result": "state", "first": -1.0, "alike": True}
     cable.plug()
+    newest = float(lastgood.open(run).generation().step)
     assert both(ranks, "restore") == ["done", "done"]
-    assert [one.receive()["first"] for one in ranks] == [1.0, 1.0]
+    assert [one.receive()["first"] for one in ranks] == [newest, newest]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import lastgood
 from harness import flip
 from lastgood.policy.merge_values import merged, unplaced
 from lastgood.records import Manifest
+from lastgood.run import memory_place
 from lastgood.run.content import Content
 from lastgood_lab.campaigns.rank_jobs import Pipeline, made, resaved, whole
 from lastgood_lab.ranks import replicas
@@ -35,35 +37,42 @@ STEPS = 4
 Factory = pytest.TempPathFactory
 
 
-def runs_of(worlds: dict[str, tuple[str, int]], paths: Factory) -> dict[str, Path]:
+class Saved(NamedTuple):
+    """What a world has saved. `losses`: of each rank, in the three steps that it trained after its last save."""
+
+    run: Path
+    losses: list[list[float]]
+
+
+def runs_of(worlds: dict[str, tuple[str, int]], paths: Factory) -> dict[str, Saved]:
     """The run that each kind of world has saved, by the world's name."""
-    runs = {name: paths.mktemp("runs") / kind.replace(" ", "-") for name, (kind, _) in worlds.items()}
+    found = {}
     for name, (kind, size) in worlds.items():
-        world(size, trained, kind, runs[name], STEPS)
-    return runs
+        run = paths.mktemp("runs") / kind.replace(" ", "-")
+        losses = world(size, trained, kind, run, STEPS, 3)
+        found[name] = Saved(run, [one[STEPS:] for one in losses])
+    return found
 
 
 def copied(root: Path, to: Path) -> Path:
     return Path(shutil.copytree(root, to, symlinks=True))
 
 
-def assert_continues(kind: str, size: int, run: Path, at: Path) -> None:
-    """Assert that an interrupted run continues with exactly the losses that it would have had without the
-    interruption."""
-    straight = world(size, trained, kind, at / "straight", STEPS + 3)
-    resumed = world(size, trained, kind, copied(run, at / "stopped"), STEPS + 3)
-    assert resumed == [losses[STEPS:] for losses in straight]
+def assert_continues(kind: str, size: int, saved: Saved, at: Path) -> None:
+    """Assert that an interrupted run continues with exactly the losses that it had without the interruption."""
+    resumed = world(size, trained, kind, copied(saved.run, at / "stopped"), STEPS + 3)
+    assert resumed == saved.losses and all(len(one) == 3 for one in resumed)
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: Factory) -> dict[str, Path]:
+def saved(tmp_path_factory: Factory) -> dict[str, Saved]:
     return runs_of(WORLDS, tmp_path_factory)
 
 
 @pytest.mark.parametrize("name", WORLDS)
 def test_a_save_of_any_world_size_loads_exactly_in_any_other(saved, tmp_path, name):
     kind, size = WORLDS[name]
-    roots = [copied(root, tmp_path / str(number)) for number, root in enumerate(saved.values())]
+    roots = [copied(one.run, tmp_path / str(number)) for number, one in enumerate(saved.values())]
     assert world(size, resaved, kind, roots) == [[STEPS] * len(roots)] * size
     for root in roots:
         tensors_before, tensors_after = whole(root, STEPS), whole(root, STEPS + 1)
@@ -79,7 +88,7 @@ def test_an_interrupted_run_continues_like_an_uninterrupted_one(saved, tmp_path,
 
 def test_generations_that_all_ranks_step_over_are_reported_once(saved, tmp_path):
     """Each rank printed: resumed from step 2, stepping over step 4, with the same reason."""
-    root = copied(saved["two of FSDP2"], tmp_path / "run")
+    root = copied(saved["two of FSDP2"].run, tmp_path / "run")
     (file,) = root.glob("gen/000000000004-*/r00001.safetensors")
     flip(file)
     first, second = world(2, reports_of_a_restore, "fsdp", root)
@@ -95,14 +104,14 @@ STAGED = {
 
 
 @pytest.fixture(scope="module")
-def staged(tmp_path_factory: Factory) -> dict[str, Path]:
+def staged(tmp_path_factory: Factory) -> dict[str, Saved]:
     return runs_of(STAGED, tmp_path_factory)
 
 
 @pytest.mark.parametrize("name", STAGED)
 def test_pipeline_stages_restore_into_any_other_and_continue_exactly(staged, tmp_path, name):
     kind, size = STAGED[name]
-    roots = [copied(root, tmp_path / root.name) for root in staged.values()]
+    roots = [copied(one.run, tmp_path / one.run.name) for one in staged.values()]
     assert world(size, resaved, kind, roots) == [[STEPS] * len(roots)] * size
     for root in roots:
         assert whole(root, STEPS) == whole(root, STEPS + 1)
@@ -114,9 +123,9 @@ def test_an_entry_of_another_rank_can_be_renamed_in_a_restore(staged):
     """The restore searched for the entry under its new name and reported it as missing."""
     loop = Pipeline("stages", 1)
     loop.state["second"] = loop.state.pop("stage1")
-    found = lastgood.load(staged["a rank for each stage"], loop.state, rename={"stage1.": "second."})
+    found = lastgood.load(staged["a rank for each stage"].run, loop.state, rename={"stage1.": "second."})
     assert found.step == STEPS and not found.skipped
-    head = lastgood.open(staged["a rank for each stage"]).tensor("stage1.2.weight")
+    head = lastgood.open(staged["a rank for each stage"].run).tensor("stage1.2.weight")
     assert torch.equal(loop.state["second"][2].weight, head)
 
 
@@ -144,7 +153,7 @@ HANDED = {"one process": ("app plain", 1), "two of FSDP2": ("app fsdp", 2), "thr
 
 
 @pytest.fixture(scope="module")
-def handed_out(tmp_path_factory: Factory) -> dict[str, Path]:
+def handed_out(tmp_path_factory: Factory) -> dict[str, Saved]:
     return runs_of(HANDED, tmp_path_factory)
 
 
@@ -153,7 +162,7 @@ def test_an_object_that_returns_shards_receives_them_in_any_world_size(handed_ou
     """torch's helpers for state dicts return such objects, and shards of FSDP1 are described in no other way. They
     were restored as plain tensors."""
     kind, size = HANDED[name]
-    roots = [copied(root, tmp_path / root.name) for root in handed_out.values()]
+    roots = [copied(one.run, tmp_path / one.run.name) for one in handed_out.values()]
     assert world(size, resaved, kind, roots) == [[STEPS] * len(roots)] * size
     for root in roots:
         assert whole(root, STEPS) == whole(root, STEPS + 1)
@@ -176,7 +185,7 @@ def test_full_torn_checks_compare_the_parts_that_each_rank_writes(tmp_path):
 
 @pytest.mark.parametrize("name", ["two of DDP", "four of HSDP"])
 def test_replicated_tensors_are_written_once(saved, name):
-    run = lastgood.open(saved[name])
+    run = lastgood.open(saved[name].run)
     generation = run.generation(STEPS)
     manifests = [run.manifest(generation, rank) for rank in range(WORLDS[name][1])]
     pieces = [piece for one in manifests for piece in one.pieces if not piece.name.startswith("rng.")]
@@ -187,8 +196,9 @@ def test_replicated_tensors_are_written_once(saved, name):
 
 def test_tensors_needed_by_all_ranks_of_a_host_are_read_once(tmp_path):
     """Each rank read all of a replicated state past the page cache."""
-    results = world(4, replicas, tmp_path / "run", 24)
-    assert {one["read"] for one in results} == {results[0]["read"]} and results[0]["read"] < 1.5 * results[0]["unique"]
+    found, *others = world(4, replicas, tmp_path / "run", 24)
+    assert found["read"] < 1.5 * found["unique"] and {one["read"] for one in others} == {found["read"]}
+    assert found["read"] >= 0.9 * found["unique"] or memory_place.file_system(tmp_path) == "tmpfs"
 
 
 def test_the_extra_state_of_a_module_belongs_to_each_rank():

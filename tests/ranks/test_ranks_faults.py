@@ -203,21 +203,23 @@ FAULTS = [("state", 0), ("state", 1), *((where, faulty_rank) for where in STEPS_
 FAULTS = [one for one in FAULTS if one not in (("commit", 1), ("after the commit", 1))]  # only rank 0 commits
 
 
-@pytest.mark.parametrize(("where", "faulty_rank"), [one for one in FAULTS if one[0] != "after the commit"])
-def test_a_failure_on_one_rank_fails_all_by_name_and_the_next_succeeds(tmp_path, where, faulty_rank):
-    results = world(2, failing, tmp_path, faulty_rank, where, "fails")
-    for rank, one in enumerate(results):
-        assert one["1"] == one["3"] == "durable"
-        assert one["2"] != "durable" and one["2 seconds"] < PATIENCE
-        assert rank == faulty_rank or f"rank {faulty_rank}: " in one["2"] or faulty_rank == 0
-    assert [one.step for one in lastgood.open(tmp_path).generations()] == [1, 3]
-    assert lastgood.open(tmp_path).verify(3).good
+@pytest.mark.parametrize("faulty_rank", [0, 1])
+def test_a_failure_on_one_rank_fails_all_by_name_and_the_next_succeeds(tmp_path, faulty_rank):
+    stages = [where for where, rank in FAULTS if rank == faulty_rank and where != "after the commit"]
+    for rank, one in enumerate(world(2, failing, tmp_path, faulty_rank, stages, "fails")):
+        for n, where in zip(range(2, 3 * len(stages), 3), stages, strict=True):
+            assert one[f"{n - 1}"] == one[f"{n + 1}"] == "durable", where
+            assert one[f"{n}"] != "durable" and one[f"{n} seconds"] < PATIENCE, where
+            assert rank == faulty_rank or where == "commit" or f"rank {faulty_rank}: " in one[f"{n}"], f"{where}: {one}"
+    run = lastgood.open(tmp_path)
+    assert [one.step for one in run.generations()] == [n for n in range(1, 3 * len(stages) + 1) if n % 3 != 2]
+    assert run.verify(3 * len(stages)).good
 
 
 @pytest.mark.parametrize("faulty_rank", [0, 1])
 def test_a_seal_of_unknown_outcome_fails_the_save_on_all_ranks_at_once(tmp_path, faulty_rank):
     """The other ranks waited for the seal as long as they wait for a dead rank."""
-    for one in world(2, failing, tmp_path, faulty_rank, "seal", "cannot tell"):
+    for one in world(2, failing, tmp_path, faulty_rank, ["seal"], "cannot tell"):
         assert one["1"] == one["3"] == "durable"
         assert one["2"].startswith("CommitUnknown: ") and one["2 seconds"] < PATIENCE
     assert [one.step for one in lastgood.open(tmp_path).generations()] == [1, 3]
@@ -229,7 +231,7 @@ def test_a_dead_rank_fails_the_save_in_bounded_time_and_the_run_continues(tmp_pa
 
     def die(where: str) -> Path:
         root = tmp_path / where.replace(" ", "-")
-        for rank, one in enumerate(world(3, failing, root, faulty_rank, where, "dies", dies=(faulty_rank,))):
+        for rank, one in enumerate(world(3, failing, root, faulty_rank, [where], "dies", dies=(faulty_rank,))):
             if rank != faulty_rank:
                 assert one["1"] == "durable" and one["2"] != "durable", f"{where}: {one}"
                 assert one["2 seconds"] < 4 * PATIENCE, f"{where}: {one}"

@@ -30,7 +30,7 @@ class SlowFork:
     file. `file`: its path."""
 
     def __init__(self, file: Path) -> None:
-        self._programs = ["raise SystemExit(137)", f"import time; time.sleep(5); open({str(file)!r}, 'w')"]
+        self._programs = ["raise SystemExit(137)", f"import time; time.sleep(60); open({str(file)!r}, 'w')"]
 
     def fork(self, start: Fork, local: int, stdout: int, stderr: int) -> int:
         started = subprocess.Popen([sys.executable, "-S", "-c", self._programs.pop(0)])

@@ -207,6 +207,17 @@ def test_an_attempt_on_another_machine_is_lost_once_its_run_is_opened_anew(run: 
         assert attempt_log.history(tier, opened=True).running == running, "this process lives"
 
 
+def test_what_a_lost_attempt_has_saved_in_slots_counts(tmp_path: Path) -> None:
+    """It counted as an attempt of 0 s that has saved nothing: commits of slots are in their table."""
+    run = f"slots://{tmp_path}/run"
+    with lastgood.Checkpointer(run, {"w": torch.zeros(1)}) as ckpt:
+        ckpt.save(7).result()
+    with side_records.opened(run) as tier:
+        attempt_log.begin(tier, beginning("a", 1.0))
+        (lost,) = attempt_log.read(tier, opened=True, run=run)
+    assert (lost.saved_step, lost.last_step) == (7, 7) and lost.seconds > 0
+
+
 def test_a_beginning_whose_end_could_not_be_written_is_no_lost_attempt(run: str) -> None:
     with side_records.opened(run) as tier:
         attempt_log.begin(tier, beginning("a", 1.0))

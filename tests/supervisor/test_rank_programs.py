@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import py_compile
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from lastgood.io import heartbeat
 from lastgood.supervisor import error_files, watch
 from lastgood.supervisor.rank_end import how_ended, reap_orphans
 from lastgood.supervisor.watch import RankProcess
+from several import FORKED
 
 COMMAND = [str(Path(sys.executable).with_name("lastgood")), "run"]
 
@@ -30,7 +32,7 @@ def ran(folder: Path, script: str, *options: str, **settings: object) -> subproc
 
 
 @pytest.mark.parametrize("end", ["raise ValueError('no display')", "sys.exit('nothing to clean')"])
-@pytest.mark.parametrize("start", [[], ["--preload", "json"]], ids=["new process", "forked"])
+@pytest.mark.parametrize("start", [[*COMMAND, "--spawn"], FORKED], ids=["new process", "forked"])
 def test_a_failure_of_a_forked_child_is_none_of_its_rank(tmp_path: Path, end: str, start: list[str]) -> None:
     """It ended the rank, which trained on, or was named in place of what ended the rank later."""
     script = f"""
@@ -41,7 +43,7 @@ def test_a_failure_of_a_forked_child_is_none_of_its_rank(tmp_path: Path, end: st
         os.kill(os.getpid(), signal.SIGKILL)
     """
     (tmp_path / "train.py").write_text(textwrap.dedent(script))
-    command = [*COMMAND, *(start or ["--spawn"]), "--without-progress", "1", "train.py"]
+    command = [*start, "--without-progress", "1", "train.py"]
     found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
     assert found.returncode == 9 and "rank 0 failed first: SIGKILL" in found.stderr
 
@@ -102,7 +104,7 @@ def test_closed_streams_take_no_output_of_ranks(tmp_path: Path) -> None:
     """The files of the output had the numbers of the closed streams, and were closed in the rank."""
     script = "import os; print('out', flush=True); os.write(2, b'err')"
     (tmp_path / "train.py").write_text(script)
-    line = f"{' '.join(COMMAND)} --preload json --redirects 3 --log-dir logs train.py <&- >&- 2>&-"
+    line = f"{shlex.join(FORKED)} --redirects 3 --log-dir logs train.py <&- >&- 2>&-"
     subprocess.run(["sh", "-c", line], cwd=tmp_path, check=True, timeout=60)
     (folder,) = tmp_path.glob("logs/*/attempt_0/0")
     assert [(folder / f"{name}.log").read_text() for name in ("stdout", "stderr")] == ["out\n", "err"]

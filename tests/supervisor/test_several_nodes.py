@@ -129,6 +129,7 @@ def test_a_node_on_which_failures_begin_is_left_out(nodes: Nodes) -> None:
 @pytest.mark.parametrize("nodes", ["2"], indirect=True)
 def test_a_job_that_was_asked_to_end_on_one_node_is_given_up_on_none(nodes: Nodes) -> None:
     """The other node ended with 9, and without a word: a scheduler does not start a job again that was given up."""
+    nodes.silent_seconds = 30
     nodes.touch("unsaved")
     first, second = nodes.start("a", "--nproc-per-node", "1"), nodes.start("b", "--nproc-per-node", "1")
     nodes.seen(0, 2)

@@ -11,18 +11,24 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
+import lastgood
 from agents import until
+from lastgood.cli import app
 from lastgood.errors import Refused
 from lastgood.format import commit
 from lastgood.policy.recovery import GAVE_UP, PREEMPTED
 from lastgood.run import access, advice
 from lastgood.run.content import Content
 from lastgood.supervisor import attempt_log
+from several import FORKED
 
 pytestmark = pytest.mark.slow
 
 SUPERVISOR = [str(Path(sys.executable).with_name("lastgood")), "run"]
+STARTS = pytest.mark.parametrize("start", [[*SUPERVISOR, "--spawn"], FORKED], ids=["new process", "forked"])
+"""ways in which ranks without torch are started"""
 
 TRAINING = """
 import os, signal, sys, time
@@ -47,7 +53,7 @@ with lastgood.Checkpointer(run, state, cadence=lastgood.Every(steps=5), preempti
             time.sleep(1000)
         if f"evaluate:{attempt}:{rank}:{n}" in troubles:
             with ckpt.phase("eval"):
-                time.sleep(3)
+                time.sleep(6)
         if f"raise:{attempt}:{rank}:{n}" in troubles:
             raise ValueError(f"batch {n} is bad")
         if f"wait:{attempt}:{rank}:{n}" in troubles:
@@ -103,18 +109,16 @@ def test_a_job_goes_on_exactly_after_a_killed_rank_and_an_exception(tmp_path: Pa
     assert digests(run) == digests(whole)
 
 
-@pytest.mark.parametrize(("trouble", "where"), [("stop", "is stopped by a signal"), ("hang", "train.py")])
-def test_a_rank_that_hangs_is_named_and_the_job_goes_on(
-    tmp_path: Path, training: str, trouble: str, where: str
-) -> None:
+def test_a_rank_that_hangs_is_named_and_the_job_goes_on(tmp_path: Path, training: str) -> None:
     run = tmp_path / "run"
-    done = supervised("--nproc-per-node", 2, "--hang-timeout", 1, training, run, 12, f"{trouble}:0:1:8")
+    done = supervised("--nproc-per-node", 2, "--hang-timeout", 3, training, run, 15, "stop:0:1:8", "hang:1:1:12")
     assert done.returncode == 0, done.stderr
-    first, second = attempt_log.read(access.for_reading(run))
-    assert first.cause is not None and (first.cause.kind, first.cause.rank) == ("hang", 1)
-    assert "in the step after step 7" in first.cause.what and where in first.cause.what
-    assert "backward" in first.cause.stacks["0"], "the other rank waits for it"
-    assert (second.restored_step, second.last_step) == (5, 12)
+    stopped, hung, last = attempt_log.read(access.for_reading(run))
+    for one, step, where in ((stopped, 7, "is stopped by a signal"), (hung, 11, "train.py")):
+        assert one.cause is not None and (one.cause.kind, one.cause.rank) == ("hang", 1)
+        assert f"in the step after step {step}" in one.cause.what and where in one.cause.what
+        assert "backward" in one.cause.stacks["0"], "the other rank waits for it"
+    assert (hung.restored_step, last.restored_step, last.last_step) == (5, 10, 15)
 
 
 def test_the_rank_that_others_have_waited_for_is_named_and_not_those(tmp_path: Path) -> None:
@@ -178,7 +182,7 @@ def test_a_rank_that_is_stopped_in_a_phase_hangs_as_soon_as_in_a_step(tmp_path: 
 
 def test_an_evaluation_that_is_named_is_no_hang(tmp_path: Path, training: str) -> None:
     run = tmp_path / "run"
-    done = supervised("--nproc-per-node", 2, "--hang-timeout", 1, training, run, 12, "evaluate:0:0:8", "evaluate:0:1:8")
+    done = supervised("--nproc-per-node", 2, "--hang-timeout", 3, training, run, 12, "evaluate:0:0:8", "evaluate:0:1:8")
     assert done.returncode == 0, done.stderr
     assert [one.cause for one in attempt_log.read(access.for_reading(run))] == [None]
 
@@ -265,14 +269,23 @@ def test_a_job_whose_run_is_taken_away_does_not_begin_anew(tmp_path: Path, train
     done = supervised("--nproc-per-node", 1, path, run, 20, "raise:0:0:13")
     assert done.returncode == GAVE_UP and "the run is not in its place any more" in done.stderr, done.stderr
     assert f"saved or restored is 10. {run} is not in its place" in done.stderr and not run.exists()
-    away.rename(run)
-    done = supervised("--nproc-per-node", 1, path, run, 20)
-    assert done.returncode == 0 and attempt_log.read(access.for_reading(run))[-1].restored_step == 10
+    assert lastgood.open(away).generation().step == 10
+
+
+def test_a_job_in_slots_of_several_ranks_goes_on(tmp_path: Path, training: str, capsys) -> None:
+    """It was given up at its first failure, as one whose run is not in its place any more: the path of the run holds
+    the slots of each rank, and is no run by itself."""
+    run = f"slots://{tmp_path}/run"
+    done = supervised("--nproc-per-node", 2, training, run, 20, "raise:0:0:13")
+    assert done.returncode == 0, done.stderr
+    assert app.main(["attempts", "--json", run]) == 0
+    first, second = json.loads(capsys.readouterr().out)["attempts"]
+    assert (first["saved_step"], second["restored_step"], second["last_step"]) == (10, 10, 20)
 
 
 def test_a_run_without_a_good_generation_ends_with_one_report(tmp_path: Path, training: str) -> None:
-    run = tmp_path / "run"
-    assert supervised("--nproc-per-node", 2, training, run, 6).returncode == 0
+    run, model = tmp_path / "run", torch.nn.Linear(4, 4)
+    lastgood.save(run, {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}, step=5)
     files = [*run.glob("gen/*/*.safetensors")]
     for one in files:
         one.write_bytes(b"damaged")
@@ -293,24 +306,27 @@ def test_a_signal_ends_the_job_with_a_last_save(tmp_path: Path, training: str) -
     assert only.cause is None and only.answer == "end: the job was asked to end"
 
 
-@pytest.mark.parametrize("option", ["--spawn", "--preload=json"])
-def test_the_text_of_an_exit_is_the_cause(tmp_path: Path, option: str) -> None:
+@STARTS
+def test_the_text_of_an_exit_is_the_cause(tmp_path: Path, start: list[str]) -> None:
     """Of `raise SystemExit("text")` the report had the exit code only, and an exception without a text left a colon."""
-    program = "import sys; sys.exit('the file of the vocabulary is missing')"
-    found = supervised(option, "--max-restarts", 0, script(tmp_path, program))
-    assert "rank 0 failed first: SystemExit: the file of the vocabulary is missing, before a state" in found.stderr
-    assert "\nthe file of the vocabulary is missing\n" in f"\n{found.stderr}", "Python prints it as ever"
-    found = supervised(option, "--max-restarts", 0, script(tmp_path, "raise KeyboardInterrupt"))
-    assert "rank 0 failed first: KeyboardInterrupt, before a state was restored" in found.stderr
-    found = supervised(option, "--max-restarts", 0, script(tmp_path, "raise SystemExit(7)"))
-    assert "rank 0 failed first: exit code 7, before a state was restored" in found.stderr
+
+    def found_by(text: str) -> str:
+        command = [*start, "--max-restarts", "0", script(tmp_path, text)]
+        return subprocess.run(command, capture_output=True, text=True).stderr
+
+    report = found_by("import sys; sys.exit('the file of the vocabulary is missing')")
+    assert "rank 0 failed first: SystemExit: the file of the vocabulary is missing, before a state" in report
+    assert "\nthe file of the vocabulary is missing\n" in f"\n{report}", "Python prints it as ever"
+    report = found_by("raise KeyboardInterrupt")
+    assert "rank 0 failed first: KeyboardInterrupt, before a state was restored" in report
+    assert "rank 0 failed first: exit code 7, before a state was restored" in found_by("raise SystemExit(7)")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_requested_end_names_no_rank_as_failed(tmp_path: Path, number: int) -> None:
     """SIGTERM to the job was reported as: rank 1 failed first: SIGTERM; SIGINT as: KeyboardInterrupt: , at step 96."""
     name = script(tmp_path, "import sys, time; open(sys.argv[1], 'w').close(); time.sleep(600)")
-    command = [*SUPERVISOR, name, str(tmp_path / "started")]
+    command = [*SUPERVISOR, "--spawn", name, str(tmp_path / "started")]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as job:
         until((tmp_path / "started").exists)
         job.send_signal(number)
@@ -318,13 +334,13 @@ def test_a_requested_end_names_no_rank_as_failed(tmp_path: Path, number: int) ->
     assert job.returncode == 128 + number and "failed first" not in errors
 
 
-@pytest.mark.parametrize("option", ["--spawn", "--preload=json"])
-def test_no_rank_outlives_a_killed_supervisor(tmp_path: Path, option: str) -> None:
+@STARTS
+def test_no_rank_outlives_a_killed_supervisor(tmp_path: Path, start: list[str]) -> None:
     name = script(
         tmp_path,
         "import os, time, sys; open(sys.argv[1] + os.environ['RANK'], 'w').write(str(os.getpid())); time.sleep(600)",
     )
-    job = subprocess.Popen([*SUPERVISOR, option, "--nproc-per-node", "2", name, str(tmp_path / "pid")])
+    job = subprocess.Popen([*start, "--nproc-per-node", "2", name, str(tmp_path / "pid")])
     pids = [tmp_path / "pid0", tmp_path / "pid1"]
     until(lambda: all(one.exists() and one.read_text() for one in pids))
     job.kill()
@@ -332,10 +348,10 @@ def test_no_rank_outlives_a_killed_supervisor(tmp_path: Path, option: str) -> No
     until(lambda: not any(os.path.exists(f"/proc/{one.read_text()}") for one in pids))
 
 
-@pytest.mark.parametrize("option", ["--spawn", "--preload=json"])
-def test_a_script_that_fails_at_import_is_given_up_with_one_report(tmp_path: Path, option: str) -> None:
+@STARTS
+def test_a_script_that_fails_at_import_is_given_up_with_one_report(tmp_path: Path, start: list[str]) -> None:
     """It was tried three times, with pauses, although it could not get better."""
-    found = supervised(option, script(tmp_path, "import no_such_module"))
+    found = subprocess.run([*start, script(tmp_path, "import no_such_module")], capture_output=True, text=True)
     assert found.returncode == GAVE_UP
     assert found.stderr.count("lastgood: attempt") == 1
     assert "given up. No run of lastgood was opened. Mend what the error says" in found.stderr
@@ -344,7 +360,8 @@ def test_a_script_that_fails_at_import_is_given_up_with_one_report(tmp_path: Pat
 
 
 def test_a_module_that_cannot_be_imported_before_the_fork_is_refused(tmp_path: Path) -> None:
-    found = supervised("--preload", "no_such_module", script(tmp_path, "print('started')"))
+    command = [*FORKED, "--preload", "no_such_module", script(tmp_path, "print('started')")]
+    found = subprocess.run(command, capture_output=True, text=True)
     assert found.returncode == Refused.exit_code and "no_such_module cannot be imported" in found.stderr
     assert "started" not in found.stdout
 

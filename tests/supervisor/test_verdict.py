@@ -285,6 +285,26 @@ def test_the_step_of_a_failure_is_that_of_the_rank_that_failed(tmp_path: Path) -
     assert reported.outcome(lived, None).last_step == 50
 
 
+def test_a_run_has_no_position_of_the_run_before_it(tmp_path: Path) -> None:
+    """A script trained with a sampler, closed its run and opened a second one without. A failure of that one counted as
+    one after the end of its loop, so the job was given up, and no generation was stepped back."""
+    page = str(tmp_path / "page")
+    heartbeat.create(page)
+    beat = heartbeat.Heartbeat(page)
+    beat.opened("first")
+    beat.restored(5, position=heartbeat.Position(1, 3, 1))
+    beat.ended()
+    beat.released()
+    second = heartbeat.own({heartbeat.VARIABLE: page})
+    assert second is not None
+    second.opened("second")
+    second.restored(10)
+    second.beat(12)
+    lived = Lived(0.0, ended=[Ended(0, 1.0, 1, "ValueError: a bad state")], progress=[heartbeat.read(page)])
+    found = reported.outcome(lived, reported.cause(lived))
+    assert not found.after_loop and not found.batches_known and found.last_step == 12
+
+
 @pytest.mark.parametrize(("failed", "restored_step"), [(0, 40), (1, None)])
 def test_a_rank_that_only_serves_the_others_restores_nothing(
     tmp_path: Path, failed: int, restored_step: int | None

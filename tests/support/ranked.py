@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,14 @@ from lastgood_lab.campaigns.rank_jobs import PATIENCE, Loop, attempted, made, ou
 from lastgood_lab.worlds import LIMIT_SECONDS
 
 
-def trained(rank: int, size: int, kind: str, root: Path, upto: int, **options: Any) -> list[float]:
-    """Restore, train and save every second step; returns the losses."""
+def trained(rank: int, size: int, kind: str, root: Path, upto: int, unsaved: int = 0, **options: Any) -> list[float]:
+    """Restore, train and save every second step; returns the losses. After that, `unsaved` steps are trained with the
+    run closed."""
     import lastgood
 
     loop = made(kind, size)
-    with lastgood.Checkpointer(root, loop.state, cadence=lastgood.Every(steps=2), **options) as ckpt:
+    settings = {"cadence": lastgood.Every(steps=2), "in_flight": 1}  # with two, step 4 may be committed before step 2
+    with lastgood.Checkpointer(root, loop.state, **settings, **options) as ckpt:
         losses = []
         for n in range(ckpt.restore().step + 1, upto + 1):
             losses.append(loop.step(n))
@@ -34,7 +37,7 @@ def trained(rank: int, size: int, kind: str, root: Path, upto: int, **options: A
         ckpt.wait()
         dist.barrier() if size > 1 else None  # wait until rank 0 has verified
         assert not losses or ckpt.latest() == upto - upto % 2
-    return losses
+    return losses + [loop.step(n) for n in range(upto + 1, upto + unsaved + 1)]
 
 
 def saved_from_own_folder(rank: int, size: int, root: Path) -> int:
@@ -67,23 +70,24 @@ def trained_in_parts(rank: int, size: int, root: Path, upto: int) -> None:
     trained(rank, size, "ddp", root, upto, torn_check="full", staging="overlap")
 
 
-def failing(rank: int, size: int, root: Path, faulty_rank: int, where: str, how: str) -> dict[str, Any]:
-    """Three saves; in the second, rank `faulty_rank` fails or dies at one stage of the save. Returns outcomes and
-    durations."""
+def failing(rank: int, size: int, root: Path, faulty_rank: int, stages: Sequence[str], how: str) -> dict[str, Any]:
+    """Three saves for each of the stages; in the second of them, rank `faulty_rank` fails or dies at this stage of the
+    save. Returns outcomes and durations."""
     import lastgood
 
     loop = Loop("ddp", size)
     outcomes: dict[str, Any] = {}
-    options = {"cadence": lastgood.Every(steps=1000), "patience": PATIENCE, "save_on_exit": how != "dies"}
-    # Otherwise the surviving ranks would wait for the dead rank once more.
-    with lastgood.Checkpointer(root, loop.state, **options) as ckpt:
+    options = {"cadence": lastgood.Every(steps=1000), "retention": lastgood.Keep(last=99), "patience": PATIENCE}
+    # With a save at the end, the surviving ranks would wait for the dead rank once more.
+    with lastgood.Checkpointer(root, loop.state, save_on_exit=how != "dies", **options) as ckpt:
         ckpt.restore()
-        for n in (1, 2, 3):
-            if n == 2 and rank == faulty_rank:
-                fail_at(where, how, loop)
+        for n in range(1, 3 * len(stages) + 1):
+            faulty = n % 3 == 2
+            if faulty and rank == faulty_rank:
+                fail_at(stages[n // 3], how, loop)
             outcomes |= attempted(ckpt, n)
             loop.state.pop("odd", None)
-            if how == "dies" and n == 2:
+            if faulty and how == "dies":
                 break
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

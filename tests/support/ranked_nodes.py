@@ -39,13 +39,13 @@ def trained(
     """Restore and train; returns what was restored, from where, and the losses.
 
     `disks`: that of each rank's node. `options`: further ones of the run; `nothing_below`: no generation is copied to
-    the place below.
+    the place below; `unsaved`: how many steps are trained at the end with the run closed.
     """
     options = dict(options or {})
     if options.pop("nothing_below", False):
         lower_place.LowerPlace.catch_up = lambda self: None
         options |= {"last_every": 99, "save_on_exit": False}
-    restored_step = options.pop("restored_step", None)
+    restored_step, unsaved = options.pop("restored_step", None), options.pop("unsaved", 0)
     loop = Loop(kind if size > 1 else "plain", size)
     events: list[str] = []
     with opened(loop, disks[rank], last, on_event=lambda event: events.append(event.kind), **options) as ckpt:
@@ -55,6 +55,7 @@ def trained(
             losses.append(loop.step(n))
             ckpt.step(n)
             ckpt.wait()
+    losses += [loop.step(n) for n in range(upto + 1, upto + unsaved + 1)]
     sources = {place: one.bytes for place, one in found.sources.items()}
     stepped_over = [step for step, _ in found.stepped_over]
     return {"step": found.step, "sources": sources, "losses": losses, "stepped_over": stepped_over, "events": events}

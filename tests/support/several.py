@@ -21,6 +21,15 @@ from lastgood.supervisor.placement import free_port
 from lastgood_lab.namespaces import Network, enter
 
 COMMAND = [str(Path(sys.executable).with_name("lastgood")), "run", "--spawn"]
+_WITHOUT_TORCH = """
+import sys
+from lastgood.cli import app
+from lastgood.supervisor import zygote
+zygote.PRELOAD = ()
+sys.exit(app.main())
+"""
+FORKED = [sys.executable, "-c", _WITHOUT_TORCH, "run", "--preload=json"]
+"""forks the ranks from a process that has not imported torch, which takes seconds"""
 NAMES = ["RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_PORT"]
 RANK = f"""
 import json, os, signal, sys, time
@@ -60,6 +69,8 @@ class Nodes:
     ) -> None:
         self.folder, self._nnodes, self._command = folder, nnodes, command
         self.last_call_seconds = 1
+        self.silent_seconds = 5
+        """after which a node is lost; more where none is lost and none leaves, for a machine that is busy"""
         self.endpoints = [f"127.0.0.1:{free_port('127.0.0.1')}" for _ in range(stores)]
         self._network = network
         if network is not None:
@@ -68,9 +79,8 @@ class Nodes:
         (folder / "rank.py").write_text(textwrap.dedent(script))
 
     def start(self, name: str, *options: str) -> subprocess.Popen[bytes]:
-        conf = (
-            f"last_call_timeout={self.last_call_seconds},keep_alive_interval=1,keep_alive_max_attempt=5,join_timeout=60"
-        )
+        conf = f"last_call_timeout={self.last_call_seconds},join_timeout=60"
+        conf += f",keep_alive_interval=1,keep_alive_max_attempt={self.silent_seconds}"
         if len(self.endpoints) == 1:
             conf += f",is_host={'false' if self._started else 'true'}"
         place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", ",".join(self.endpoints), "--rdzv-conf", conf]

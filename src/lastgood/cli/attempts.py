@@ -15,7 +15,7 @@ from ..policy.health import described
 from ..policy.membership import Spares
 from ..policy.recovery import STORE
 from ..records import Commit
-from ..run import access, side_records
+from ..run import side_records
 from ..supervisor import attempt_log, reported
 from ..supervisor.attempt_log import SUPERVISOR, Attempt, Cause
 from ..supervisor.reported import PHASES, REPLAYED
@@ -27,10 +27,10 @@ from .texts import new_table, plural, when
 
 def attempts(run: Run, as_json: Json = False) -> Answer:
     """The attempts of RUN under `lastgood run`: when, from which step to which, why each failed, and what followed."""
-    access.for_reading(run)  # raises what is wrong with the path
+    there = side_records.of_run(run)  # raises what is wrong with the path
     with side_records.opened(run) as tier:
-        ended, lost, running = attempt_log.history(tier)
-        saved = [one.commit for one in commit.survey(tier).generations.values()] if running else []
+        ended, lost, running = attempt_log.history(tier, run=run)
+    saved = [one.commit for one in commit.survey(there).generations.values()] if running else []
     found = [*ended, *lost, *(_so_far(one, saved, time.time()) for one in running)]
     return Answer({"attempts": msgspec.to_builtins(found)}, _view(found))
 

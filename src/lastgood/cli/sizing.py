@@ -14,7 +14,7 @@ from rich.text import Text
 from ..policy import sizing
 from ..policy.failures import Known
 from ..policy.interval import IN_FLIGHT, Rule, longest_interval
-from ..run import access, side_records
+from ..run import side_records
 from ..supervisor import attempt_log
 from ..units import size
 from .answer import Answer
@@ -106,9 +106,9 @@ def plan(
 
 def _attempts(run: str) -> list[attempt_log.Attempt]:
     """The attempts that `lastgood run` has recorded in a run, oldest first."""
-    access.for_reading(run)  # raises what is wrong with the path
+    side_records.of_run(run)  # raises what is wrong with the path
     with side_records.opened(run) as tier:
-        return attempt_log.read(tier)
+        return attempt_log.read(tier, run=run)
 
 
 def _tier(text: str) -> tuple[str, int]:

@@ -123,6 +123,11 @@ def rank_folder(rank: int) -> str:
     return f"r{rank:05d}"
 
 
+def is_rank_folder(name: str) -> bool:
+    """Whether the name of a folder is that of a rank's slots."""
+    return re.fullmatch(r"r\d{5,}", name) is not None
+
+
 def blob_name(rank: int, part: int = 0) -> str:
     """The file name of the tensor file `part` of a rank, counted from 0."""
     return f"r{rank:05d}.safetensors" if part == 0 else f"r{rank:05d}.{part}.safetensors"

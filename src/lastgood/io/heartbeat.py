@@ -176,9 +176,10 @@ class Heartbeat:
 
         `incarnation`: of the generation. `position`: of the sampler, and the windows of the next step; None: not known.
         """
-        if position is not None:
-            self._numbers[_Field.EPOCH], self._numbers[_Field.WINDOW], self._numbers[_Field.WINDOWS] = position
-        self._numbers[_Field.STEP] = step
+        numbers = self._numbers
+        at = position or (0, 0, 0)  # guard: position-is-that-of-this-run
+        numbers[_Field.EPOCH], numbers[_Field.WINDOW], numbers[_Field.WINDOWS] = at
+        numbers[_Field.STEP] = step
         self._beats = self._numbers[_LONGEST] = 0  # guard: restored-run-has-no-longest-step
         for field in _UNTIL_RESTORED if self._is_new else ():  # guard: steps-are-those-of-one-run
             self._numbers[field] = 0

@@ -29,7 +29,7 @@ def known_failures(options: Options, url: str, ranks: AnyRanks, outcomes: Outcom
         return expected
     try:
         with side_records.opened(url) as tier:
-            return attempt_log.failures(attempt_log.read(tier, opened=True), ranks.size, mtbf)
+            return attempt_log.failures(attempt_log.read(tier, True, url), ranks.size, mtbf)
     except Unavailable as error:
         outcomes.put(error)
         return expected

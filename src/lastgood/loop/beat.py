@@ -45,10 +45,10 @@ class SavedStep:
             self._newest, self._most = step, None
             self._show()
 
-    def diverged(self, first: int) -> None:
+    def diverged(self, base: int) -> None:
         """As `Beat.diverged`."""
         with self._lock:
-            self._most = first - 1
+            self._most = base
             self._show()
 
     def _show(self) -> None:
@@ -102,10 +102,11 @@ class Beat:
                 "failed cannot go on from what it has saved. Call restore() before it, in a new run too"
             )
 
-    def diverged(self, first: int) -> None:
-        """A restore goes back before the step `first`, and trains with the same batches again: what was saved since is
-        not shown as saved. Otherwise the supervisor would take it for progress, and start the job again for ever."""
-        self.saved_step.diverged(first)
+    def diverged(self, base: int) -> None:
+        """A restore goes back to the generation of step `base` (0: there is none), and trains with the same batches
+        again: nothing newer is shown as saved. Otherwise the supervisor would take it for progress, and start the job
+        again for ever."""
+        self.saved_step.diverged(base)
 
     def saving(self) -> contextlib.AbstractContextManager[None]:
         """In the block, the loop waits for a save."""

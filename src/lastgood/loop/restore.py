@@ -338,6 +338,7 @@ class Restorer:
         if sampler is None:
             return
         left, kept = Counter[tuple[int, str]](), Counter[tuple[int, str]]()
+        epoch_before, _ = sampler.counted
         for skip, why in skips:
             windows = sampler.order(skip.epoch)[skip.first : skip.first + skip.count]
             # guard: windows-of-another-order-kept
@@ -347,6 +348,11 @@ class Restorer:
                 left[skip.epoch, why] += len(sampler.skip(skip.epoch, skip.first, skip.count))
         if not self._ranks.is_coordinator:
             return
+        if sampler.counted[0] > epoch_before:  # guard: passed-end-of-epoch-is-reported
+            reporting.warning(
+                f"all that was left of epoch {epoch_before} is left out: no batch completes it, so what the loop does "
+                "at the end of an epoch, a schedule or an evaluation, is not done for it"
+            )
         for (epoch, why), samples in left.items():
             if samples:
                 reporting.warning(f"{samples:,} samples are left out, from epoch {epoch}: {why}")

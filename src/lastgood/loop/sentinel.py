@@ -31,6 +31,7 @@ from ..errors import LastgoodError, Refused, TrainingDiverged
 from ..format import layout
 from ..io.heartbeat import Position
 from ..limits import STEP_LIMIT
+from ..policy.restore import choose
 from ..ranks.torch_store import among_ranks
 from ..records import GenerationId
 from ..run import advice, side_records
@@ -186,11 +187,13 @@ class DivergenceCheck:
         # The advice first: if the process dies in between, no restore takes the state that is saved then.
         topic = self._ranks.topic("diverged advice")
         alone = len(self._progress.samplers) == 1  # on all ranks, or restores leave nothing out
-        todo, left_out, for_ever = topic.agree(alone, lambda posts: self._advised(n, first, what, all(posts)))
+        todo, left_out, for_ever, base = topic.agree(
+            alone, lambda posts: (*self._advised(n, first, what, all(posts)), self._base(first))
+        )
         kept = self._kept(n, for_ever and not self._pipeline.run.tier.newest_only)
         self._mark_suspects()
         if not left_out:
-            self._beat.diverged(first)  # guard: diverged-step-is-no-progress
+            self._beat.diverged(base)  # guard: diverged-step-is-no-progress, shown-step-was-saved
         # Who catches the error and leaves the `with` does not receive it again.
         self._seen = self._nothing_seen()
         raise TrainingDiverged(f"training has diverged: {what}", safe=f"{kept}{_SAFE}", todo=todo)
@@ -262,6 +265,11 @@ class DivergenceCheck:
             remedy = f"{where}, and trains the same batches again, because {why}: look at the data."
             return remedy, False, is_new
         return f"{where}, and leaves its batches out: `lastgood run` calls for it.", True, is_new
+
+    def _base(self, first: int) -> int:
+        """The step of the generation to which a restore goes back that takes none from `first` on; 0: there is none."""
+        candidates = choose(self._pipeline.run.known.view, None).candidates
+        return max((at.step for at in candidates if at.step < first), default=0)
 
     def _pieces(self, n: int, first: int, what: str, diverged: list[GenerationId], from_start: bool) -> list[Advice]:
         why = f"training diverged: {what}"

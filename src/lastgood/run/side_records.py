@@ -37,6 +37,17 @@ def opened(run: str) -> Iterator[Tier]:
         yield Disk(PosixFiles(), place.root, shared=True)
 
 
+def of_run(run: str) -> Tier:
+    """The run that such records are beside, for reading. Of slots of several ranks those of one rank that are on this
+    machine, because their path is no run by itself. Raises as `access.for_reading`."""
+    root, kind = paths.parsed(run)
+    if kind == "slots":
+        with opened(run) as beside:
+            ranks = sorted(name for name in beside.list("") if layout.is_rank_folder(name))
+        run = f"{paths.SLOTS}{root}/{ranks[0]}" if ranks else run  # guard: slots-of-ranks-are-one-run
+    return access.for_reading(run)
+
+
 def append(tier: Tier, folder: str, record: Record) -> int:
     """Create a record with the next number of its folder. Returns the number. Raises what `put_new` raises."""
     for left in reversed(range(TRIES)):

@@ -166,18 +166,19 @@ def begin(tier: Tier, begun: Begun) -> int:
     return side_records.append(tier, BEGUN, begun)
 
 
-def read(tier: Tier, opened: bool = False) -> list[Attempt]:
-    """The attempts of a run that have ended or are lost, oldest first. `opened`: as for `history`."""
-    found = history(tier, opened)
+def read(tier: Tier, opened: bool = False, run: str = "") -> list[Attempt]:
+    """The attempts of a run that have ended or are lost, oldest first. `opened`, `run`: as for `history`."""
+    found = history(tier, opened, run=run)
     return [*found.ended, *found.lost]
 
 
-def history(tier: Tier, opened: bool = False, until: float = math.inf) -> History:
+def history(tier: Tier, opened: bool = False, until: float = math.inf, run: str = "") -> History:
     """The attempts of a run. As `side_records.read`.
 
     `opened`: whether the run is open for writing in this process, or in a rank of this supervisor: then those of other
     machines have ended (default: that is not known). `until`: seconds since 1970; what was saved later is of another
-    attempt (default: nothing is).
+    attempt (default: nothing is). `run`: the path of the run, where it may be in slots, whose generations are not in
+    `tier` (default: they are).
     """
     recorded = side_records.read(tier, FOLDER, Stored)
     ended = _without_repeats([msgspec.structs.replace(one, number=number) for number, one in recorded.items()])
@@ -193,7 +194,8 @@ def history(tier: Tier, opened: bool = False, until: float = math.inf) -> Histor
             continue  # its supervisor went on; only the record of its end could not be written
         alive = processes.lives(one.process)
         if alive is False or (alive is None and (opened or later)):  # guard: only-lost-attempts-are-closed
-            saved = saved or [*commit.survey(tier).generations.values()]
+            there = side_records.of_run(run) if run else tier  # guard: saves-in-slots-are-counted
+            saved = saved or [*commit.survey(there).generations.values()]
             lost.append(_lost(number, one, saved, later[0].began_at if later else until))
         else:
             answer = "runs" if alive else f"runs, or its supervisor on {one.host} was lost"

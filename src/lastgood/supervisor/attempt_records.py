@@ -20,7 +20,7 @@ from ..io import os_errors
 from ..io.heartbeat import Progress
 from ..policy.recovery import Outcome
 from ..ports import Tier
-from ..run import access, advice, side_records
+from ..run import advice, side_records
 from ..run.advice import Advice
 from . import attempt_log
 from .attempt_log import Attempt, Begun
@@ -130,7 +130,7 @@ class AttemptRecords:
         try:
             with os_errors.threads(run, GOES_ON), side_records.opened(run) as tier:
                 if run not in self._closed:  # guard: lost-attempts-closed-first
-                    self.earlier = _closed(tier, begun)
+                    self.earlier = _closed(tier, run, begun)
                     self._closed.add(run)
                 return attempt_log.begin(tier, begun)
         except LastgoodError as error:
@@ -140,7 +140,7 @@ class AttemptRecords:
 
 def _is_missing(run: str) -> bool:
     try:
-        access.for_reading(run)
+        side_records.of_run(run)
     except NotARun:
         return True
     except LastgoodError:
@@ -148,10 +148,10 @@ def _is_missing(run: str) -> bool:
     return False
 
 
-def _closed(tier: Tier, begun: Begun) -> list[Attempt]:
+def _closed(tier: Tier, run: str, begun: Begun) -> list[Attempt]:
     """Record the end of each attempt that is lost. Returns all of other supervisors that have ended, oldest first.
-    `begun`: the present attempt, which saves meanwhile."""
-    found = attempt_log.history(tier, opened=True, until=begun.began_at)  # guard: own-saves-of-no-lost-attempt
+    `tier`: the records beside the run. `begun`: the present attempt, which saves meanwhile."""
+    found = attempt_log.history(tier, True, begun.began_at, run)  # guard: own-saves-of-no-lost-attempt
     lost = [replace(one, answer="restart: the job was started again") for one in found.lost]
     for one in lost:
         attempt_log.append(tier, one, one.begun)

@@ -11,8 +11,8 @@ Keys, in torch's store of the round; N is the number of the attempt, K of a node
     node/K      NodeInfo            alive/K     a counter, and what the ranks of the node show
     N/master    address and port    N/over      why the attempt is over, set once
     N/report/K  the report          N/verdict   the decision, set once          N/received/K  it was received
-    N/report/K/I        a piece of it, if it is long
-    refused/K           the nodes cannot be ordered
+    N/report/K/I  a piece of it, if it is long    agreed/K  K begins the round    refused/K  the nodes have no order
+    token       names the round, set once       of all rounds:  round  the newest token    verdict/JOB  the decision
 
 Invariants
   1. All nodes follow the same verdict, because it is set once.

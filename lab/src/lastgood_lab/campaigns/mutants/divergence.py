@@ -28,6 +28,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ("other batches at one comparison count as one failure", "other-batches-are-another-failure", Never()),
         ("without advice what has diverged is good", "suspects-marked-without-advice", Instead("pass")),
         ("a norm that is too large for its scale enters the mean", "overflow-is-no-hit", Always()),
+        ("a lost end of an epoch is not reported", "passed-end-of-epoch-is-reported", Never()),
+        ("a step that no save has is shown as saved", "shown-step-was-saved", Swap("base", "first - 1")),
     ),
     *table(
         "divergence",
@@ -52,6 +54,17 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a last save ends with another code", "supervised-run-ends-with-75", Instead("pass")),
         ("a cause is mistyped, and has no bound", "mistyped-cause-is-refused", Never()),
         ("an attempt's own saves do not count", "own-saves-count-for-next-job", Instead("pass")),
+        (
+            "a run has the position of the run before it",
+            "position-is-that-of-this-run",
+            Swap("(0, 0, 0)", "(1, 0, 0)"),
+        ),
+    ),
+    *table(
+        "supervisor",
+        ("supervise", "lost_supervisor"),
+        ("slots of ranks are no run", "slots-of-ranks-are-one-run", Instead("pass")),
+        ("saves in slots do not count", "saves-in-slots-are-counted", Instead("there = tier")),
     ),
     *table(
         "divergence",
