@@ -345,6 +345,14 @@ def test_gc_follows_the_retention_policy_and_its_dry_run_lists_the_same(tmp_path
     assert steps(tmp_path) == [20, 40, 50]
 
 
+def test_gc_keeps_the_first_step_after_each_multiple(tmp_path: Path, call_json: Any) -> None:
+    """On a run that was saved by time, `gc --keep-every 10` deleted everything but the newest generation."""
+    writing(tmp_path, 4, 13, 14, 26, 39, 48)
+    _, document = call_json("gc", tmp_path, "--keep-last", 1, "--keep-every", 10)
+    assert [one["step"] for one in document["deleted"]] == [4, 14]
+    assert steps(tmp_path) == [13, 26, 39, 48]
+
+
 @pytest.mark.parametrize("dry", [True, False])
 def test_gc_verifies_the_newest_generation_before_it_relies_on_it(run: Path, call_json: Any, dry: bool) -> None:
     """Retention kept only the newest generation: if the damaged 40 had counted, no good generation would have been

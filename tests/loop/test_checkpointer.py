@@ -271,6 +271,16 @@ def test_retention_counts_and_milestones_and_metrics(tmp_path: Path) -> None:
     assert [one.step for one in lastgood.open(tmp_path).generations()] == [3, 5, 7, 10, 14, 15]
 
 
+def test_steps_that_count_samples_are_kept_for_each_multiple(tmp_path: Path) -> None:
+    """With `n += 48` and Keep(every=1000), the only step that was kept was 48,000: the others are no multiples."""
+    keep, cadence = lastgood.Keep(last=1, every=1000), lastgood.Every(steps=48)
+    with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}, retention=keep, cadence=cadence) as ckpt:
+        for n in range(48, 2200, 48):
+            ckpt.step(n)
+            ckpt.wait()
+    assert [one.step for one in lastgood.open(tmp_path).generations()] == [1008, 2016, 2160]
+
+
 @pytest.mark.parametrize(
     ("at_step", "after", "count"), [("valloss", "", 1), ("loss", "val_loss", 0), ("val_loss", "", 0)]
 )

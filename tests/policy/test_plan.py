@@ -14,8 +14,8 @@ from lastgood.errors import ManifestInvalid, NoSuchStep, Refused
 from lastgood.format.commit import Survey
 from lastgood.policy.cadence import Every
 from lastgood.policy.restore import choose, lineage, never_good
-from lastgood.policy.retention import Keep, stale_incarnations, surplus, unverified_ahead
-from lastgood.records import Finding, Generation, Incarnation, Pointer
+from lastgood.policy.retention import Keep, stale_incarnations, surplus, unverified_ahead, wanted, wanted_after
+from lastgood.records import Finding, Generation, GenerationId, Incarnation, Pointer
 
 DAMAGE = [Finding(kind="SumMismatch", what="chunk 3 differs")]
 
@@ -212,6 +212,15 @@ def chains(draw, incarnation: str = "a", order: int = 1) -> list[Generation]:
     ]
 
 
+def first_ones(keep: Keep, chain: list[Generation]) -> set[GenerationId]:
+    """Of each `every` steps, and from each milestone on, the oldest that may be restored; steps are up to 40."""
+    fit = [one for one in reversed(chain) if one.restorable]
+    multiples = range(keep.every, 41, keep.every) if keep.every else ()
+    found = [next((one for one in fit if step <= one.step < step + keep.every), None) for step in multiples]
+    found += [next((one for one in fit if one.step >= step), None) for step in keep.milestones]
+    return {one.id for one in found if one is not None}
+
+
 def pinned(keep: Keep, one: Generation) -> bool:
     return bool(one.commit.milestone or one.step in keep.milestones or (keep.every and one.step % keep.every == 0))
 
@@ -230,6 +239,7 @@ def test_retention_keeps_every_generation_of_its_policy(keep, chain, abandoned):
     assert all(one.id in kept for one in chain if pinned(keep, one)), (
         "milestones and every n-th stay, whether verified or not"
     )
+    assert first_ones(keep, chain) <= kept, "the first one of each n steps stays"
     assert all(one.id in kept for one in abandoned if pinned(keep, one))
     assert all(one.id in kept for one in chain[: unverified_ahead(chain)]), (
         "no generation newer than the newest verified one is deleted"
@@ -255,6 +265,52 @@ def test_an_explicit_save_stays_although_a_newer_one_is_verified():
     assert surplus(Keep(last=1), row, []) == [at(8), at(20)]
 
 
+UNFIT = [Finding(kind="NotFinite", what="w holds NaN")]
+
+
+def left(keep: Keep, *row: Generation) -> set[int]:
+    return {one.step for one in row} - {one.step for one in surplus(keep, row, [])}
+
+
+def test_the_first_generation_after_each_multiple_stays():
+    """With a cadence in seconds, or with steps that count samples, no save hit a multiple of `every`: a run of weeks
+    with Keep(last=3, every=1000) had three generations, and `gc --keep-every` deleted all but the newest."""
+    row = [generation(step, verified=True) for step in (48, 44, 39, 26, 22, 13, 12, 8)]
+    assert left(Keep(last=1, every=10), *row[:1], *row[2:4], *row[5:6]) == {13, 26, 39, 48}
+    assert left(Keep(last=1, every=10), *row) == {12, 22, 39, 44, 48}
+    assert left(Keep(last=1, every=100), *row) == {48}
+
+
+def test_the_first_generation_after_a_milestone_stays():
+    row = [generation(step, verified=True) for step in (48, 39, 26, 13)]
+    assert left(Keep(last=1, milestones=(20, 27, 60)), *row) == {26, 39, 48}
+    assert left(Keep(last=1, milestones=(13, 14, 15)), *row) == {13, 26, 48}
+
+
+def test_what_is_not_good_stands_for_no_multiple_and_stays_at_one():
+    newest, good = generation(48, verified=True), generation(33, verified=True)
+    between = [generation(31, unfit=UNFIT), generation(30, unfit=UNFIT), generation(29, verified=True)]
+    assert left(Keep(last=1, every=30), newest, good, *between) == {30, 33, 48}
+    assert left(Keep(last=1, milestones=(30,)), newest, good, *between) == {30, 33, 48}
+    damaged = generation(31, damaged=DAMAGE)
+    assert left(Keep(last=1, every=30), newest, good, damaged) == {31, 33, 48}
+
+
+def test_an_unverified_generation_stands_for_a_multiple():
+    row = [generation(48, verified=True), generation(33, verified=True), generation(31)]
+    assert left(Keep(last=1, every=30), *row) == {31, 48}
+
+
+def test_a_save_that_passes_a_multiple_is_wanted_and_the_next_is_not():
+    keep = Keep(every=100, milestones=(250,))
+    saves = (95, 48), (144, 96), (192, 144), (260, 212), (290, 260), (90, 0)
+    assert [step for step, since in saves if wanted(keep, step, False, {}, since)] == [144, 260]
+    assert wanted(keep, 200, False, {}, 200) and wanted(keep, 250, False, {}, 250), "a step that is saved again"
+    assert wanted(keep, 200, False, {}) and wanted(keep, 250, False, {}) and not wanted(keep, 201, False, {})
+    assert wanted_after(keep, generation(144, parent=at(96)).commit) and wanted_after(keep, generation(144).commit)
+    assert not wanted_after(keep, generation(144, parent=at(101)).commit)
+
+
 @given(keeps, chains("b", 2), chains("a", 1))
 def test_an_unverified_generation_causes_no_deletion(keep, chain, abandoned):
     unread = [generation(one.step, one.id.incarnation, one.commit.order) for one in chain]
@@ -269,7 +325,29 @@ def test_retention_is_bounded_and_idempotent(keep, chain, abandoned):
     remaining = [one for one in chain if one.id not in going]
     assert surplus(keep, remaining, [one for one in abandoned if one.id not in going]) == []
     older = [one for one in remaining[unverified_ahead(remaining) :] if not one.damaged and not pinned(keep, one)]
+    older = [one for one in older if one.id not in first_ones(keep, chain)]
     assert len(older) <= keep.last + (2 * keep.best[2] if keep.best else 0)
+
+
+@given(keeps, chains("b", 2))
+def test_what_was_kept_as_the_first_stays_as_the_run_grows(keep, chain):
+    """Retention is applied after each save to what it has left."""
+    held: list[Generation] = []
+    stays: set[GenerationId] = set()
+    for one in reversed(chain):
+        held = [one, *held]
+        stays |= first_ones(keep, held)
+        going = set(surplus(keep, held, []))
+        held = [other for other in held if other.id not in going]
+        assert stays <= {other.id for other in held}
+    assert first_ones(keep, held) == first_ones(keep, chain) == stays
+
+
+@given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 40))
+def test_saves_that_hit_the_multiples_are_kept_for_them_alone(last, every, count):
+    row = [generation(step, verified=True) for step in range(count, 0, -1)]
+    kept = {one.step for one in row} - {one.step for one in surplus(Keep(last=last, every=every), row, [])}
+    assert kept == {*range(every, count + 1, every), *range(max(count - last, 0) + 1, count + 1)}
 
 
 @given(keeps, chains("b", 2), chains("a", 1))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from histories import History, at, generation
+from lastgood.format.commit import Survey
+from lastgood.policy.places import lacking, merged
 from lastgood.policy.restore import lineage, never_committed
 from lastgood.policy.retention import Keep, lacks_metric, stale_incarnations, surplus
-from lastgood.records import Finding
+from lastgood.records import Finding, Incarnation
 
 
 def test_the_newest_unverified_generations_fill_up_missing_verified_ones():
@@ -71,3 +73,18 @@ def test_a_metric_that_never_comes_is_reported_once() -> None:
     assert "none of the first 3 saves has the metric 'val_loss'" in found[2] and "(these have: valloss)" in found[2]
     assert not lacks_metric(keep, [*saves[:2], {"val_loss": 1.0}])
     assert not lacks_metric(Keep(last=2), saves[:3])
+
+
+def survey_of(*steps: int) -> Survey:
+    """A place that holds these steps of one lineage, all verified."""
+    found = Survey(generations={at(step): generation(step, verified=True) for step in steps})
+    found.incarnations = {"a": Incarnation(format=1, order=1, id="a", parent=None)}
+    return found
+
+
+def test_a_place_lacks_the_first_generation_after_each_multiple():
+    """A place below with Keep(every=1000) received only steps that were multiples: with saves by time, none."""
+    front, below, keep = survey_of(990, 1020, 1040, 2010), survey_of(1040), Keep(last=1, every=1000)
+    assert [one.step for one in lacking(front, below, merged([front, below]), keep)] == [2010, 1020]
+    below = survey_of(1010, 2010)
+    assert lacking(front, below, merged([front, below]), keep) == [], "1010 is the first of all places"

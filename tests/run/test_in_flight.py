@@ -224,6 +224,17 @@ def test_a_save_that_retention_keeps_is_committed_after_a_newer_one(tmp_path, do
     assert lastgood.load(tmp_path, build()).step == 11
 
 
+def test_a_due_save_that_passes_a_multiple_is_not_overtaken(tmp_path, doors):
+    """Only a save whose own step is a multiple was completed after a newer one; with others the multiple was lost."""
+    keep, cadence = lastgood.Keep(last=2, every=9), lastgood.Every(steps=1)
+    doors(10)
+    with lastgood.Checkpointer(tmp_path, build(), retention=keep, cadence=cadence, in_flight=2) as ckpt:
+        older = ckpt.step(10)
+        ckpt.save(11).result(60)
+        doors(10).set()
+        assert older.result(60).step == 10
+
+
 def test_waiting_for_a_free_lane_reports_the_seconds_waited(tmp_path, doors):
     events: list[lastgood.Event] = []
     doors(1)

@@ -163,6 +163,14 @@ def test_each_place_keeps_what_its_own_retention_keeps(places):
     assert steps(places.front) == [8, 9] and steps(places.last) == [4, 8, 9]
 
 
+def test_a_place_receives_the_first_save_after_each_multiple(places):
+    with places.opened(every=100, retention=lastgood.Keep(last=1, every=10), save_on_exit=False) as ckpt:
+        for step in range(3, 28, 4):
+            places.training.step()
+            ckpt.step(step).result()
+    assert steps(places.last) == [11, 23]
+
+
 def test_a_place_below_writes_the_parity_that_it_is_given(places):
     places.train(2, parity="4+2")
     assert not list(places.front.glob("gen/*/*parity*"))

@@ -180,13 +180,21 @@ class Ledger:
             len(newer) >= need or any(one.step == at.step for one in newer),
             f"{at} is deleted while only {len(newer)} of the required {need} newer generations are verified",
         )
-        pinned = self.keep.every is not None and at.step % self.keep.every == 0 and at in good
-        must(not pinned, f"{at} is deleted although retention pins it")
+        must(at not in good or not self._is_selected(at, line), f"{at} is deleted although retention pins it")
         must(not self.labels.milestones.get(at), f"{at} is deleted although a durable label makes it a milestone")
         if self.keep.best is not None and at in good and at in line:
             rivals = [one for one in line if one in good and one not in self.ending and one != at]
             must(self.labels.beaten(at, rivals), f"{at} is deleted although no other has a metric as good")
         self.ending.add(at)
+
+    def _is_selected(self, at: GenerationId, line: list[GenerationId]) -> bool:
+        """Whether `every` keeps a generation: its step is a multiple, or no save of the same steps of the lineage is
+        older. `line`: that lineage."""
+        every = self.keep.every
+        if every is None or at.step % every == 0:
+            return every is not None
+        same = [one for one in line if one.step // every == at.step // every]
+        return at.step > every and at in same and at == min(same, key=self.rank)
 
     def key(self) -> int:
         """A hash: ledgers with equal keys demand the same of a crash state."""

@@ -54,7 +54,9 @@ def gc(
     keep_every: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Keep every N-th step too; without --keep-last also the newest 3.", show_default=False
+            min=1,
+            help="Keep the first of every N steps too; without --keep-last also the newest 3.",
+            show_default=False,
         ),
     ] = None,
     damaged: Annotated[bool, typer.Option("--damaged", help="Delete what is damaged or lost, too.")] = False,

@@ -97,6 +97,8 @@ class Saver:
         """Begin again after step `n`, of which `restored` is the generation. Earlier announcements no longer hold."""
         state, options = self._request.state, self._options
         self.last, self.first_step, self._restored = None, None, restored
+        self._from = n
+        """the step at which the loop began"""
         self._numbers = Numbers(state, options.include, options.exclude)
         self._watch = ParameterWatch(state if self._ranks.is_coordinator else {}, n)
         self.announcements: Announcements | None = None
@@ -192,7 +194,7 @@ class Saver:
             with self._reading_the_state():
                 at, planned = self._planned(n, topic)
                 newest_only = self._pipeline.run.tier.newest_only  # an older one would take the place of a newer one
-                pinned = (must and not newest_only) or wanted(self._options.front.keep, n, milestone, metrics)
+                pinned = (must and not newest_only) or self._is_kept(n, milestone, metrics)
                 save = Save(n)  # its seconds are those of the write: planning may have waited for other ranks
                 copied = self._owe(n, must)
                 self.first_step = n if self.first_step is None else self.first_step
@@ -214,6 +216,12 @@ class Saver:
         self._numbers.saved(n, self._request.state)
         self._report_lacking_metric(metrics)
         return save
+
+    def _is_kept(self, n: int, milestone: bool, metrics: Mapping[str, float]) -> bool:
+        """Whether retention selects a save of step `n`, as far as all ranks know the same: that of the last save that
+        was begun, which may fail, or of the restored step counts as the one before it."""
+        since = self.last.step if self.last is not None else self._from  # guard: passed-multiple-pinned
+        return wanted(self._options.front.keep, n, milestone, metrics, since)
 
     def _report_lacking_metric(self, metrics: Mapping[str, float]) -> None:
         """Report, once and at rank 0, if the metric by which saves are kept never comes, in earlier jobs too."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from ..format.commit import Survey
 from ..records import Generation, GenerationId
 from .restore import lineage
-from .retention import Keep, wanted
+from .retention import Keep, firsts, wanted
 
 
 def holder(places: Sequence[Mapping[GenerationId, Generation]], at: GenerationId) -> int | None:
@@ -26,20 +26,23 @@ def holder(places: Sequence[Mapping[GenerationId, Generation]], at: GenerationId
 
 
 def lacking(here: Survey, there: Survey, everywhere: Survey, keep: Keep) -> list[Generation]:
-    """The generations that a place lacks: the newest good one, and those that its retention selects by step or label.
+    """The generations that a place lacks: the newest good one, and those that its retention selects by step or label:
+    of each `every` steps the oldest one of all places.
 
     `here`: what the place holds from which is copied. `there`: what the other place holds, whose retention is `keep`. A
     copy that was not read back, or that lacks a label, counts as absent. `everywhere`: what all places hold. The newest
     comes first.
     """
     chain = lineage(everywhere).chain
-    whole = (at for at in chain if at in everywhere.generations and everywhere.generations[at].restorable)
-    newest, lacks = next(whole, None), list[Generation]()
+    restorable = [everywhere.generations[at] for at in chain if at in everywhere.generations]
+    restorable = [one for one in restorable if one.restorable]
+    oldest = firsts(keep, restorable)  # guard: first-of-each-copied
+    newest, lacks = next((one.id for one in restorable), None), list[Generation]()
     for one in (here.generations[at] for at in chain if at in here.generations):
         copy = there.generations.get(one.id)
         # guard: unfinished-copy-finished-at-opening
         done = copy is not None and (copy.verified or bool(copy.unfit)) and copy.commit == one.commit
-        selected = wanted(keep, one.step, one.commit.milestone, one.commit.metrics)
+        selected = one.id in oldest or wanted(keep, one.step, one.commit.milestone, one.commit.metrics)
         if one.restorable and not done and (selected or one.id == newest):
             lacks.append(one)
     return lacks

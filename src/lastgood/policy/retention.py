@@ -6,15 +6,19 @@ evidence.
 Only verified generations count towards `last`. An unverified generation may be deleted once a newer verified one
 exists; where fewer than `last` are verified, the newest unverified ones are kept in their place. A generation that
 `every`, a milestone or `best` selects is kept, verified or not: verification may have skipped it, or a power loss may
-have removed its mark. Of the generations that a rewind abandoned, `best` selects none. A generation with an unreadable
-label is kept, because the label may make it a milestone. An unfit generation (NaN or infinity in its parameters) counts
-neither for `last` nor for `best`. Unless it is kept for its step or its label, it is deleted once a newer one is
-committed; an abandoned one is deleted like other abandoned ones (`surplus`).
+have removed its mark. `every=N` selects of each N steps of the lineage the oldest generation that may be restored, and
+each one whose step is a multiple of N; saves need not hit the multiples. A lineage grows at its newest end only, so the
+oldest one stays that. A milestone selects the oldest one that has reached it. Of the generations that a rewind
+abandoned, only those are selected whose own step is a multiple or a milestone, and `best` selects none. A generation
+with an unreadable label is kept, because the label may make it a milestone. An unfit generation (NaN or infinity in its
+parameters) counts neither for `last` nor for `best`, and not as the oldest. Unless it is kept for its step or its
+label, it is deleted once a newer one is committed; an abandoned one is deleted like other abandoned ones (`surplus`).
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -22,17 +26,19 @@ from typing import Literal
 import msgspec
 
 from ..format.commit import Survey
-from ..records import Generation, GenerationId, Incarnation
+from ..records import Commit, Generation, GenerationId, Incarnation
 from .arguments import is_whole, require
+from .cadence import crossed
 
 
 @dataclass(frozen=True)
 class Keep:
     """Which generations a run keeps.
 
-    `last` (default 3): the number of newest verified steps. `every` (default None): also each step that is a multiple
-    of it. `milestones` (default none): also these steps. `best` (default None): also the best generations by a metric,
-    as (name of the metric, "min" or "max", how many); metrics come from `save(step, metrics={...})`.
+    `last` (default 3): the number of newest verified steps. `every` (default None): also the first generation at or
+    after each multiple of it. `milestones` (default none): also the first one at or after each of these steps. `best`
+    (default None): also the best generations by a metric, as (name of the metric, "min" or "max", how many); metrics
+    come from `save(step, metrics={...})`.
 
     Raises Refused for values that cannot be meant. Example: `Keep(last=2, every=10_000, best=("loss", "min", 3))`.
     """
@@ -83,6 +89,7 @@ def surplus(keep: Keep, chain: Sequence[Generation], abandoned: Sequence[Generat
     whole = [one for one in chain if not one.damaged]
     kept |= {one.id for one in whole if _pinned(keep, one)}  # guard: keep-pinned
     whole = [one for one in whole if not one.unfit]
+    kept |= firsts(keep, whole)  # guard: first-of-each-kept
     # An unverified generation may be damaged, so it takes no place among the best from verified ones.
     kept |= {one.id for known in (good, whole) for one in _best(keep, known)}  # guard: keep-best
     newest = chain.index(good[0]) if good else len(chain)  # guard: keep-newer-than-verified
@@ -114,10 +121,38 @@ def unlabelled(one: Generation) -> Generation:
     return msgspec.structs.replace(one, label_unread=False, commit=record)
 
 
-def wanted(keep: Keep, step: int, milestone: bool, metrics: Mapping[str, float]) -> bool:
-    """Whether `keep` selects a save for another reason than its age, so that a newer save cannot replace it."""
-    by_step = step in keep.milestones or (keep.every is not None and step % keep.every == 0)
-    return milestone or by_step or (keep.best is not None and keep.best[0] in metrics)
+def firsts(keep: Keep, chain: Sequence[Generation]) -> set[GenerationId]:
+    """The generations that `every` and `milestones` select because none of the same steps is older.
+
+    `chain`: a lineage, newest first, without those that do not count.
+    """
+    found, seen, ahead = set[GenerationId](), set[int](), sorted(keep.milestones)
+    for one in reversed(chain):
+        multiple = one.step // keep.every if keep.every else 0
+        reached = bisect_right(ahead, one.step)
+        if reached or (multiple and multiple not in seen):
+            found.add(one.id)
+        seen.add(multiple)
+        ahead = ahead[reached:]
+    return found
+
+
+def wanted(keep: Keep, step: int, milestone: bool, metrics: Mapping[str, float], since: int | None = None) -> bool:
+    """Whether `keep` selects a save for another reason than its age, so that a newer save cannot replace it.
+
+    `since`: the step of the save before it, 0 if there is none: the save counts if a multiple of `every` or a milestone
+    was reached since. None (default): only if its own step is one.
+    """
+    since = step - 1 if since is None else min(since, step - 1)  # the same step may be saved again
+    reached = any(since < one <= step for one in keep.milestones)  # guard: first-at-milestone-wanted
+    # guard: first-at-multiple-wanted
+    multiple = keep.every is not None and (step % keep.every == 0 or crossed(keep.every, since, step))
+    return milestone or reached or multiple or (keep.best is not None and keep.best[0] in metrics)
+
+
+def wanted_after(keep: Keep, one: Commit) -> bool:
+    """As `wanted`, of a generation that was committed: its COMMIT names the one before it."""
+    return wanted(keep, one.step, one.milestone, one.metrics, one.parent.step if one.parent else 0)
 
 
 def _best(keep: Keep, chain: Sequence[Generation]) -> list[Generation]:

@@ -108,7 +108,7 @@ def report_bound(
         reporting.info(f"{tier.place} takes {what}")
         return
     kept = keep.last + len(keep.milestones) + (keep.best[2] if keep.best else 0) + compared
-    states, more = kept + flights + 2, f", and each {keep.every}th step" if keep.every else ""
+    states, more = kept + flights + 2, f", and the first of each {keep.every} steps" if keep.every else ""
     what, further = f"{flights} in flight + 2", "; milestones and damaged generations come on top, and for a while the "
     further += "generations that a rewind abandoned"
     if in_flight is None:  # the one that is copied, and what is left of one whose copy was given up

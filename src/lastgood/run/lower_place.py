@@ -28,7 +28,7 @@ from ..format import commit, layout
 from ..io import memory_files
 from ..limits import CHUNK_BYTES, EXAMINATION_CHUNKS
 from ..policy.places import lacking
-from ..policy.retention import wanted
+from ..policy.retention import wanted_after
 from ..ports import Mendable, Tier
 from ..records import Generation, GenerationId
 from ..units import plural
@@ -145,12 +145,11 @@ class LowerPlace:
 
     def offer(self, generation: Generation, pinned: bool) -> Future[None] | None:
         """Called when a generation was committed. Copies it if a copy is due; returns as `add`, None if none is due."""
-        keep, one = self.writer.keep, generation.commit
         with self._changed:
             due = {step for step in self._owed if step <= generation.step}  # guard: each-owed-copy-made
             # A later save may have been committed, or offered, before this one.
             promised = generation.step in self._promised  # guard: later-commit-still-owed
-            if not due and not promised and not wanted(keep, one.step, one.milestone, one.metrics):
+            if not due and not promised and not wanted_after(self.writer.keep, generation.commit):
                 return None
             self._owed -= due
             self._promised.discard(generation.step)
@@ -167,7 +166,7 @@ class LowerPlace:
             if self._copying == at:  # guard: label-during-copy-copied-again
                 self._again = True  # the copy may have passed the labels already
             self._source.held.add(at, self)  # guard: waiting-generation-held
-            if pinned or wanted(keep, at.step, generation.commit.milestone, generation.commit.metrics):
+            if pinned or wanted_after(keep, generation.commit):
                 self._pinned.add(at)
             kept = self._pinned | {self._under_way}  # guard: copy-under-way-not-overtaken
             others = [one for one in self._oldest_first() if one not in kept]

@@ -163,9 +163,13 @@ class RunWriter:
 
         `topic`: through which the ranks agree on this save (None: the topic of its step).
         """
-        pinned = request.pinned or wanted(self.keep, request.at.step, request.milestone, request.metrics)
+        at = request.at
+        with self.known.lock:
+            before = self.known.before(at)
+        since = before.step if before is not None else 0
+        pinned = request.pinned or wanted(self.keep, at.step, request.milestone, request.metrics, since)
         by = self.rank_writer(self._workers)
-        return save(self, replace(request, pinned=pinned), by, topic or self.ranks.step_topic("save", request.at.step))
+        return save(self, replace(request, pinned=pinned), by, topic or self.ranks.step_topic("save", at.step))
 
     def rank_writer(self, writers: Executor | None) -> RankWriter:
         """How this rank writes its part of a save, with these threads. On a full disk older generations are deleted."""

@@ -10,6 +10,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *table(
         "saves in flight",
         LOOP,
+        ("a save that passes a multiple may be overtaken", "passed-multiple-pinned", Instead("since = n")),
         ("a save that ended does not free its place in flight", "finished-save-frees-place", Remove()),
         ("the place in flight is not freed when a save fails before its start", "unstarted-save-frees-place", Remove()),
         ("the outcome is delivered before the place in flight is freed", "place-freed-before-outcome", AfterNext()),
