@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from histories import History, at, generation
+from lastgood.errors import TierDown
 from lastgood.format.commit import Survey
 from lastgood.policy.places import lacking, merged
-from lastgood.policy.restore import lineage, never_committed
+from lastgood.policy.restore import choose, ends_at, lineage, never_committed, require_read
 from lastgood.policy.retention import Keep, lacks_metric, stale_incarnations, surplus
 from lastgood.records import Finding, Incarnation
 
@@ -88,3 +91,30 @@ def test_a_place_lacks_the_first_generation_after_each_multiple():
     assert [one.step for one in lacking(front, below, merged([front, below]), keep)] == [2010, 1020]
     below = survey_of(1010, 2010)
     assert lacking(front, below, merged([front, below]), keep) == [], "1010 is the first of all places"
+
+
+def test_a_restore_ends_at_what_cannot_be_read():
+    survey = survey_of(10, 20, 30, 40)
+    error = TierDown("its folder cannot be listed")
+    for step in (20, 40):
+        survey.broken = {at(step): error}
+        survey.generations = {
+            one: kept for one, kept in survey_of(10, 20, 30, 40).generations.items() if one.step != step
+        }
+        assert choose(survey, None).candidates == ([at(40), at(30)] if step == 20 else []) and ends_at(survey) == at(
+            step
+        )
+    with pytest.raises(TierDown):
+        require_read(survey)
+    survey.broken = {at(40, "b"): error}
+    assert choose(survey, None).candidates == [], "no record names its incarnation, so it may be the newest"
+
+
+def test_a_copy_that_cannot_be_read_may_be_good():
+    """A damaged copy in front was stepped over, although the place below could not be read for a moment."""
+    front, below = survey_of(10), survey_of(10)
+    front.generations[at(20)] = generation(20, damaged=[Finding(kind="SumMismatch", what="chunk 3 differs")])
+    below.broken[at(20)] = TierDown("its COMMIT cannot be opened")
+    assert choose(merged([front, below]), None).candidates == []
+    front.generations[at(20)] = generation(20, verified=True)
+    assert choose(merged([front, below]), None).candidates == [at(20), at(10)]

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import lastgood
-from harness import continued, load, save
+from harness import continued, flip, load, save
+from lastgood import errors
 from lastgood.cli import app
 from lastgood.engine.arena import Arena
 from lastgood.format import commit, layout
@@ -174,6 +175,90 @@ def test_an_unwritable_mark_does_not_stop_a_restore(tmp_path):
     with files.installed(), lastgood.Checkpointer(tmp_path / "run", state) as ckpt:
         assert ckpt.restore().step == 3
     assert state["w"].sum() == 4
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    """A run with steps 1, 2 and 3, all verified."""
+    with lastgood.Checkpointer(tmp_path / "run", {"w": torch.ones(4)}, retention=Keep(last=9)) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step).result()
+            ckpt.wait()
+    return tmp_path / "run"
+
+
+def unread(step: int, of: str = "", number: int = errno.EACCES) -> Fault:
+    """The folder of a step cannot be listed, or a file in it not be opened."""
+    return Fault("open read" if of else "list", f"*/gen/{step:012d}-*{of}", number)
+
+
+OF_STEP_1 = [unread(1), unread(1, "", errno.EUCLEAN), unread(1, "", errno.EIO), unread(1, layout.COMMIT)]
+
+
+@pytest.mark.parametrize("fault", [*OF_STEP_1, unread(1, layout.VERIFIED)], ids=str)
+def test_an_old_generation_that_cannot_be_read_stops_nothing(trained, faulty_files, caplog, fault):
+    """One folder of step 1 that belonged to another user, or lay on a damaged sector, kept the run from opening: no
+    restore of step 3, no save and no listing. It is not deleted either: it may be good."""
+    faulty_files.inject(fault)
+    state = {"w": torch.zeros(4)}
+    assert lastgood.load(trained, state).step == 3
+    with lastgood.Checkpointer(trained, state, retention=Keep(last=1)) as ckpt:
+        assert ckpt.restore().step == 3
+        ckpt.save(4).result()
+        ckpt.wait()
+    assert lastgood.save(trained, state, step=5).step == 5
+    assert "1 generation cannot be read (step 1 (" in caplog.text
+    faulty_files.clear()
+    assert steps_in(trained) == [1, 4, 5], "it was neither counted nor deleted"
+
+
+def test_the_records_of_incarnations_need_not_be_readable(trained, faulty_files):
+    """What a job of another user has written with umask 077 kept the run from opening: its file name says the same."""
+    faulty_files.inject(Fault("open read", "*/incarnations/*", errno.EACCES))
+    assert lastgood.load(trained, {"w": torch.zeros(4)}).step == 3
+
+
+@pytest.mark.parametrize("fault", [unread(3), unread(3, layout.COMMIT, errno.EMFILE)], ids=str)
+def test_no_restore_goes_back_past_what_cannot_be_read(trained, faulty_files, fault):
+    """Step 3 may be good: to go on from step 2 would give it up."""
+    state, error = {"w": torch.zeros(4)}, (errors.NotWritable, errors.TierDown)
+    faulty_files.inject(fault)
+    with pytest.raises(error):
+        lastgood.load(trained, state)
+    with pytest.raises(error):
+        lastgood.open(trained).generation()
+    with pytest.raises(error):
+        lastgood.save(trained, state, step=9)
+    assert lastgood.load(trained, state, step=2).step == 2
+    with lastgood.Checkpointer(trained, state) as ckpt:
+        with pytest.raises(error):
+            ckpt.restore()
+        faulty_files.clear()
+        assert ckpt.restore().step == 3, "the run is listed again"
+
+
+def test_behind_a_damaged_one_no_restore_passes_what_cannot_be_read(trained, faulty_files):
+    flip(next(trained.glob("gen/000000000003-*/*.safetensors")))
+    faulty_files.inject(unread(2))
+    with pytest.raises(errors.NotWritable, match="000000000002-"):
+        lastgood.load(trained, {"w": torch.zeros(4)})
+
+
+def test_an_unlistable_folder_of_generations_ends_an_opening(trained, faulty_files):
+    faulty_files.inject(Fault("list", "*/gen", errno.EIO))
+    with pytest.raises(errors.TierDown):
+        lastgood.Checkpointer(trained, {"w": torch.zeros(4)})
+
+
+def test_commands_show_and_leave_what_cannot_be_read(trained, faulty_files, capsys):
+    faulty_files.inject(unread(1))
+    assert app.main(["ls", str(trained)]) == 0
+    output = capsys.readouterr().out
+    assert "unreadable" in output and "a restore takes step 3" in " ".join(output.split())
+    assert app.main(["gc", str(trained), "--keep-last", "1", "--damaged"]) == 0
+    assert app.main(["verify", str(trained)]) == 0
+    faulty_files.clear()
+    assert steps_in(trained) == [1, 3]
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ MEANINGS = {
     "not good": "intact, and not good to go on from; never chosen by itself, restore(step=...) takes it",
     "abandoned": "left behind by a rewind; never chosen by itself, restore(step=...) takes it",
     "incomplete": "no COMMIT: a save that is under way, or one that did not end (`lastgood gc` clears it)",
+    "unreadable": "it may be good; restores that would go back past it fail until it can be read",
     "deleting": "a deletion that did not end: it was interrupted, or a file cannot be removed (`lastgood gc`)",
 }
 
@@ -44,7 +45,7 @@ def listing(tier: Tier, survey: Survey) -> dict[str, Any]:
     hint = survey.pointer
     points = GenerationId(step=hint.step, incarnation=hint.incarnation) if hint else None
     known = {*survey.generations, *survey.broken, *survey.incomplete, *survey.going}
-    lacking = unprotected(tier, survey)
+    lacking, unread = unprotected(tier, survey), survey.unread
     rows = []
     for at in newest_first(survey, known):
         (state, why), one = state_of(survey, at), survey.generations.get(at)
@@ -54,7 +55,7 @@ def listing(tier: Tier, survey: Survey) -> dict[str, Any]:
                 "state": state,
                 "verified": one is not None and one.good,
                 "created": one.commit.created if one else None,
-                "bytes": one.bytes if one else bytes_on_disk(tier, at),
+                "bytes": one.bytes if one else 0 if at in unread else bytes_on_disk(tier, at),
                 "milestone": one is not None and one.commit.milestone,
                 "metrics": one.commit.metrics if one else {},
                 "lastgood": at == points,

@@ -39,6 +39,7 @@ def pick(survey: Survey, wanted: str | None, remark: str = "") -> Generation:
         choice = restore.choose(survey, None)
         if choice.candidates:
             return survey.generations[choice.candidates[0]]
+        restore.require_read(survey)
         if choice.passed_over:
             reasons = "\n".join(f"  step {at.step}: {reason}" for at, reason in choice.passed_over)
             raise NothingGood(f"no generation of this run is good:\n{reasons}", todo="\nName a STEP to look at it.")

@@ -93,7 +93,7 @@ def swept(run: str, keep: Keep | None, damaged: bool, dry_run: bool, take_over: 
         rows = [_going(tier, at, "an unfinished deletion") for at in sorted(survey.going)]
         rows += [_going(tier, at, "never committed") for at in sorted(survey.incomplete - lost)]
         litter = [name for folder in ("", "incarnations") for name in _litter(tier, folder)]
-        for at in sorted({*survey.generations, *survey.broken, *lost}):
+        for at in sorted({*survey.generations, *survey.broken, *lost} - survey.unread.keys()):
             litter += _litter(tier, layout.folder(at))
         writer = None if dry_run else RunWriter(tier, workers)  # opening deletes all of these, or commits one late
         late = sealed_by_all(tier, survey, survey.run or "") if dry_run else None

@@ -24,6 +24,7 @@ STYLES = {
     "committed": "",
     "damaged": "bold red",
     "lost": "bold red",
+    "unreadable": "bold red",
     "not good": "bold red",
 }
 
@@ -92,7 +93,7 @@ def state_of(survey: Survey, at: GenerationId) -> tuple[str, str]:
     """The state of a generation (docs/cli.md, "States"), and the reason if it is not good."""
     chain, lost = restore.lineage(survey)
     if at in survey.broken:
-        return "damaged", str(survey.broken[at])
+        return ("unreadable" if at in survey.unread else "damaged"), str(survey.broken[at])
     if at in lost:
         return "lost", "its COMMIT is gone although nobody deleted it"
     if at in survey.incomplete or at in survey.going:

@@ -87,6 +87,7 @@ def _selected(places: ReadPlaces, step: str | None, every: bool) -> _Selection:
     if step is not None:
         return _Selection([find(survey, step)], bad)
     candidates, over = restore.choose(survey, None)
+    restore.require_read(survey)
     wanted = [at for at, _ in over if not candidates or at.step >= candidates[0].step] + candidates[:1]
     marked = {at: survey.generations[at] for at in wanted if at in survey.generations and at not in candidates}
     bad |= {at: one.damaged or one.unfit for at, one in marked.items()}

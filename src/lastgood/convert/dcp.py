@@ -126,10 +126,10 @@ class Writer(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """At the coordinator: choose the generation of this save, record its incarnation, and send it to all ranks."""
         with _opened(self.path, self._digest) as run:
-            chain = run.lineage()
-            run.begin(chain[0].id if chain else None, order_beside((), [run.known.tier]))
+            newest = run.newest()
+            run.begin(newest.id if newest else None, order_beside((), [run.known.tier]))
             wanted = _step(self.checkpoint_id)
-            self._at = run.admit(wanted if wanted is not None else chain[0].step + 1 if chain else 0)
+            self._at = run.admit(wanted if wanted is not None else newest.step + 1 if newest else 0)
             run.record_incarnation()  # `finish` opens the run again, and continues this incarnation
         return [replace(plan, storage_data=_Place(self._at, rank, len(plans))) for rank, plan in enumerate(plans)]
 

@@ -120,7 +120,7 @@ def bring(source: Foreign, run: str, step: int, count_bytes: CountBytes, take_ov
                 safe="Nothing was written.",
                 todo=f"Import into another run, or as a later step: --step {newest.step + 1}.",
             )
-        parent = next(iter(writer.lineage()), None)
+        parent = writer.newest()
         writer.begin(parent.id if parent else None, order_beside((), [disk]))
         images = layout.images(source.tensors)
         chunk_bytes = min(CHUNK_BYTES, round_up(max(image.length for image in images)))

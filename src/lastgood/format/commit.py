@@ -280,7 +280,7 @@ class Survey:
     run: str | None = None
     generations: dict[GenerationId, Generation] = field(default_factory=dict)
     broken: dict[GenerationId, LastgoodError] = field(default_factory=dict)
-    """generations whose COMMIT exists and is damaged"""
+    """generations whose COMMIT exists and is damaged, and those that could not be read"""
     incomplete: set[GenerationId] = field(default_factory=set)
     """folders without COMMIT and GOING: the save was not finished, or its COMMIT is lost"""
     witnessed: set[GenerationId] = field(default_factory=set)
@@ -295,9 +295,15 @@ class Survey:
     listings: Mapping[str, Listing] = field(default_factory=dict)  # the folders below `gen`, by their names
     catalogued: frozenset[GenerationId] = frozenset()  # those that were read from the catalog
 
+    @property
+    def unread(self) -> dict[GenerationId, LastgoodError]:
+        """Those of `broken` that could not be read, so that they may be good, or were never committed."""
+        return {at: error for at, error in dict(self.broken).items() if not isinstance(error, Damaged)}
+
 
 def survey(tier: Tier) -> Survey:
-    """Read every commit record and every incarnation of a run. Raises Unavailable, and UnknownFormat for newer records.
+    """Read every commit record and every incarnation of a run. Raises Unavailable, NotWritable, and UnknownFormat for
+    newer records. In a directory one generation that cannot be read is among `broken`.
 
     Header, pointer and incarnation records are hints: if one is damaged or missing, its file name or the commits supply
     the same facts.
@@ -306,8 +312,10 @@ def survey(tier: Tier) -> Survey:
     header = read_hint(tier, layout.HEADER, root.get(layout.HEADER), RunHeader)
     pointer = read_hint(tier, layout.POINTER, root.get(layout.POINTER), Pointer)
     pointer = pointer or read_hint(tier, layout.OLD_POINTER, root.get(layout.OLD_POINTER), Pointer)
-    tree = folders.listed(tier)
+    unread = dict[str, LastgoodError]()
+    tree = folders.listed(tier, unread)
     found = Survey(run=header.run if header else None, pointer=pointer, listings=tree)
+    found.broken |= {at: error for name, error in unread.items() if (at := layout.parse_folder(name)) is not None}
     committed = dict[GenerationId, Listing]()
     for name, listing in sorted(tree.items()):
         at = layout.parse_folder(name)
@@ -336,8 +344,11 @@ def survey(tier: Tier) -> Survey:
         if named is None or length is None or length < 0:  # guard: incarnation-record-is-file
             continue
         found.order = max(found.order, named.order)
+        record: Incarnation | None = None
+        with contextlib.suppress(*folders.unread_errors(tier)):  # guard: unread-incarnation-from-its-name
+            record = read_hint(tier, f"incarnations/{name}", length, Incarnation)
         # guard: incarnation-matches-its-name
-        if read_hint(tier, f"incarnations/{name}", length, Incarnation) in (None, named):  # otherwise it was moved here
+        if record in (None, named):  # otherwise it was moved here
             found.incarnations[named.id] = named
     for at, generation in found.generations.items():
         found.order = max(found.order, generation.commit.order)
@@ -352,11 +363,13 @@ def survey(tier: Tier) -> Survey:
 def _read_generations(tier: Tier, found: Survey, committed: Mapping[GenerationId, Listing]) -> None:
     """Read these generations into `found`: several at a time where each read is a request."""
 
-    def read(at: GenerationId) -> Generation | Damaged | None:
+    def read(at: GenerationId) -> Generation | LastgoodError | None:
         try:
             return read_generation(tier, at, found.run, committed[at])
         except Damaged as error:
             return None if folders.is_deleted(tier, at) else error  # guard: deleted-commit-is-not-broken
+        except folders.unread_errors(tier) as error:
+            return error  # guard: unread-commit-noted
 
     with contextlib.ExitStack() as threads:
         several = len(committed) > 1 and visible_is_durable(tier)
@@ -364,7 +377,7 @@ def _read_generations(tier: Tier, found: Survey, committed: Mapping[GenerationId
         for at, one in zip(committed, each(read, committed), strict=True):
             if one is None:
                 continue  # who deletes it finishes that
-            if isinstance(one, Damaged):
+            if isinstance(one, LastgoodError):
                 found.broken[at] = one  # guard: broken-commit-recorded
             else:
                 found.generations[at] = one

@@ -60,7 +60,7 @@ def save_once(
     patterns.require(state)
     with access.for_writing(path, "atomic_dirsync") as disk, ThreadPoolExecutor(WORKERS, "lastgood-write") as workers:
         run = RunWriter(disk, workers)
-        newest = next(iter(run.lineage()), None)
+        newest = run.newest()
         run.begin(newest.id if newest else None, order_beside((), [disk]))
         tensors = captured.tensors
         images = staging.lay_out(tensors, finite(captured, exempt=untrained(state, captured)))

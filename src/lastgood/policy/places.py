@@ -72,16 +72,20 @@ def packed_parts(parts: Sequence[Sequence[int]], nodes: Sequence[str]) -> list[l
 
 
 def merged(surveys: Sequence[Survey]) -> Survey:
-    """What all places hold together. A generation is lost or broken only if no place has a readable copy."""
+    """What all places hold together. A generation is lost or broken only if no place has a readable copy; one that is
+    bad where it can be read, and cannot be read in another place, counts as unread."""
     if len(surveys) == 1:
         return surveys[0]
     places = [dict(one.generations) for one in surveys]  # a copy at once: other threads add generations meanwhile
+    unread = {at: error for one in reversed(surveys) for at, error in one.unread.items()}
     generations: dict[GenerationId, Generation] = {}
     for at in {at for one in places for at in one}:
         index = holder(places, at)
         assert index is not None
-        generations[at] = places[index][at]
+        if at not in unread or places[index][at].restorable:  # guard: unread-copy-may-be-good
+            generations[at] = places[index][at]
     broken = {at: error for one in reversed(surveys) for at, error in dict(one.broken).items() if at not in generations}
+    broken |= {at: error for at, error in unread.items() if at not in generations}
     incomplete = {at for one in surveys for at in set(one.incomplete) if at not in generations and at not in broken}
     return Survey(
         run=next((one.run for one in surveys if one.run is not None), None),

@@ -5,7 +5,7 @@ Pure: works on a survey, reads nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from typing import NamedTuple
 
 from ..errors import NoSuchStep
@@ -111,7 +111,8 @@ def under_way(survey: Survey, intents: Mapping[GenerationId, Commit]) -> list[Ge
 
 
 def choose(survey: Survey, step: int | None) -> Choice:
-    """The candidates of a restore: those of the lineage, newest first; or the generations of `step`.
+    """The candidates of a restore: those of the lineage, newest first, down to one that could not be read (`ends_at`);
+    or the generations of `step`.
 
     An abandoned generation of `step` is a candidate only where the lineage has none, and then only the newest one.
     Raises NoSuchStep if `step` was never committed, was deleted, or is not a whole number.
@@ -129,10 +130,10 @@ def choose(survey: Survey, step: int | None) -> Choice:
         return Choice(wanted, [])
     passed = [(at, "its COMMIT is gone") for at in lost]  # guard: lost-commits-reported
     # No readable record names their incarnation, so they may be the newest.
-    unplaced = [at for at in survey.broken if at.incarnation not in survey.incarnations and at not in chain]
-    passed += [(at, str(survey.broken[at])) for at in unplaced]
-    candidates = []
-    for at in chain:
+    passed += [(at, str(survey.broken[at])) for at in _unplaced(survey, chain)]
+    candidates, end = list[GenerationId](), ends_at(survey)
+    newer = chain[: chain.index(end)] if end in chain else []
+    for at in chain if end is None else newer:  # guard: unread-generation-ends-restore
         if at in survey.broken:
             passed.append((at, str(survey.broken[at])))
         elif survey.generations[at].damaged:
@@ -142,6 +143,27 @@ def choose(survey: Survey, step: int | None) -> Choice:
         else:
             candidates.append(at)
     return Choice(candidates, sorted(passed, reverse=True))
+
+
+def ends_at(survey: Survey) -> GenerationId | None:
+    """The newest generation of the lineage that could not be read: it may be good, so nothing older is restored in its
+    place. None: all could be read."""
+    if not (unread := survey.unread):
+        return None
+    chain = lineage(survey).chain
+    return next((at for at in (*_unplaced(survey, chain), *chain) if at in unread), None)
+
+
+def require_read(survey: Survey) -> None:
+    """Raise the error of the generation at which a restore ends, if nothing newer may be restored."""
+    end = ends_at(survey)
+    if end is not None and not choose(survey, None).candidates:
+        raise survey.broken[end]
+
+
+def _unplaced(survey: Survey, chain: Collection[GenerationId]) -> list[GenerationId]:
+    """Those of `broken` that may be the newest, because no readable record names their incarnation."""
+    return [at for at in survey.broken if at.incarnation not in survey.incarnations and at not in chain]
 
 
 def never_good(survey: Survey, suspects: Set[GenerationId]) -> bool:

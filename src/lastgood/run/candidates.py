@@ -115,7 +115,7 @@ class Candidates:
       - NothingGood, with the reason for each generation, if none is left;
       - HalfLoaded, where the state is a mixture of two steps and no other generation may be tried, and its subclass
         LoadFailed, where the user's loading code raised (`failed` raises that one at once);
-      - Unavailable, if the commit record of a generation could not be read when the run was listed;
+      - the error of a generation that could not be read when the run was listed, before an older one would be tried;
       - what `run` raises.
     It ends without an error only if nothing was ever committed.
     """
@@ -146,6 +146,8 @@ class Candidates:
             if again or (self._step is not None and self.is_last(at)):  # guard: next-older-after-damage
                 raise error
             self._passed_over.append((at.step, str(error)))
+        if self._step is None and (end := restore.ends_at(self._survey)) is not None:
+            raise self._survey.broken[end]  # guard: unread-generation-not-stepped-over
         if self._passed_over:
             raise self._nothing_good()
 

@@ -265,6 +265,7 @@ class Mender:
 
     def mend_known(self, step: int | None, arena: Arena) -> None:
         """Mend the generations that a restore would pass over as damaged, newest first, down to the one it would load.
+        After that, and if a generation could not be read before, the run is listed again.
 
         `step`: only generations of this step are mended (None: any).
         """
@@ -273,17 +274,17 @@ class Mender:
         in_lineage = sorted({*chain, *lost}, key=self._age, reverse=True)
         outside = known.survey.broken.keys() - set(in_lineage)
         here = {*known.survey.generations, *known.survey.broken, *known.survey.incomplete}
-        mended = False
+        again = bool(known.survey.unread)  # guard: unread-listed-again-at-restore
         for at in (*outside, *in_lineage):
             one = (known.survey if at in here else view).generations.get(at)
             if one is None or one.damaged:  # guard: good-generation-not-mended
                 if step not in (None, at.step) or at not in here or not self.try_to_mend(at, arena):
                     continue
-                mended, one = True, known.survey.generations.get(at)
+                again, one = True, known.survey.generations.get(at)
             # guard: only-loaded-generation-mended
             if step is None and at not in outside and one is not None and not one.unfit:
                 break
-        if mended:
+        if again:
             with known.lock:
                 unfit = {at: one.unfit for at, one in known.survey.generations.items() if one.unfit}
                 # Rebuilt records may name incarnations and predecessors that were unknown before.

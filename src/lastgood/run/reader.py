@@ -128,10 +128,12 @@ class RunReader:
         return survey.generations[at]
 
     def _first(self, step: int | None) -> tuple[Survey, GenerationId]:
-        """List the run. Returns the survey, and the generation that a restore would try first. Raises NoSuchStep."""
+        """List the run. Returns the survey, and the generation that a restore would try first. Raises NoSuchStep, and
+        the error of a newer one that cannot be read."""
         survey = self._survey()
         candidates = restore.choose(survey, step).candidates
         if not candidates:
+            restore.require_read(survey)
             raise restore.no_such_step(f"{self.tier.place} holds no generation that is good", survey)
         return survey, candidates[0]
 

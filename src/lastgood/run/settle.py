@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 
+from .. import reporting
 from ..errors import LastgoodError, TierDown, Unreadable
 from ..format import commit, folders, layout, parity_layout
 from ..policy import restore
 from ..policy.retention import stale_incarnations
 from ..ports import Tier
 from ..records import RunHeader
+from ..units import plural
 from .known import KnownRun
 from .late_commit import commit_sealed
 from .retire import Deletions
@@ -21,12 +23,24 @@ from .retire import Deletions
 
 def settle(known: KnownRun, deletions: Deletions) -> str:
     """Settle a run and return its id. Raises Unreadable if its id is recorded only where it cannot be read now."""
+    _report_unread(known)  # guard: unread-generation-reported
     run_id = _ensure_header(known)
     _remove_litter(known, deletions)
     commit_sealed(known, run_id)
     _complete(known)
     remove_unfinished(known, deletions)
     return run_id
+
+
+def _report_unread(known: KnownRun) -> None:
+    """Report the generations that cannot be read: the run goes on without them."""
+    if unread := known.survey.unread:
+        newest, many = max(unread), plural(len(unread), "generation")
+        reporting.warning(
+            f"{known.tier.place}: {many} cannot be read ({newest}: {unread[newest].what}). They stay and count for "
+            "nothing, and no restore goes back past them. Check the owner of the folder, the mount and the disk; what "
+            "is not needed can be moved out of the run"
+        )
 
 
 def remove_unfinished(known: KnownRun, deletions: Deletions, copied: bool = False) -> None:
@@ -55,9 +69,9 @@ def _ensure_header(known: KnownRun) -> str:
     if survey.run is not None:
         return survey.run
     newest = max(survey.generations.values(), key=lambda one: one.commit.order, default=None)
-    unreadable = next((one for one in survey.broken.values() if isinstance(one, Unreadable)), None)
+    unreadable = [one for one in survey.broken.values() if isinstance(one, Unreadable)] + [*survey.unread.values()]
     if newest is None and unreadable:
-        raise unreadable  # it may become readable later, and would not belong to a run with a new id
+        raise unreadable[0]  # it may become readable later, and would not belong to a run with a new id
     run_id = newest.commit.run if newest else known.environment.new_id()
     write_header(tier, run_id)
     return run_id

@@ -25,6 +25,7 @@ from ..errors import LastgoodError, NoSpace, StepTaken
 from ..format import catalog, commit, intents, layout, parity_layout
 from ..io.reed_solomon import Code
 from ..limits import RECORD_LIMIT_BYTES
+from ..policy import restore
 from ..policy.places import holder
 from ..policy.retention import KEEP, Keep, unverified_ahead, wanted
 from ..ports import Stop, Tier, never
@@ -116,6 +117,12 @@ class RunWriter:
     def lineage(self) -> list[Generation]:
         """As `KnownRun.lineage`."""
         return self.known.lineage()
+
+    def newest(self) -> Generation | None:
+        """The newest generation of the lineage, which a save without a restore continues; None: there is none. Raises
+        the error of one that could not be read and may be newer."""
+        restore.require_read(self.survey)  # guard: unread-generation-not-abandoned
+        return next(iter(self.lineage()), None)
 
     # ---- saving --------------------------------------------------------------------------------------------
 

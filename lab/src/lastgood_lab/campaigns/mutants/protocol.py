@@ -156,6 +156,31 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a damaged hint is raised instead of ignored", "damaged-hint-ignored", Instead("raise")),
     ),
     *table(
+        "generations that cannot be read",
+        ("undeletable", "retention"),
+        ("one folder that cannot be listed stops a run", "unlisted-folder-noted", Instead("raise")),
+        ("one COMMIT that cannot be opened stops a run", "unread-commit-noted", Instead("raise")),
+        (
+            "one incarnation record that cannot be opened stops a run",
+            "unread-incarnation-from-its-name",
+            Swap("*folders.unread_errors(tier)", ""),
+        ),
+        (
+            "a restore steps over what cannot be read",
+            "unread-generation-ends-restore",
+            Swap("chain if end is None else newer", "chain"),
+        ),
+        ("behind a damaged one nothing counts as unread", "unread-generation-not-stepped-over", Instead("pass")),
+        ("a save without a restore abandons what cannot be read", "unread-generation-not-abandoned", Remove()),
+        ("what cannot be read is not reported", "unread-generation-reported", Remove()),
+        ("a copy that cannot be read does not count", "unread-copy-may-be-good", Always()),
+        (
+            "what could not be read at an opening stays unread",
+            "unread-listed-again-at-restore",
+            Instead("again = False"),
+        ),
+    ),
+    *table(
         "retention",
         core(),
         (
