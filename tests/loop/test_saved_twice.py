@@ -14,7 +14,7 @@ import torch
 import lastgood
 from harness import reported, reports, steps
 from lastgood import errors
-from lastgood.format import commit
+from lastgood.format import commit, layout
 from lastgood.format.layout import label_number
 from lastgood.io.files import PosixFile
 from lastgood.loop.metrics import numbers
@@ -24,6 +24,7 @@ from lastgood.policy.retention import Keep
 from lastgood.records import GenerationId
 from lastgood.run import access
 from lastgood.run.writer import RunWriter
+from lastgood.testing import Fault
 
 
 def test_a_milestone_is_added_to_the_generation_of_the_cadence(tmp_path: Path) -> None:
@@ -311,3 +312,40 @@ def test_a_rewind_saved_at_once_is_durable(tmp_path: Path) -> None:
         ckpt.save(2).result()
     with lastgood.Checkpointer(tmp_path, state) as ckpt:
         assert ckpt.restore().step == 2
+
+
+@pytest.mark.parametrize("on_error", ["warn", "raise"])
+@pytest.mark.parametrize("trouble", ["down", "moved"])
+def test_a_saved_step_that_cannot_be_read_ends_no_loop(
+    tmp_path: Path, faulty_files, on_error: str, trouble: str
+) -> None:
+    """save(n, milestone=True) after step(n) raised TierDown or MissingBlob in the loop, whatever on_error said: where a
+    network file system was down for a moment, or the folder of the run was moved, the job ended."""
+    run, state = tmp_path / "run", {"w": torch.zeros(3)}
+    with lastgood.Checkpointer(run, state, cadence=Every(steps=1), on_error=on_error) as ckpt:
+        ckpt.step(1)
+        ckpt.wait()
+        if trouble == "moved":
+            run.rename(tmp_path / "elsewhere")
+        else:
+            faulty_files.inject(Fault("list", "*/gen/000000000001-*"))
+        again = ckpt.save(1, milestone=True)
+        assert isinstance(again.error(), (errors.TierDown, errors.MissingBlob)) and not again.durable()
+        if trouble == "moved":
+            (tmp_path / "elsewhere").rename(run)
+        faulty_files.clear()
+        if on_error == "raise":
+            with pytest.raises((errors.TierDown, errors.MissingBlob)):
+                ckpt.step(2)
+        ckpt.step(3)
+    assert not lastgood.open(run).generation(1).commit.milestone and steps(run)[-1] == 3
+
+
+def test_a_restored_step_that_cannot_be_read_is_saved_again(tmp_path: Path, faulty_files) -> None:
+    with lastgood.Checkpointer(tmp_path, trained_state()) as ckpt:
+        first = ckpt.save(3).result()
+    with lastgood.Checkpointer(tmp_path, trained_state()) as ckpt:
+        ckpt.restore()
+        faulty_files.inject(Fault("list", f"*/{layout.folder(first.id)}"))
+        assert ckpt.save(3).result().id != first.id
+        faulty_files.clear()

@@ -34,7 +34,14 @@ from ranked import (
     timed,
     unfit,
 )
-from ranked_twice import ended_after_a_bad_loss, learning_late, leaving_windows_out, saved_again, updated_at_the_end
+from ranked_twice import (
+    ended_after_a_bad_loss,
+    learning_late,
+    leaving_windows_out,
+    saved_again,
+    unread_when_saved_again,
+    updated_at_the_end,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -265,6 +272,11 @@ def test_ranks_decide_alike_on_a_step_that_is_saved_twice(tmp_path, kind, change
     assert [fourth for _, _, fourth in found] == ["step 2", "step 2"]
     kept = lastgood.open(tmp_path).generation(1).commit
     assert kept.milestone and kept.metrics == {"loss": 1.0}
+
+
+def test_a_saved_step_that_one_rank_cannot_read_ends_no_loop(tmp_path):
+    assert world(2, unread_when_saved_again, tmp_path) == [("TierDown", "step 2")] * 2
+    assert not lastgood.open(tmp_path).generation(1).commit.milestone
 
 
 def test_an_update_of_one_rank_after_the_last_step_saves_nothing_at_exit(tmp_path):

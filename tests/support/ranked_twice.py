@@ -20,6 +20,7 @@ from lastgood.format import layout
 from lastgood.ranks.replica_check import Replicas
 from lastgood.run import advice, side_records
 from lastgood.run.advice import Advice, Skip
+from lastgood.testing import Fault, FaultyFiles
 from lastgood_lab.campaigns.rank_jobs import PATIENCE, made, outcome_of
 from ranked import LIMIT_SECONDS, opened
 
@@ -43,6 +44,22 @@ def saved_again(rank: int, size: int, kind: str, root: Path, changed_ranks: tupl
             one.data.copy_(original)
         fourth = outcome_of(lambda: ckpt.save(2).result())
     return first.id == second.id, third, fourth
+
+
+def unread_when_saved_again(rank: int, size: int, root: Path) -> tuple[str, str]:
+    """Save a step, save it again while rank 1 cannot read its manifest, and save the next step. Returns the error of the
+    second save, and the outcome of the third."""
+    loop = made("plain", size)
+    with FaultyFiles().installed() as files, opened(root, loop.state) as ckpt:
+        loop.step(1)
+        ckpt.save(1).result(LIMIT_SECONDS)
+        ckpt.wait()
+        if rank == 1:
+            files.inject(Fault("open read", f"*/{layout.manifest_name(1)}"))
+        second = ckpt.save(1, milestone=True)
+        files.clear()
+        loop.step(2)
+        return type(second.error()).__name__, outcome_of(lambda: ckpt.save(2).result(LIMIT_SECONDS))
 
 
 def updated_at_the_end(rank: int, size: int, root: Path) -> list[str]:

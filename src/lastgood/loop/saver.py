@@ -25,7 +25,7 @@ from .. import reporting
 from ..coordination.announcements import Announcements
 from ..coordination.rounds import RankGroup
 from ..coordination.single_rank import AnyRanks, AnyTopic
-from ..errors import Damaged, InFlightFull, StepTaken
+from ..errors import Damaged, InFlightFull, LastgoodError, NotWritable, StepTaken, Unavailable
 from ..format import commit
 from ..policy.arguments import require
 from ..policy.cadence import Every
@@ -304,7 +304,8 @@ class Saver:
     def existing(self, n: int, milestone: bool, metrics: Mapping[str, float]) -> Save | None:
         """The save of step `n` that is durable or under way, with milestone and metrics added. None if there is none.
 
-        Raises StepTaken if the state differs from the one that was saved for this step.
+        Raises StepTaken if the state differs from the one that was saved for this step. Where that cannot be read, the
+        handle has ended with the error, on all ranks, and nothing was added.
         """
         last = self.last
         if last is not None and last.step == n:
@@ -313,7 +314,10 @@ class Saver:
             if last.failed():
                 return None
             self._pipeline.pin_and_label(last, False, {})  # from now on no newer save replaces it
-            self._require_same_state(last)
+            try:
+                self._require_same_state(last)
+            except (Damaged, NotWritable, Unavailable) as error:
+                return self._not_added(n, error)  # guard: unread-step-does-not-end-loop
             self._metrics[-1:] = [{**one, **metrics} for one in self._metrics[-1:]]
             return self._pipeline.pin_and_label(last, milestone, metrics)
         if last is None and (restored := self._restored_save(n)) is not None:
@@ -327,12 +331,20 @@ class Saver:
             return
         topic = self._ranks.step_topic("same", save.step)
         with topic.failing():
+            captured = self._planner.captured(self._request.state)  # all ranks take part
             manifest = commit.read_manifest(self._pipeline.run.tier, save.committed(), self._ranks.rank)
-            captured = self._planner.captured(self._request.state)
             names = changed(captured, manifest)
         names = topic.agree(names, lambda posts: sorted({name for one in posts for name in one}))
         require_unchanged(save.step, names)
         self._report_changed_values(save.step, captured, manifest)
+
+    def _not_added(self, n: int, error: LastgoodError) -> Save:
+        """Report why nothing was added to step `n`, which is saved; returns a handle that has ended with that error."""
+        self._pipeline.outcomes.put_always(error)
+        save = Save(n)
+        save.note_staged()
+        save.note_outcome(None, error)
+        return save
 
     def compare_values(self, save: Save) -> None:
         """Report numbers, texts and schedules that have changed since `save` stored them. All ranks call it: to read a
@@ -355,7 +367,8 @@ class Saver:
         if generation is None or generation.step != n:
             return None
         tier = self._pipeline.run.tier
-        with contextlib.suppress(Damaged):  # the manifest cannot be compared any more, so the step is written again
+        # What cannot be compared is written again.
+        with contextlib.suppress(Damaged, NotWritable, Unavailable):  # guard: unread-restored-step-saved-again
             manifest = commit.read_manifest(tier, generation)
             if is_same(self._planner.captured(self._request.state), manifest):  # guard: unchanged-restore-not-rewritten
                 return Save.of(generation, tier.place)

@@ -180,6 +180,12 @@ MUTANTS: tuple[Mutant, ...] = (
     *table(
         "step saved twice",
         SAVED_TWICE,
+        ("a saved step that cannot be read ends the loop", "unread-step-does-not-end-loop", Instead("raise")),
+        (
+            "a restored step that cannot be read ends the loop",
+            "unread-restored-step-saved-again",
+            Swap("Damaged, NotWritable, Unavailable", "Damaged"),
+        ),
         ("a restored step is written again although it is unchanged", "unchanged-restore-not-rewritten", Never()),
         (
             "a save right after a rewind does not make the rewind durable",
