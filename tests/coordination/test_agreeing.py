@@ -562,6 +562,22 @@ def test_a_measured_interval_takes_effect_at_one_step_on_every_rank():
     assert apart[0] == FIRST_STEPS and {30, 70} <= set(apart) and apart[-1] == 70
 
 
+def test_after_a_second_restore_the_ranks_save_at_the_same_steps():
+    """Rank 0 began again with the interval that it had measured, the others with the first one, and it never announced
+    its own: after a second restore() in one process the ranks saved at different steps, and waited for each other."""
+    ranks, clock = two_on(Board()), Clock()
+    paces = [AnnouncedPace({100: 30} if not one.rank else {}) for one in ranks]
+    run([Rank(one, clock, pace) for one, pace in zip(ranks, paces, strict=True)], clock, 500)
+    for one in ranks:
+        one.begin_restore(1)
+    first, second = again = [Rank(one, clock, pace) for one, pace in zip(ranks, paces, strict=True)]
+    for one in again:
+        one.timing.restored(500, clock())
+    run(again, clock, 500, first=501)
+    assert first.saved == second.saved and not first.failed + second.failed
+    assert first.saved[-1] - first.saved[-2] == 30, "it is announced again"
+
+
 def test_a_rank_with_a_late_interval_fails_its_missed_saves_and_recovers():
     board, clock = Board(), Clock()
     first, second = (Rank(one, clock, AnnouncedPace({100: 37} if not one.rank else {})) for one in two_on(board))

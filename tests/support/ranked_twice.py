@@ -47,8 +47,8 @@ def saved_again(rank: int, size: int, kind: str, root: Path, changed_ranks: tupl
 
 
 def unread_when_saved_again(rank: int, size: int, root: Path) -> tuple[str, str]:
-    """Save a step, save it again while rank 1 cannot read its manifest, and save the next step. Returns the error of the
-    second save, and the outcome of the third."""
+    """Save a step, save it again while rank 1 cannot read its manifest, and save the next step. Returns the error of
+    the second save, and the outcome of the third."""
     loop = made("plain", size)
     with FaultyFiles().installed() as files, opened(root, loop.state) as ckpt:
         loop.step(1)

@@ -44,6 +44,8 @@ class Pace:
 
     def __init__(self, auto: Auto) -> None:
         self.auto = auto
+        self.first_steps = auto.interval_steps
+        """the interval to start with: the same on all ranks, of which only rank 0 adapts its own"""
         self._before: tuple[int, float] | None = None
         """the last completed step, and its time; None after a step with a save in flight, and after `begun`"""
         self._free: list[float] = []

@@ -283,9 +283,8 @@ class Checkpointer:
         False. `metrics`: name -> number, for Keep(best=...); NaN, infinity and None are left out; default None: none.
         A step that is durable or under way is not saved twice: its Save is returned, or, if a milestone or metrics are
         added, one that ends when these are durable too. The same holds for the step that `restore()` has loaded, if
-        nothing but random numbers has changed since (one process only). If what was saved cannot be read now, nothing is
-        added, and the Save has ended with the error, which is reported as `on_error` says. No newer save replaces this
-        one, except in slots, which keep the newest only.
+        nothing but random numbers has changed since (one process only). If what was saved cannot be read now, the Save
+        has ended with the error. No newer save replaces this one, except in slots, which keep the newest only.
         Raises what `step` raises, and StepTaken for a step before the last one, or if the parameters or the state of
         optimizers have changed, on any rank, since this step was saved.
 

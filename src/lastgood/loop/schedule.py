@@ -94,7 +94,9 @@ class AgreedSchedule(Schedule):
     ) -> None:
         super().__init__(cadence, reports)
         self._ranks, self._ahead, self._in_flight = ranks, ahead, in_flight
-        self._interval = cadence.auto.interval_steps if isinstance(cadence, Pace) else cadence.steps or 0
+        # Only rank 0 has an adapted interval, which it announces again after a restore.
+        # guard: restore-begins-with-first-interval
+        self._interval = cadence.first_steps if isinstance(cadence, Pace) else cadence.steps or 0
         """steps between two saves; 0: none is due by steps"""
         self._from = 0
         """the step from which the interval counts"""

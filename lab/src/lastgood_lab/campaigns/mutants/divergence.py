@@ -67,6 +67,15 @@ MUTANTS: tuple[Mutant, ...] = (
         ("saves in slots do not count", "saves-in-slots-are-counted", Instead("there = tier")),
     ),
     *table(
+        "adaptive interval",
+        ("agreeing",),
+        (
+            "after a second restore rank 0 has another interval than the others",
+            "restore-begins-with-first-interval",
+            Swap("cadence.first_steps", "cadence.auto.interval_steps"),
+        ),
+    ),
+    *table(
         "divergence",
         ("sampler_loop", "checkpointer"),
         ("a sampler that is not saved is not reported", "sampler-left-out-is-reported", Never()),
