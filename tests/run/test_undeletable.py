@@ -237,6 +237,17 @@ def test_no_restore_goes_back_past_what_cannot_be_read(trained, faulty_files, fa
         assert ckpt.restore().step == 3, "the run is listed again"
 
 
+def test_a_rewind_past_what_cannot_be_read_is_durable_at_once(trained, faulty_files):
+    state = {"w": torch.zeros(4)}
+    faulty_files.inject(unread(3))
+    with lastgood.Checkpointer(trained, state) as ckpt:
+        ckpt.restore(step=2)
+        ckpt.save(2).result()
+    faulty_files.clear()
+    with lastgood.Checkpointer(trained, state) as ckpt:
+        assert ckpt.restore().step == 2
+
+
 def test_behind_a_damaged_one_no_restore_passes_what_cannot_be_read(trained, faulty_files):
     flip(next(trained.glob("gen/000000000003-*/*.safetensors")))
     faulty_files.inject(unread(2))

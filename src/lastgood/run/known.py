@@ -173,9 +173,10 @@ class KnownRun:
         return next((one for one in self.lineage() if one.restorable), None)
 
     def resumes_at(self, at: GenerationId) -> bool:
-        """Whether the next process would resume at this generation: it is the newest restorable one that is durable."""
+        """Whether the next process would resume at this generation: it is the newest restorable one that is durable,
+        and newer than any that could not be read."""
         newest = next((one for one in self.durable_lineage() if one.restorable), None)
-        return newest is not None and newest.id == at
+        return newest is not None and newest.id == at and at in restore.choose(self.everywhere, None).candidates
 
     def before(self, at: GenerationId) -> GenerationId | None:
         """The id of the predecessor that the commit of `at` names: the last save of this incarnation, or its parent."""
