@@ -62,6 +62,10 @@ class Member:
             keys[key] = value
         return keys[key]
 
+    def drop(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._keys(False).pop(key, None)
+
     def raise_to(self, key: str, value: str) -> None:
         self._keys(True)[key] = max(value, self._keys(True).get(key, ""))
 

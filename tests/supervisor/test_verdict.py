@@ -19,7 +19,7 @@ from lastgood.supervisor import long_values, merged, reported
 from lastgood.supervisor.attempt import Hang, Lived
 from lastgood.supervisor.membership import Joined, Waiters
 from lastgood.supervisor.nodes import POLL_SECONDS, NodeInfo, SeveralNodes
-from lastgood.supervisor.placement import Notice
+from lastgood.supervisor.placement import Notice, Placement
 from lastgood.supervisor.signals import Signals
 
 TIMEOUT_SECONDS = 0.5
@@ -27,6 +27,8 @@ TIMEOUT_SECONDS = 0.5
 
 class Board:
     """The keys of one round, which all nodes share."""
+
+    order = 0
 
     def __init__(self, nodes: int) -> None:
         self.nodes, self.keys, self.job_keys = nodes, dict[str, str](), dict[str, str]()
@@ -42,7 +44,7 @@ class Member:
         self._board, self._node = board, node
 
     def join(self, past: Past, again: bool) -> Joined:
-        return Joined(node=self._node, nodes=self._board.nodes, address="127.0.0.1")
+        return Joined(node=self._node, nodes=self._board.nodes, address="127.0.0.1", order=self._board.order)
 
     def put(self, values: Mapping[str, str], job: bool = False) -> None:
         (self._board.job_keys if job else self._board.keys).update(values)
@@ -52,6 +54,13 @@ class Member:
 
     def claim(self, key: str, value: str) -> str:
         return self._board.keys.setdefault(key, value)
+
+    def raise_to(self, key: str, value: str) -> None:
+        self._board.job_keys[key] = max(value, self._board.job_keys.get(key, ""))
+
+    def drop(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._board.keys.pop(key, None)
 
     def waiting(self) -> Waiters:
         return self._board.waiters
@@ -145,6 +154,76 @@ def test_a_node_that_was_stopped_decides_nothing_when_it_comes_back(nodes: list[
 def test_a_node_that_the_others_take_for_lost_joins_anew(nodes: list[SeveralNodes]) -> None:
     nodes[1].over(Notice(kind="lost", lost=[0]))
     assert nodes[0].reports("of 0") is None and nodes[0].verdict(None) is None and nodes[0].excluded
+
+
+def test_a_node_that_follows_one_it_took_for_lost_begins_with_it(nodes: list[SeveralNodes]) -> None:
+    """The node that decides stalled for 10 s and came back with its verdict. Another one, which had begun to decide in
+    its place, still took it for lost in the next attempt: both published an address, and the ranks waited at two."""
+    assert nodes[2].reports("of 2") is None
+    assert nodes[1].reports("of 1") is None and nodes[1].verdict(None) is None, "node 0 is silent"
+    assert nodes[0].reports("of 0") is not None and nodes[0].verdict("stay") == "stay"
+    assert nodes[1].reports("of 1") is None and nodes[1].verdict(None) == "stay"
+    first, second = nodes[0].begin(1), nodes[1].begin(1)
+    assert isinstance(first, Placement) and isinstance(second, Placement)
+    assert (first.address, first.port) == (second.address, second.port)
+
+
+def test_a_node_that_the_others_take_for_lost_begins_nothing(nodes: list[SeveralNodes]) -> None:
+    nodes[1].over(Notice(kind="lost", lost=[0]))
+    assert nodes[0].reports("of 0") is None and nodes[0].excluded
+    assert nodes[0].begin(1) == Notice(kind="lost", lost=[0]) and nodes[0].excluded
+
+
+def test_a_node_that_was_stopped_while_it_joined_ends_no_newer_round(
+    nodes: list[SeveralNodes], board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It noted its old round as the newest one, so all nodes of the newer one took themselves for excluded and left."""
+    board.job_keys["round"] = newer = "000000000002 of the others"
+    monkeypatch.setattr(Board, "order", 1)
+    del board.keys["token"]
+    nodes[0].join("this")
+    assert board.job_keys["round"] == newer
+    assert nodes[0].begin(0) and nodes[0].notice(10.0**9, []) == Notice(kind="lost", lost=[0])
+
+
+def test_reports_of_old_attempts_are_deleted_from_the_store(nodes: list[SeveralNodes], board: Board) -> None:
+    """They stayed as long as the round: a job that started again for weeks filled the memory of that node."""
+    for number in range(3):
+        nodes[2].reports((long_values.PIECE_CHARACTERS + 1) * "x")
+        nodes[1].reports("of 1")
+        assert nodes[0].reports("of 0") is not None
+        assert [one.verdict("stay" if one is nodes[0] else None) for one in nodes] == ["stay"] * 3
+        for one in nodes[:2] if number == 2 else nodes:
+            one.begin(number + 1)
+    left = sorted(one for one in board.keys if "/report/" in one)
+    assert left == [
+        "1/report/2",  # whose node has not begun the next attempt yet
+        "1/report/2/0",
+        "1/report/2/1",
+        "2/report/0",
+        "2/report/1",
+        "2/report/2",
+        "2/report/2/0",
+        "2/report/2/1",
+    ]
+
+
+def test_a_node_that_was_stopped_while_it_read_reads_no_part_of_a_report(
+    nodes: list[SeveralNodes], board: Board
+) -> None:
+    """A report whose pieces the others have deleted since, because another node has decided."""
+
+    class Stopped(Member):
+        def read(self, keys: Sequence[str], job: bool = False) -> list[str | None]:
+            if keys == ["0/report/2/1"]:
+                long_values.drop(self, "0/report/2")  # type: ignore[arg-type]
+                board.keys["0/verdict"] = "without 0"
+            return super().read(keys, job)
+
+    nodes[2].reports((long_values.PIECE_CHARACTERS + 1) * "x")
+    nodes[1].reports("of 1")
+    nodes[0]._membership = Stopped(board, 0)  # type: ignore[assignment]
+    assert nodes[0].reports("of 0") is None and nodes[0].verdict(None) == "without 0"
 
 
 def test_the_lost_node_is_the_cause_and_not_the_ranks_that_lost_it() -> None:

@@ -7,6 +7,7 @@ and the store behind it. torch keeps the membership alive in a thread of its own
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import select
 import socket
@@ -25,6 +26,7 @@ from ..supervisor.membership import (
     Claim,
     Close,
     Connected,
+    Drop,
     Failed,
     Join,
     Joined,
@@ -91,7 +93,7 @@ class Member:
                     return Failed(kind="ended", what=f"the job of --rdzv-id {self._settings.run_id} has ended")
                 if self._watch is not None:
                     self._watch.begin(request.past)
-                found = self._handler.next_rendezvous()
+                found = self._next_round()
                 if self._watch is not None:
                     self._watch.end()
                 self._round = found.store
@@ -100,7 +102,7 @@ class Member:
                     nodes=found.world_size,
                     address=self._address(),
                     holds_store=self._holds_store,
-                    order=self._order() if self._settings.stores else 0,
+                    order=self._order(),
                 )
             case Put():
                 store = self._of(request.job)
@@ -116,11 +118,27 @@ class Member:
             case Raise():
                 store_list.raised(self._of(job=True), request.key, request.value)
                 return Values(values=[])
+            case Drop():
+                for key in request.keys:
+                    self._round.delete_key(key)
+                return Values(values=[])
             case Waiting():
                 return Waiters(joining=self._handler.num_nodes_waiting(), reserve=self._reserve())
             case Close():
                 self._handler.set_closed()
                 return Values(values=[])
+
+    def _next_round(self) -> Any:
+        """Join the next round, once it is complete. A node in reserve that was stopped for so long that torch has
+        forgotten it goes into the reserve again, where torch sets no time in which it must join."""
+        from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
+
+        while True:
+            try:
+                return self._handler.next_rendezvous()
+            except RendezvousTimeoutError:
+                if not self._is_full():  # guard: stopped-spare-waits-again
+                    raise
 
     def _of(self, job: bool) -> Any:
         return store_list.of_job(self._store, self._settings.run_id) if job else self._round
@@ -139,8 +157,17 @@ class Member:
         except AttributeError:
             return None
 
+    def _is_full(self) -> bool:
+        """Whether the round is complete and has the most nodes. As for `_reserve`, torch has no public call for it."""
+        try:
+            state = self._handler._state_holder.state
+            return bool(state.complete) and len(state.participants) >= self._settings.most
+        except AttributeError:
+            return False
+
     def _address(self) -> str:
-        """The address of this node that other nodes reach: that from which it reaches the endpoint."""
+        """The address of this node that other nodes reach: that from which it reaches the endpoint; or the name in the
+        endpoint, where that is this node and the name has a loopback address here, as Debian's hosts file says."""
         if self._settings.local_address:
             return self._settings.local_address
         from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
@@ -149,7 +176,16 @@ class Member:
         family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as one:
             one.connect(place)  # sends nothing
-            return str(one.getsockname()[0])
+            found = str(one.getsockname()[0])
+        return host if _is_loopback(found) and not _is_loopback(host) else found  # guard: address-is-no-loopback
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether a name or an address means the machine that uses it, on every machine."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _failed(error: Exception) -> Failed:

@@ -25,11 +25,28 @@ def put(membership: Membership, key: str, value: str, touch: Callable[[], None])
 
 
 def read(membership: Membership, key: str, value: str, touch: Callable[[], None]) -> str:
-    """The value that was set so. `value`: what the key has in the store. `touch`: as for `put`. Raises TierDown."""
+    """The value that was set so; empty if it was deleted meanwhile. `value`: what the key has in the store. `touch`: as
+    for `put`. Raises TierDown."""
     if not value.startswith(IN_PIECES):
         return value
     pieces = list[str]()
-    for one in range(int(value.removeprefix(IN_PIECES))):
-        pieces.append(membership.read([f"{key}/{one}"])[0] or "")
+    for one in _pieces(key, value):
+        piece = membership.read([one])[0]
+        if piece is None:
+            return ""
+        pieces.append(piece)
         touch()
     return "".join(pieces)
+
+
+def drop(membership: Membership, key: str) -> None:
+    """Delete a value that was set so, if it is there. Raises TierDown."""
+    value = membership.read([key])[0]
+    if value is not None:
+        membership.drop([key, *_pieces(key, value)])
+
+
+def _pieces(key: str, value: str) -> list[str]:
+    """The keys of the pieces of a value."""
+    pieces = int(value.removeprefix(IN_PIECES)) if value.startswith(IN_PIECES) else 0
+    return [f"{key}/{one}" for one in range(pieces)]

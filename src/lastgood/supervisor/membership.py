@@ -112,6 +112,12 @@ class Raise(Record, frozen=True, kw_only=True, tag="raise"):
     value: str
 
 
+class Drop(Record, frozen=True, kw_only=True, tag="drop"):
+    """Delete keys of the round. One that is not set is passed over."""
+
+    keys: list[str]
+
+
 class Waiting(Record, frozen=True, kw_only=True, tag="waiting"):
     """How many nodes wait."""
 
@@ -122,8 +128,8 @@ class Close(Record, frozen=True, kw_only=True, tag="close"):
 
 class Joined(Record, frozen=True, kw_only=True, tag="joined"):
     """`node`: number of this node in the round. `nodes`: how many there are. `address`: of this node, for others.
-    `holds_store`: whether the job ends with this node, because it holds the store of the nodes. Where the store can
-    move, `store`, `id` and `order` are as in Round, and `holds` as in Past."""
+    `order`: as in Round. `holds_store`: whether the job ends with this node, because it holds the store of the nodes.
+    Where the store can move, `store` and `id` are as in Round, and `holds` as in Past."""
 
     node: int
     nodes: int
@@ -170,7 +176,7 @@ class Failed(Record, frozen=True, kw_only=True, tag="failed"):
     what: str
 
 
-Request = Where | Join | Put | Read | Claim | Raise | Waiting | Close
+Request = Where | Join | Put | Read | Claim | Raise | Drop | Waiting | Close
 Answer = Connected | Joined | Values | Waiters | Failed
 
 
@@ -205,7 +211,9 @@ class Membership:
         self._begin()
 
     def _begin(self) -> None:
-        self._connected, self._lost = not self._settings.stores, ""
+        self._connected = not self._settings.stores
+        self._lost: TierDown | None = None
+        """why nothing is asked any more: an answer that came later would be taken for that of the next request"""
         with os_errors.needed("the process of the rendezvous cannot be started", ""):
             self._socket, theirs = socket.socketpair()
             with theirs:
@@ -253,8 +261,8 @@ class Membership:
 
     def _connect(self, past: Past) -> None:
         """Find the store, if this node is connected to none."""
-        if self._lost:
-            reporting.warning(f"{self._lost}; this node looks for the store of the job in --rdzv-endpoint")
+        if isinstance(self._lost, StoreLost):
+            reporting.warning(f"{self._lost.what}; this node looks for the store of the job in --rdzv-endpoint")
             self._end_process()
             self._losses += 1
             known = msgspec.structs.replace(self._settings.known, past=past)
@@ -307,6 +315,10 @@ class Membership:
         """Set a key of the job unless it has a later value, in the order of texts. Raises TierDown."""
         self._asked(Raise(key=key, value=value))
 
+    def drop(self, keys: Sequence[str]) -> None:
+        """Delete keys of the round, where they are set. Raises TierDown."""
+        self._asked(Drop(keys=list(keys)))
+
     def waiting(self) -> Waiters:
         """The nodes that wait, to join or in reserve. Raises TierDown."""
         answer = self._asked(Waiting())
@@ -329,8 +341,8 @@ class Membership:
 
     def _asked(self, request: Request, seconds: float = ANSWER_SECONDS) -> Answer:
         """The answer to a request. `seconds`: how long it may take; infinite: until a signal asks for the end."""
-        if self._lost:
-            raise StoreLost(self._lost)
+        if self._lost is not None:
+            raise self._lost
         try:
             framed.send(self._socket, msgspec.json.encode(request))
             self._await(seconds)
@@ -359,7 +371,8 @@ class Membership:
             if self._socket.fileno() in ready:
                 return
             if not ready:
-                raise self._unreachable(f"no answer in {seconds:.0f} s")
+                self._lost = self._unreachable(f"no answer in {seconds:.0f} s")  # guard: late-answer-is-to-no-request
+                raise self._lost
             self._signals.drain()
 
     def _unreachable(self, what: str, kind: str = "store") -> TierDown:
@@ -374,8 +387,8 @@ class Membership:
         if kind == "moved":
             text = f"the other nodes do not wait at {self._settings.endpoint}"
         if kind in ("store", "moved") and self._losses < MOST_MOVES * len(self._settings.stores):
-            self._lost = text
-            return StoreLost(text)
+            self._lost = StoreLost(text)
+            return self._lost
         return TierDown(
             text,
             safe="What was saved is safe. The ranks of this node were ended.",

@@ -130,8 +130,8 @@ class SeveralNodes:
             raise
         self.infos, self.node = [infos[one] for one in ordered], ordered.index(joined.node)
         carried = self._moves.carried(infos)
-        self._token = self._membership.claim("token", secrets.token_hex(8))
-        self._membership.put({"round": self._token}, job=True)
+        self._token = self._membership.claim("token", f"{joined.order:012d} {secrets.token_hex(8)}")
+        self._membership.raise_to("round", self._token)  # guard: late-join-ends-no-newer-round
         found = self._membership.read([f"verdict/{one.job}" for one in self.infos], job=True)
         belonged = [one for one, info in enumerate(self.infos) if info.past.last is not None]
         known = next((one for one, verdict in enumerate(found) if verdict is not None), min(belonged, default=0))
@@ -192,6 +192,7 @@ class SeveralNodes:
 
     def begin(self, number: int) -> Placement | Notice:
         """The place of this node in an attempt; a Notice if the attempt is over before it began. Raises TierDown."""
+        self.lost &= {self.node}  # guard: followed-node-is-not-lost
         self._number, self._grows, self._asked, now = number, False, False, time.monotonic()
         self._seen = {one: ("", now) for one in range(len(self.infos))}
         self._next, self._polled, self._next_alive, self._next_others = now, now, 0.0, 0.0
@@ -200,6 +201,7 @@ class SeveralNodes:
             return Notice(kind="moved")
         self._carried = None
         self._moves.begun(number)
+        long_values.drop(self._membership, f"{number - 2}/report/{self.node}")  # guard: old-reports-are-deleted
         if self._decides:
             address = self.infos[self.node].address
             port = free_port(address)
@@ -307,7 +309,8 @@ class SeveralNodes:
             if not missing:
                 texts = zip(keys[2:], map(str, found), strict=True)
                 whole = [long_values.read(self._membership, key, text, self.touch) for key, text in texts]
-                return dict(zip(nodes, whole, strict=True))
+                if "" not in whole:  # guard: deleted-report-is-not-read
+                    return dict(zip(nodes, whole, strict=True))
             self.lost |= missing & {*self._silent()}
             self._pause()
         return None
@@ -353,7 +356,8 @@ class SeveralNodes:
             return lost_text(self._carried, self.infos, self._membership.endpoint)
         if not self.lost:
             return None
-        return self._first_rank(min(self.lost)), self._silence(sorted(self.lost))
+        names = ", ".join(f"node {one} ({self.infos[one].host})" for one in sorted(self.lost))
+        return self._first_rank(min(self.lost)), f"{names}: no sign of life for {self._timeout_seconds:.0f} s"
 
     def of_rank(self, rank: int) -> NodeInfo:
         """The node of a rank of the attempt."""
@@ -426,11 +430,6 @@ class SeveralNodes:
     def _silent(self) -> list[int]:
         watched = policy.watched(self.node, len(self.infos), self.lost)
         return policy.silent({one: self._seen[one][1] for one in watched}, self._polled, self._timeout_seconds)
-
-    def _silence(self, nodes: Sequence[int]) -> str:
-        """A text about nodes that do not answer."""
-        names = ", ".join(f"node {one} ({self.infos[one].host})" for one in nodes)
-        return f"{names}: no sign of life for {self._timeout_seconds:.0f} s"
 
     def _pause(self) -> None:
         """Wait before the store is asked again. Raises Cancelled if this node is asked to end; if it was asked already

@@ -108,4 +108,27 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a warning ends what a command has started", "warning-ends-no-command", Always()),
         ("a long error is searched as a whole", "long-error-is-cut", Never()),
     ),
+    *table(
+        "supervisor",
+        ("verdict",),
+        ("a node decides beside the one that it follows", "followed-node-is-not-lost", Remove()),
+        (
+            "a node that joins late ends a newer round",
+            "late-join-ends-no-newer-round",
+            Instead('self._membership.put({"round": self._token}, job=True)'),
+        ),
+        ("the reports of all attempts stay in the store", "old-reports-are-deleted", Remove()),
+        ("a report is read without its deleted pieces", "deleted-report-is-not-read", Always()),
+    ),
+    *table(
+        "supervisor",
+        ("membership_process",),
+        ("a node in reserve that was stopped for long ends", "stopped-spare-waits-again", Always()),
+        ("ranks of other nodes get a loopback address", "address-is-no-loopback", Instead("return found")),
+        (
+            "an answer that comes too late is that of the next request",
+            "late-answer-is-to-no-request",
+            Instead('raise self._unreachable(f"no answer in {seconds:.0f} s")'),
+        ),
+    ),
 )
