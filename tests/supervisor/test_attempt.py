@@ -76,6 +76,44 @@ def test_a_node_whose_survivors_may_save_waits_and_shows_signs_of_life(tmp_path:
     assert nodes.touched > 1
 
 
+class Stubborn(Survivor):
+    """Forks a rank that ignores SIGTERM."""
+
+    def fork(self, start: Fork, local: int, stdout: int, stderr: int) -> int:
+        before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the rank inherits it
+        try:
+            heartbeat.Heartbeat(start.environment[heartbeat.VARIABLE]).can_save_just_in_time(self.seconds)
+            started = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        started.returncode = 0
+        return started.pid
+
+
+class AskedAfterFailure(FailedElsewhere):
+    """The other node has lost a rank, and this one is asked to end while its ranks may save. `received`: its signal."""
+
+    received: signals.Signals
+
+    def touch(self) -> None:
+        if self.received.end is None:
+            self.received.ask_to_end()
+
+
+def test_a_signal_after_a_failure_gives_the_ranks_no_more_time(tmp_path: Path) -> None:
+    """Ranks that were to be ended at once, after a failure, had the 30 s of --shutdown-timeout once SIGTERM came."""
+    job = arguments.parsed(["--nproc-per-node", "1", sys.executable], {})
+    with signals.handled(job.signals) as received:
+        nodes = AskedAfterFailure(NodeInfo(host="", ranks=1, node_rank=None, address=""), job.master)
+        nodes.received = received
+        place = Placement(1, 2, 1, 2, "127.0.0.1", 1)
+        lived = Attempt(job, 0, tmp_path, received, Stubborn(), place, nodes).run(  # type: ignore[arg-type]
+            HostSigns([], 0.0, ""), AttemptRecords(), StackReader(None)
+        )
+    assert received.end is not None and lived.killed
+    assert lived.failed is not None and lived.over - lived.failed < job.shutdown_seconds / 2
+
+
 def test_a_rank_that_was_just_forked_is_ended_with_the_others(tmp_path: Path) -> None:
     """A rank failed while the last one was being forked. That one had no process group yet, so it was not killed, and
     the job waited for half a minute until it had failed to find the others."""

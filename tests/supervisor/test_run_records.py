@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import msgspec
@@ -16,10 +17,15 @@ from commands import Call
 from harness import reports
 from lastgood.data.trained import multiset_hash, trained_ids
 from lastgood.errors import Refused
+from lastgood.io import heartbeat
+from lastgood.policy.blame import Ended
 from lastgood.policy.membership import Spares
 from lastgood.run import job_logs, side_records
 from lastgood.run.job_logs import Lines, SaveLine
-from lastgood.supervisor import attempt_log, job_summary
+from lastgood.supervisor import arguments, attempt_log, attempt_records, job_summary, merged
+from lastgood.supervisor.attempt import Lived
+from lastgood.supervisor.placement import NodeInfo, OneNode
+from lastgood.supervisor.supervise import Supervisor
 
 TRAINING = """
 import os, signal, sys
@@ -149,6 +155,29 @@ def test_a_hash_of_ids_is_the_sum_of_those_of_its_parts() -> None:
     ids = np.array([5, 3, 2**40, 3])
     assert multiset_hash(ids) == (multiset_hash(ids[:2]) + multiset_hash(ids[2:])) % 2**64
     assert multiset_hash(ids) == multiset_hash(ids[::-1]) != multiset_hash(ids[:3])
+
+
+def test_a_node_that_writes_the_summary_shows_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--records was on a slow file system: the other nodes took the one that had decided for lost, while it wrote."""
+    shown, written = threading.Event(), list[bool]()
+
+    class Watched(OneNode):
+        def touch(self) -> None:
+            shown.set()
+
+    def slowly(*_: object) -> None:
+        shown.clear()
+        written.append(shown.wait(5.0))
+
+    monkeypatch.setattr(attempt_records, "TOUCH_SECONDS", 0.01)
+    monkeypatch.setattr(job_summary, "add", slowly)
+    job = arguments.parsed(["--records", str(tmp_path), "--no-python", "true"], {})
+    nodes = Watched(NodeInfo(host="", ranks=1, node_rank=None, address=""), job.master)
+    heartbeat.create(str(tmp_path / "page"))
+    lived = Lived(0.0, over=1.0, ended=[Ended(0, 1.0, 0)], progress=[heartbeat.read(str(tmp_path / "page"))])
+    report = merged.Report(host="", asked=False, lived=lived)
+    assert Supervisor(job, [], print)._decided(nodes, {0: report}, 0.0, 0.0).act == "end"
+    assert written == [True]
 
 
 def test_attempts_shows_the_spare_nodes_where_some_were_expected(

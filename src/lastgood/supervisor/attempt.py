@@ -257,7 +257,8 @@ class Attempt:
     def _ask_to_end(self) -> None:
         """From now on, the ranks have some time to end by themselves."""
         if not self._asked:
-            self._asked, self._until = True, time.monotonic() + self._job.shutdown_seconds
+            self._asked, until = True, time.monotonic() + self._job.shutdown_seconds
+            self._until = min(self._until, until)  # guard: signal-extends-no-end
 
     def _hangs(self, lived: Lived, watch: ProgressWatch) -> bool:
         """Note if a rank hangs, also because of one of another node. Returns whether one does."""

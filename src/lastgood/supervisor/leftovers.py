@@ -42,6 +42,17 @@ def folder(prefix: str, parent: str | None, full: str) -> Iterator[Path]:
             os.close(lock)
 
 
+def of_attempt(folder: Path, number: int) -> Path:
+    """Make the folder of an attempt: `attempt_7`, or `attempt_7.2` where all nodes have left the first one without a
+    verdict, and live it anew. What the first one has left stays. Raises OSError."""
+    path, again = folder / f"attempt_{number}", 1
+    while path.exists():  # guard: attempt-may-be-lived-anew
+        again += 1
+        path = folder / f"attempt_{number}.{again}"
+    path.mkdir()
+    return path
+
+
 def remove_left(prefix: str, parent: str) -> None:
     """Remove the folders of this name that no process uses. What belongs to another user stays. Raises nothing."""
     with contextlib.suppress(OSError):

@@ -116,10 +116,9 @@ class Supervisor:
             try:
                 place = nodes.begin(number)
                 if isinstance(place, Placement):
-                    attempt = folder / f"attempt_{number}"
-                    with os_errors.needed(f"attempt {number + 1} has no folder, {attempt}", FULL):
+                    with os_errors.needed(f"attempt {number + 1} has no folder in {folder}", FULL):
                         folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # what cleans /tmp may have removed it
-                        attempt.mkdir()
+                        attempt = leftovers.of_attempt(folder, number)
                     rendezvous = time.monotonic() - waits_since if place.nodes > 1 else 0.0
                     self._records.begin(self._begun(place, began_at), self._run)
                     one = Attempt(self._job, number, attempt, received, zygote, place, nodes)
@@ -280,7 +279,8 @@ class Supervisor:
             spares=nodes.spares,
         )
         if self._job.records is not None:
-            job_summary.add(self._job.records, record, follows.restart)
+            written = partial(job_summary.add, self._job.records, record, follows.restart)
+            self._records.done(written, nodes.touch)  # guard: slow-summary-keeps-no-node-silent
         self._report_end(record, outcomes, run, missing, bool(leaving))
         self._records.end("" if missing else run, record, partial(reported.advice, lived, record, follows), nodes.touch)
         return Verdict(

@@ -100,10 +100,7 @@ class Zygote:
         if pid := self._ahead.start(local, message, [stdout, stderr]):
             return pid
         self._send(message, [stdout, stderr])
-        # No signal interrupts this: a rank that has begun has to be known, or nobody ends it.
-        if not select.select([self._socket], [], [], FORK_SECONDS)[0]:
-            raise _ended(TimeoutError(f"it has not answered for {FORK_SECONDS:.0f} s"))
-        return _forked_as(self._received())
+        return self._new_process()
 
     def fork_ahead(self, start: Fork, local: int) -> None:
         """Fork a process that waits for the start of this local rank. `start`: with `waits`. Raises TierDown."""
@@ -112,8 +109,7 @@ class Zygote:
             failed.enter_context(ours)
             with theirs:
                 self._send(_encoded(start), [theirs.fileno()])
-            # A signal that asks for the end of the job does not interrupt this: the ranks are to save first.
-            self._ahead.add(local, _forked_as(self._received()), ours)
+            self._ahead.add(local, self._new_process(), ours)
             failed.pop_all()
 
     @property
@@ -135,6 +131,15 @@ class Zygote:
                 raise Cancelled("the job was asked to end")
             touch()
         return self._received()
+
+    def _new_process(self) -> int:
+        """The process id that it answers. No signal interrupts this: a rank that has begun has to be known, or nobody
+        ends it; and ranks that train are to save first. A zygote that does not answer in time is ended, because its
+        answer would be taken for that of the next fork."""
+        if not select.select([self._socket], [], [], FORK_SECONDS)[0]:  # guard: fork-is-not-awaited-for-ever
+            processes.end_group(self._process)  # guard: late-fork-is-no-other-rank
+            raise _ended(TimeoutError(f"it has not answered for {FORK_SECONDS:.0f} s"))
+        return _forked_as(self._received())
 
     def _received(self) -> bytes:
         try:

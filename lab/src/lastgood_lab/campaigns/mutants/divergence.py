@@ -131,4 +131,17 @@ MUTANTS: tuple[Mutant, ...] = (
             Instead('raise self._unreachable(f"no answer in {seconds:.0f} s")'),
         ),
     ),
+    *table(
+        "supervisor",
+        ("attempt", "zygote", "leftovers", "run_records"),
+        ("a signal gives ranks more time after a failure", "signal-extends-no-end", Instead("self._until = until")),
+        ("a zygote that hangs holds the supervisor", "fork-is-not-awaited-for-ever", Never()),
+        ("a fork that took too long passes for the next one", "late-fork-is-no-other-rank", Remove()),
+        ("an attempt without a verdict ends the job", "attempt-may-be-lived-anew", Never()),
+        (
+            "a node that writes supervisor.json is taken for lost",
+            "slow-summary-keeps-no-node-silent",
+            Instead("written()"),
+        ),
+    ),
 )
