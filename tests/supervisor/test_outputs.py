@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from lastgood.errors import Refused
+from lastgood.policy.recovery import GAVE_UP
 from lastgood.supervisor import devices
 from lastgood.supervisor.outputs import STDERR, STDOUT, Outputs
 
@@ -73,6 +75,27 @@ def test_a_console_that_nobody_reads_does_not_hold_the_job(tmp_path: Path) -> No
         assert job.wait(60) == 0
     (file,) = (tmp_path / "logs").glob("*/attempt_0/0/stdout.log")
     assert file.stat().st_size == 1_000_000
+
+
+def test_a_line_of_the_supervisor_waits_for_no_reader(tmp_path: Path) -> None:
+    """`lastgood run --tee 3 train.py 2>&1 | reader`, where the reader had stopped: the supervisor waited in the first
+    line of its report for ever, and no rank was started again."""
+    script = tmp_path / "fails.py"
+    script.write_text("raise SystemExit(1)")
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(write, bytes(4096))
+    os.set_blocking(write, True)
+    command = [*SUPERVISOR, "--without-progress", "1", "--tee", "3", "--log-dir", str(tmp_path / "logs"), str(script)]
+    with subprocess.Popen(command, stdout=write, stderr=write) as job:
+        try:
+            assert job.wait(60) == GAVE_UP
+        finally:
+            job.kill()
+    os.close(read)
+    os.close(write)
 
 
 def test_no_file_is_written_where_the_log_is_the_null_device(script: str) -> None:

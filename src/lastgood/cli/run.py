@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from ..supervisor import arguments, output_folders
+from ..supervisor import arguments, output_folders, outputs
 from ..supervisor.supervise import Supervisor
 
 
@@ -20,9 +20,10 @@ def run(context: typer.Context) -> int:
     """
     job = arguments.parsed(context.args)
     output_folders.require_writable(job)
-    for line in job.notes:
-        _report(line)
-    return Supervisor(job, ["lastgood", "run", *context.args], _report).supervise()
+    with outputs.unread_lines_dropped():
+        for line in job.notes:
+            _report(line)
+        return Supervisor(job, ["lastgood", "run", *context.args], _report).supervise()
 
 
 def _report(line: str) -> None:

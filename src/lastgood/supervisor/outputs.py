@@ -4,7 +4,7 @@ Output for both goes to a file, from which the supervisor copies whole lines to 
 
 Invariants
   1. A console that nobody reads does not keep the supervisor from watching the ranks: it gets what it takes without
-     waiting, and the rest stays in the file.
+     waiting, and the rest stays in the file. A line of the supervisor itself is dropped after LINE_SECONDS.
   2. Each line reaches the console once, whole, after the name of its rank.
 """
 
@@ -17,8 +17,9 @@ import io
 import os
 import select
 import stat
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
@@ -40,6 +41,8 @@ LAST_SECONDS = 5.0
 """how long the console has to take more of what is left when an attempt is over"""
 LONGEST_SECONDS = 30.0
 """how long it has in all: a process that a rank has left may go on writing"""
+LINE_SECONDS = 1.0
+"""how long the console has to take a line of the supervisor itself"""
 
 
 @dataclass(frozen=True)
@@ -203,6 +206,35 @@ class Console:
                 data = b""
         self._unwritten[stream] = data
         return data != before
+
+
+class _Lines(io.TextIOBase):
+    """A stream for lines of the supervisor: what its descriptor does not take within LINE_SECONDS is dropped."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def write(self, text: str) -> int:
+        data, until = text.encode(errors="backslashreplace"), time.monotonic() + LINE_SECONDS
+        while data and (left := until - time.monotonic()) > 0:
+            if select.select([], [self._descriptor], [], left)[1]:
+                with contextlib.suppress(BlockingIOError):  # it takes less than it says
+                    data = data[os.write(self._descriptor, data) :]
+        return len(text)
+
+
+@contextlib.contextmanager
+def unread_lines_dropped() -> Iterator[None]:
+    """In the block, a line on stderr waits for no reader: it is dropped where the console does not take it in time."""
+    with contextlib.ExitStack() as made:
+        with contextlib.suppress(OSError, ValueError):  # a program has put something of its own there, or closed it
+            stream = sys.stderr.fileno()
+            descriptor = _without_waiting(stream)
+            if descriptor != stream:
+                made.callback(os.close, descriptor)
+            lines = _Lines(descriptor)
+            made.enter_context(contextlib.redirect_stderr(lines))  # guard: unread-console-holds-no-supervisor
+        yield
 
 
 def _without_waiting(stream: int) -> int:

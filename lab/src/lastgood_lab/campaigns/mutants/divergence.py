@@ -133,7 +133,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *table(
         "supervisor",
-        ("attempt", "zygote", "leftovers", "run_records"),
+        ("attempt", "zygote", "leftovers", "run_records", "outputs"),
         ("a signal gives ranks more time after a failure", "signal-extends-no-end", Instead("self._until = until")),
         ("a zygote that hangs holds the supervisor", "fork-is-not-awaited-for-ever", Never()),
         ("a fork that took too long passes for the next one", "late-fork-is-no-other-rank", Remove()),
@@ -142,6 +142,11 @@ MUTANTS: tuple[Mutant, ...] = (
             "a node that writes supervisor.json is taken for lost",
             "slow-summary-keeps-no-node-silent",
             Instead("written()"),
+        ),
+        (
+            "a console that nobody reads holds the supervisor",
+            "unread-console-holds-no-supervisor",
+            Remove(),
         ),
     ),
 )
