@@ -453,14 +453,51 @@ def test_nothing_is_rebuilt_where_another_node_can_not_be(cluster: Cluster, monk
     record.unlink()  # node 3 needs it, and node 2 does not
     asked = list[object]()
     monkeypatch.setattr(node_parity, "ask_all", lambda requests, request, *_: asked.append(request))
-    links = NodeLinks(AgentLink("memory:///none"), PeerTable(job=JOB, key=KEY, nodes=cluster.nodes), cluster.peers)
+    with pytest.raises(errors.BeyondRepair):
+        rebuild_among(cluster, cluster.nodes).rebuild(cluster.generation, lambda: False)
+    assert not asked
+
+
+def rebuild_among(cluster: Cluster, nodes: list[PeerNode]) -> NodeRebuild:
+    """At node 0. `nodes`: those whose agents listen."""
+    table = PeerTable(job=JOB, key=KEY, nodes=nodes)
+    links = NodeLinks(AgentLink("memory:///none"), table, cluster.peers)
     others = Asked([cluster.disk(rank) for rank in range(1, NODES)])
     disks = NodeDisks(cluster.disk(0), Nodes(tuple(range(NODES))), others, links)  # type: ignore[arg-type]
-    assert links.table is not None
-    work = NodeRebuild(disks, links.table, RankGroup(0, NODES, Board(), "run"))
-    with pytest.raises(errors.BeyondRepair):
+    return NodeRebuild(disks, table, RankGroup(0, NODES, Board(), "run"))
+
+
+def test_what_a_node_that_is_left_out_has_is_not_lost(cluster: Cluster, monkeypatch) -> None:
+    """Two nodes were replaced, and the agent of a third one did not listen when the job was started again. What could
+    be computed only with its files was taken for lost, and an older save was restored."""
+    cluster.protect()
+    for rank in (1, 2):
+        cluster.lose(rank)
+    asked = list[object]()
+    monkeypatch.setattr(node_parity, "ask_all", lambda requests, request, *_: asked.append(request))
+    work = rebuild_among(cluster, cluster.nodes[:3])
+    with pytest.raises(errors.PeerDown, match=r"too few cells .* the agent of the node of rank 3 does not listen"):
+        work.rebuild(cluster.generation, lambda: False)
+    for one in cluster.folder(0).glob("s*.json"):
+        one.unlink()
+    with pytest.raises(errors.BeyondRepair):  # what is lost with that node too
         work.rebuild(cluster.generation, lambda: False)
     assert not asked
+
+
+def test_damage_that_a_node_left_out_may_mend_is_no_loss(cluster: Cluster, monkeypatch) -> None:
+    """Cells of the nodes that listen turn out to be damaged while the agents read them."""
+    cluster.protect()
+    cluster.lose(1)
+
+    def damaged(*_: object) -> None:
+        raise errors.BeyondRepair("a cell is damaged")
+
+    monkeypatch.setattr(node_parity, "ask_all", damaged)
+    with pytest.raises(errors.PeerDown, match="a cell is damaged, and the agent of the node of rank 3 does not listen"):
+        rebuild_among(cluster, cluster.nodes[:3]).rebuild(cluster.generation, lambda: False)
+    with pytest.raises(errors.BeyondRepair):
+        rebuild_among(cluster, cluster.nodes).rebuild(cluster.generation, lambda: False)
 
 
 def test_chunks_for_a_node_wait_once_for_an_agent_that_is_silent(cluster: Cluster, monkeypatch) -> None:

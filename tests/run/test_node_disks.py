@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
@@ -20,7 +21,7 @@ from lastgood.policy.placement import Node, copies, missing_copies
 from lastgood.ports import Stop
 from lastgood.records import Finding, Generation, judged
 from lastgood.run import copying
-from lastgood.run.known import Environment
+from lastgood.run.known import Environment, KnownRun
 from lastgood.run.node_disks import FileRequest, NodeDisks, NodeFiles, Nodes
 from lastgood.run.rank_requests import Requests
 from lastgood.run.writer import RunWriter
@@ -100,21 +101,44 @@ def test_a_rebuild_without_room_is_no_loss(tmp_path: Path) -> None:
         run.mender.mend(one.id, Arena(4 * CHUNK_BYTES, CHUNK_BYTES))
 
 
+def without_newest_file(tmp_path: Path, environment: Environment) -> tuple[RunWriter, Path]:
+    """A run with the steps 1 and 2, of which the latter has lost its file; also the path of that. A copy of the run
+    from before is in `below`."""
+    run = RunWriter(disk(tmp_path / "run"), Inline(), environment=environment)
+    for step in (1, 2):
+        save(run, step, {"w": b"x" * 100})
+    shutil.copytree(tmp_path / "run", tmp_path / "below")
+    newest = max(run.survey.generations.values(), key=lambda one: one.step)
+    file = tmp_path / "run" / layout.folder(newest.id) / "r00000.safetensors"
+    file.rename(tmp_path / "aside")
+    lost = Finding(kind="MissingBlob", what="it lies on no node", layer="structure", blob="r00000.manifest.json")
+    run.known.record(judged(newest, [lost]))
+    return run, file
+
+
+@pytest.mark.parametrize("below", [False, True], ids=["nowhere else", "also below"])
+def test_a_node_without_room_makes_no_step_older(tmp_path: Path, below: bool) -> None:
+    """The memory of a node was too full for what was to be rebuilt there. The job went on from an older step, and the
+    newest one, of which nothing was lost, was given up."""
+    events = list[Event]()
+    environment = Environment(emit=events.append)
+    run, file = without_newest_file(tmp_path, environment)
+    run.mender.nodes = Full(tmp_path / "aside", file, 0)
+    if below:
+        run.known.below = [KnownRun(disk(tmp_path / "below"), environment)]
+    with contextlib.nullcontext() if below else pytest.raises(errors.NoSpace):
+        run.mender.mend_known(None, Arena(4 * CHUNK_BYTES, CHUNK_BYTES))
+    assert [one.kind for one in events if one.kind == "not_repaired"] == ["not_repaired"] * below
+    assert run.known.everywhere.generations[max(run.survey.generations)].restorable is below
+
+
 @pytest.mark.parametrize("outages", [2, 3])
 def test_a_node_that_cannot_be_read_makes_no_step_older(tmp_path: Path, outages: int) -> None:
     """The agent of a node was killed while what a lost node had was rebuilt. The job went on from an older step, and
     the newest one, of which nothing was lost, was given up."""
     pauses, events = list[float](), list[Event]()
-    environment = Environment(pause=pauses.append, emit=events.append)
-    run = RunWriter(disk(tmp_path / "run"), Inline(), environment=environment)
-    for step in (1, 2):
-        save(run, step, {"w": b"x" * 100})
-    newest = max(run.survey.generations.values(), key=lambda one: one.step)
-    file = tmp_path / "run" / layout.folder(newest.id) / "r00000.safetensors"
-    file.rename(tmp_path / "aside")
+    run, file = without_newest_file(tmp_path, Environment(pause=pauses.append, emit=events.append))
     run.mender.nodes = Flaky(tmp_path / "aside", file, outages)
-    lost = Finding(kind="MissingBlob", what="it lies on no node", layer="structure", blob="r00000.manifest.json")
-    run.known.record(judged(newest, [lost]))
     with pytest.raises(errors.PeerDown) if outages == 3 else contextlib.nullcontext():
         run.mender.mend_known(None, Arena(4 * CHUNK_BYTES, CHUNK_BYTES))
     assert pauses == [1.0, 5.0] and "not_repaired" not in [one.kind for one in events]

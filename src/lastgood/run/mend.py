@@ -245,8 +245,8 @@ class Mender:
         """Mend a generation that has parity, or for which there are other places to read from.
 
         Returns whether it was mended; a failure emits `not_repaired`. Where nodes rebuild from each other's memory,
-        PeerDown or TierDown is raised if one of them does not answer: to load an older generation instead would give
-        up what this one may have.
+        PeerDown or TierDown is raised if one of them does not answer, and NoSpace if one has no room for what is
+        rebuilt, unless a place below has the generation: to load an older one instead would give up what this one has.
         """
         known = self._known
         try:
@@ -258,10 +258,18 @@ class Mender:
         except LastgoodError as error:
             if self.nodes is not None and isinstance(error, OUTAGES):  # guard: outage-steps-over-nothing
                 raise
+            # guard: full-memory-steps-over-nothing
+            if self.nodes is not None and isinstance(error, NoSpace) and not self._lies_below(at):
+                raise
             # guard: repair-failure-reported
             self._known.emit("not_repaired", at, detail=f"{type(error).__name__}: {error.what}")
             return False
         return True
+
+    def _lies_below(self, at: GenerationId) -> bool:
+        """Whether a place below has a copy of a generation that may be restored."""
+        found = (one.survey.generations.get(at) for one in self._known.below)
+        return any(one is not None and one.restorable for one in found)
 
     def mend_known(self, step: int | None, arena: Arena) -> None:
         """Mend the generations that a restore would pass over as damaged, newest first, down to the one it would load.

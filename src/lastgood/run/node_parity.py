@@ -13,13 +13,13 @@ Invariants
   1. A file of parity names the chunks and not the nodes, so that any later job can use it, whatever its nodes are.
   2. A generation is protected when every node has the files of parity that the placement of the present nodes gives it.
   3. Nodes whose agents do not listen have no part in it: their chunks get no parity, and what no node has any more is
-     rebuilt on another node.
+     rebuilt on another node. What they have is not lost: what cannot be rebuilt without it is an outage.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -27,7 +27,7 @@ import msgspec
 
 from ..coordination.rounds import RankGroup
 from ..engine.stripes import Rebuilt
-from ..errors import NODE_FAILED, BeyondRepair
+from ..errors import NODE_FAILED, BeyondRepair, PeerDown
 from ..format import layout, stripe_layout
 from ..io.checksum import digest
 from ..io.reed_solomon import Code
@@ -216,7 +216,7 @@ class NodeRebuild:
 
         A missing file is rebuilt on the node of the rank of the same number, or on another one whose agent listens, a
         damaged one wherever it lies: from a copy on another node, or from parity. Raises BeyondRepair if there is
-        neither, and the errors of the agents.
+        neither, PeerDown if there may be with a node whose agent does not listen, and the errors of the agents.
         """
         listings = self._disks.listings(layout.folder(generation.id))
         possible = any(stripe_layout.is_record(name) for listing in listings.values() for name in listing)
@@ -238,30 +238,48 @@ class NodeRebuild:
             what = f"{generation.id} has neither parity nor another copy on other nodes"
             raise BeyondRepair(what, safe="Nothing was changed.")
         files = {name for listing in listings.values() for name in listing}
-        self._require(generation, [one for one in nowhere if layout.blob_name(one) not in files])
+        nowhere = [one for one in nowhere if layout.blob_name(one) not in files]
         request = RebuildRequest(at=generation.id, root=generation.root, ranks=ranks)
-        if ranks:
-            own = partial(self._own.served, msgspec.to_builtins(request), stop)
-            ask_all(self._requests, request, own, SEND_SECONDS)
+        try:
+            self._require(generation, nowhere)
+            if ranks:
+                own = partial(self._own.served, msgspec.to_builtins(request), stop)
+                ask_all(self._requests, request, own, SEND_SECONDS)
+        except BeyondRepair as error:
+            wanted = {rank for of in ranks.values() for rank in of}
+            left = sorted(left_out(self._disks, self._table))
+            silent = [one for one in left if _has_part(listings[one], held[one] & wanted)]
+            if not silent:  # guard: left-out-node-lost-nothing
+                raise
+            self._require(generation, nowhere, [cast(Tier, self._disks)])  # guard: lost-with-left-out-nodes-too
+            what = f"{error.what}, and the agent of the node of rank {silent[0]} does not listen"
+            raise PeerDown(what, safe="Nothing was changed.") from error
         return names
 
-    def _require(self, generation: Generation, ranks: Sequence[int]) -> None:
+    def _require(self, generation: Generation, ranks: Sequence[int], places: Sequence[Tier] = ()) -> None:
         """As `rebuilding.require`, for all nodes together: one may be able to rebuild its part, and another one not.
 
-        Where this node cannot reach another one, the nodes that rebuild find out by themselves.
+        Where this node cannot reach another one, the nodes that rebuild find out by themselves. `places`: what the
+        nodes have; by default what their agents serve, of those that listen.
         """
         if not ranks:
             return
         peers = self._disks.links.peers
         assert peers is not None, "the coordinator leads its node"
         others = [cast(Tier, PeerDisk(peers, one)) for one in self._table.nodes if one.leader != 0]
-        rebuilt = Rebuilt([self._disks.own, *others], generation)
+        rebuilt = Rebuilt(places or [self._disks.own, *others], generation)
         with contextlib.suppress(*NODE_FAILED):
             rebuilding.require(rebuilt, self._disks.own, generation, ranks)  # guard: feasible-on-all-nodes
 
     def end(self) -> None:
         """Tell the other leaders that nothing more is asked."""
         self._requests.end()
+
+
+def _has_part(listing: Collection[str], copies: Collection[int]) -> bool:
+    """Whether a node has what others may be rebuilt from. `listing`: of its folder. `copies`: the ranks that are to be
+    rebuilt whose files it has. Who took part in parity has some of it."""
+    return bool(copies) or any(map(stripe_layout.is_record, listing))
 
 
 def rebuilder(rank: int, leaders: Sequence[int], table: PeerTable) -> int:
