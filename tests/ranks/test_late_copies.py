@@ -1,4 +1,5 @@
-"""What all ranks of several nodes had sealed is committed in a place below, where their agents do not listen."""
+"""What killed ranks of several nodes have left in memory comes into a place below, where their agents do not listen:
+what is committed, and what all ranks had sealed."""
 
 from __future__ import annotations
 
@@ -12,15 +13,17 @@ import pytest
 
 from agents import until
 from harness import flip, one_place, steps
+from lastgood.agent.drain import committed, drained
 from lastgood.agent.late_copies import committed_below, completed, given_up
-from lastgood.format import layout
+from lastgood.format import commit, layout
 from lastgood.io.memory_files import MemoryFiles
 from lastgood.ports import never
+from lastgood.records import Finding
 from lastgood.run import access, agent_link, paths
 from lastgood.run.late_commit import HELD
 from lastgood.storage.directory import Disk
 from lastgood_lab.worlds import world
-from ranked_memory import died_before_commit, folder, trained
+from ranked_memory import died_before_commit, folder, trained, trained_into_nan
 
 
 class Node:
@@ -36,6 +39,10 @@ class Node:
 
     def attempt(self, stop: Callable[[], bool] = never) -> str:
         return completed(self._tier, self.spec, stop)
+
+    def drained(self) -> list[str]:
+        """Copy what is committed. Returns what is missing then."""
+        return drained(self._tier, self.spec, committed(self._tier), never).missing
 
     def given_up(self) -> list[str]:
         return given_up(self._tier, committed_below(self._tier, self.spec))
@@ -88,6 +95,53 @@ def test_a_run_that_went_on_elsewhere_gets_nothing_from_before(home: Path, memor
     assert before[-1] == 8
     assert b.attempt() == a.attempt() == b.attempt() == ""
     assert steps(home) == before
+
+
+def killed(home: Path, memory: Path) -> list[Node]:
+    """Ranks on the nodes a and b have committed step 6 in memory, and died. Step 4 is at home."""
+    world(2, trained, ["a", "b"], memory, home, 6, True, False, dies=(0, 1))
+    assert steps(home) == [4]
+    return [Node(home, name, memory) for name in "ab"]
+
+
+def test_no_part_of_an_abandoned_save_comes_to_a_run_that_went_on(home: Path, memory: Path) -> None:
+    """The run had gone on from step 4 on other nodes, and the agents of the first ones brought their step 6 into it."""
+    a, b = killed(home, memory)
+    world(2, trained, ["c", "d"], memory, home, 5)
+    before = steps(home)
+    assert before[-1] == 5
+    assert b.drained() == a.drained() == b.drained() == []
+    assert steps(home) == before
+
+
+def test_damage_at_home_is_mended_when_each_node_mends_its_part(home: Path, memory: Path) -> None:
+    """Each agent read what its node had written. They mended the copy and left the mark of damage on it, counted it as
+    made and removed the memory: no restore took that save any more."""
+    a, b = killed(home, memory)
+    b.drained()
+    assert a.drained() == b.drained() == []
+    (pack,) = home.glob("gen/*6-*/pack-00001")
+    flip(pack, pack.stat().st_size // 2)
+    with access.for_writing(home, "atomic_dirsync") as target:
+        found = commit.survey(target).generations
+        (one,) = (found[at] for at in found if at.step == 6)
+        commit.mark(target, one, [Finding(kind="SumMismatch", what="a chunk is damaged", layer="digests")])
+    assert "step 6" in (lacks := a.drained()[0]) and "does not read back" in lacks
+    assert b.drained() == a.drained() == []
+    assert one_place(home).generations()[-1].good and one_place(home).verify(6).good
+
+
+def test_a_newest_save_with_nan_of_one_node_costs_none_before(home: Path, memory: Path) -> None:
+    """Rank 1 had NaN in the newest save. The agent of rank 0 read its own part alone, committed that save as good, and
+    was done; that of rank 1 found the NaN, and waited for ever for the part of rank 0 of the good save before."""
+    world(2, trained_into_nan, ["a", "b"], memory, home, 6, dies=(0, 1))
+    assert steps(home) == [4]
+    for one in memory.glob("*/*/gen/*6-*/UNFIT.json"):  # as if the ranks had died before it was read
+        one.unlink()
+    a, b = (Node(home, name, memory) for name in "ab")
+    assert b.drained()
+    assert a.drained() == b.drained() == []
+    assert steps(home)[-2:] == [5, 6] and one_place(home).verify(5).good and one_place(home).generation().step == 5
 
 
 def test_half_a_save_of_one_node_is_copied_nowhere(home: Path, memory: Path) -> None:

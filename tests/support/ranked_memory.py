@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 import lastgood
@@ -107,6 +108,21 @@ def trained(
         begun = time.monotonic()
     closing = {"closing_seconds": time.monotonic() - begun}
     return {"step": found.step, "sources": [*found.sources], "losses": losses, "survives": survives, **closing}
+
+
+def trained_into_nan(rank: int, size: int, nodes: Sequence[str], memory: Path, home: Path, upto: int) -> None:
+    """As `trained`, and killed without its agents. In the step `upto` the part of the last rank holds NaN."""
+    step = Loop.step
+
+    def last(self: Loop, n: int) -> float:
+        loss = step(self, n)
+        if n == upto and rank == size - 1:
+            with torch.no_grad():
+                self.net.up.weight.to_local().fill_(float("nan"))
+        return loss
+
+    Loop.step = last
+    trained(rank, size, nodes, memory, home, upto, True, False)
 
 
 def read_in_process(rank: int, size: int, nodes: Sequence[str], memory: Path, home: Path, on_disk: bool) -> list[int]:

@@ -8,7 +8,9 @@ Invariants
   3. Memory is given up for a place where the run is not any more only if that place had all that is in memory, when it
      could be read last.
   4. Of several nodes each copies the files that its ranks wrote. COMMIT is created by the one that finds the manifests
-     of all ranks there; a manifest is created after the files that it describes are durable.
+     of all ranks there; a manifest is created after the files that it describes are durable. It reads the files of all
+     ranks there, and marks the copy.
+  5. What a rewind has left behind is copied nowhere.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from ..format import commit, intents, layout, sealed
 from ..format.pack_layout import is_manifest
 from ..limits import CHUNK_BYTES, EXAMINATION_CHUNKS, WORKERS
 from ..policy.places import lacking, merged
+from ..policy.restore import lineage
 from ..policy.retention import Keep
 from ..ports import Mendable, Stop, Tier, never
 from ..records import Generation, GenerationId, intact
@@ -174,8 +177,8 @@ def _drained_to(place: CopyTo, memory: Tier, order: int, notes: Notes, stop: Sto
             with access.for_writing(place.url, "atomic_dirsync", take_over=False, agent_order=order) as target:
                 if lacks := _copied(memory, cast(Mendable, target), one, stop):
                     missing.append(f"{place.url}: {one.id} lacks {lacks}, which other nodes have")
-                elif (copy := commit.read_generation(target, one.id, run)).restorable or copy.unfit:
-                    there.generations[one.id] = copy
+                else:
+                    there.generations[one.id] = commit.read_generation(target, one.id, run)
                 order = max(order, getattr(target, "order", 0))
         except Damaged as error:
             missing.append(f"{place.url}: {one.id}: {error.what}")
@@ -184,13 +187,16 @@ def _drained_to(place: CopyTo, memory: Tier, order: int, notes: Notes, stop: Sto
 
 def _wanted(memory: Tier, here: commit.Survey, there: commit.Survey, keep: Keep) -> list[Generation]:
     """What is to be copied, the newest first."""
-    wanted = lacking(here, there, merged([here, there]), keep)
+    everywhere = merged([here, there])
+    wanted, chain = lacking(here, there, everywhere, keep), lineage(everywhere).chain
     # Of several nodes one may lack the newest COMMIT, so that each copies its part of the older ones too.
     newest = max(there.generations, default=None)
+    # guard: abandoned-part-not-copied
     parts = [
         one
         for at, one in sorted(here.generations.items(), reverse=True)
         if one.restorable
+        and at in chain
         and at not in there.generations
         and (newest is None or at > newest)
         and not copying.is_whole(memory, one)
@@ -234,9 +240,9 @@ def _copied_with(memory: Tier, target: Mendable, one: Generation, how: copying.C
     if lacks:  # guard: commit-copied-after-all-nodes
         return shortened(lacks, 3)
     commit.copy_records([memory, target], target, one)
-    findings = read_all(target, one, how.arena, how.workers, how.stop, of=ranks)
-    if findings:
-        commit.mark(target, one, findings)
+    # Nobody else reads what other nodes have copied, and whoever finds all of it good takes back a mark of damage.
+    findings = read_all(target, one, how.arena, how.workers, how.stop)  # guard: last-node-reads-all-parts
+    commit.mark(target, one, findings)  # guard: copy-of-parts-is-marked
     if not intact(findings):
         raise Damaged(f"the copy of {one.id} does not read back: {findings[0].what}")
     return ""
