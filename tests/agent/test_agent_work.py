@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import lastgood
@@ -294,6 +295,32 @@ def test_a_training_process_may_end_between_a_work_and_its_answer(job: Job, ends
         assert not agent.running()
         agent.abandon(ended)
         assert not agent.running()
+
+
+def test_copies_to_slow_places_hold_up_no_reading(job: Job, ends_of: Ends, monkeypatch) -> None:
+    """Copies to places below, and parity among nodes, took all threads of the agent: no save was verified meanwhile,
+    for which the loop waits."""
+    with job.opened() as ckpt:
+        job.save(ckpt, 1)
+        ckpt.wait()
+        (generation,) = commit.survey(ckpt._pipeline.run.tier).generations.values()
+    begun, ends = threading.Semaphore(0), threading.Event()
+
+    def slow(*_: object) -> list[str]:
+        begun.release()
+        ends.wait(60)
+        return []
+
+    monkeypatch.setattr(works.copying, "pack_files", slow)
+    pack = Work(at=generation.id, root=generation.root, task="pack", place="", of=None)
+    with works.Works(lambda: ckpt._pipeline.run.tier.own, lambda: None) as agent:
+        copies = [agent.begin(pack, ends_of[0]) for _ in range(works.AT_ONCE)]
+        assert all(begun.acquire(timeout=60) for _ in copies)
+        try:
+            assert not agent.begin(msgspec.structs.replace(pack, task="read"), ends_of[0]).result(20).error
+        finally:
+            ends.set()
+        assert not any(one.result(60).error for one in copies)
 
 
 def test_another_generation_of_the_same_step_is_refused(job: Job) -> None:

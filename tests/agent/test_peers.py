@@ -378,6 +378,18 @@ def test_a_finished_copy_is_not_replaced(tmp_path: Path, generation: Generation)
     assert files_of(tmp_path / "b") == files_of(tmp_path / "a")
 
 
+def test_a_copy_that_has_lost_its_file_is_made_again(tmp_path: Path, generation: Generation) -> None:
+    """It was sent again and again, and never made: for the sender its manifest was the copy, and so it was for the node
+    that was to receive the file."""
+    commit_on(tmp_path / "b", generation)
+    with served(tmp_path / "b") as node, contextlib.closing(Peers(JOB, BY_KEY, "a")) as peers:
+        (seal,) = generation.commit.seals
+        sent = peers.send(disk(tmp_path / "a"), generation, seal, node)
+        (tmp_path / "b" / layout.folder(generation.id) / "r00000.safetensors").unlink()
+        assert peers.send(disk(tmp_path / "a"), generation, seal, node) == sent > 0
+    assert files_of(tmp_path / "b") == files_of(tmp_path / "a")
+
+
 @pytest.mark.parametrize(
     "request_",
     [

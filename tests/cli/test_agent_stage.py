@@ -49,6 +49,16 @@ def test_only_the_files_of_some_ranks_come(home, memory, call_json):
     assert names(home) == {4: {"r00001.safetensors", "r00001.manifest.json", *RECORDS}}
 
 
+def test_a_part_of_a_save_is_no_more_verified_than_where_it_came_from(home, memory, call_json):
+    """A save that nobody had read yet was good in memory once the files of one rank were read."""
+    (mark,) = home.glob("gen/000000000004-*/VERIFIED.json")
+    mark.unlink()
+    for _ in range(2):
+        assert call_json("agent", "stage", str(home), "--ranks", "1")[0] == 0
+        assert names(home) == {4: {"r00001.safetensors", "r00001.manifest.json", "COMMIT.json"}}
+        (Path(memory_place.folder_of(home)) / "gen" / mark.parent.name / "DAMAGED.json").touch()  # as of a bad copy
+
+
 def test_the_next_start_reads_from_memory(tmp_path, memory, call_json):
     home, state = tmp_path / "home", {"w": torch.arange(1000.0)}
     tiers = [lastgood.Tier("memory://", cadence=lastgood.Every(steps=1))]

@@ -24,15 +24,17 @@ import lastgood
 from lastgood.errors import NoSpace, Refused
 from lastgood.format import commit
 from lastgood.io import heartbeat, rank_notes
+from lastgood.io.machine import NODE
 from lastgood.loop.beat import Beat
 from lastgood.loop.just_in_time import JustInTime, Seat, _ended_processes
 from lastgood.loop.options import Options, Ranks
 from lastgood.records import GenerationId, Incarnation
-from lastgood.run import access
+from lastgood.run import access, memory_place, paths
 from lastgood.run.known import Environment
 from lastgood.run.survivor_save import HeldWriter, Origin
 from lastgood.run.writer import RunWriter
 from lastgood.supervisor.survivors import Left, committed, left_by
+from lastgood_lab.plain import save
 
 CLOSED = RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:4242")
 
@@ -230,6 +232,26 @@ def test_it_continues_what_only_a_bucket_has(tmp_path: Path, bucket: str) -> Non
     job.ranks[0]._pipeline.run.known.incarnation = Incarnation(format=1, order=4, id="0000aaaa", parent=parent)
     job.note(7)
     assert job.saved() and newest(first).step == 7 and newest(first).commit.continues == parent
+
+
+def test_it_continues_what_the_memory_of_the_committing_node_has(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The survivor was on another node than the supervisor, which looked into the memory of that node, found nothing,
+    and committed a save that continued none."""
+    monkeypatch.setenv(NODE, "b")
+    job = Job(tmp_path, [lastgood.Tier("memory://")])
+    job.open_again()
+    monkeypatch.setenv(NODE, "a")
+    own = memory_place.url_of(job.run)
+    memory_place.make(paths.parsed(own).root)
+    with access.for_writing(own, "atomic_dirsync") as tier, ThreadPoolExecutor(1) as workers:
+        save(RunWriter(tier, workers), 5, {"x": b"x" * 100})
+    parent = newest(own).id
+    incarnation = Incarnation(format=1, order=4, id=parent.incarnation, parent=None)
+    job.ranks[0]._pipeline.run.known.incarnation = incarnation
+    job.note(7)
+    assert job.saved() and newest(job.run).commit.continues == parent
 
 
 def test_notes_that_are_lost_with_their_node_are_the_reason(job: Job, caplog: pytest.LogCaptureFixture) -> None:

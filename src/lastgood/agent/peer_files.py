@@ -247,9 +247,10 @@ def _commit(disk: Mendable, at: GenerationId, data: bytes) -> None:
 
 
 def _require_unfinished(disk: Mendable, name: str) -> None:
-    """Raise NameTaken for a file that has its manifest. One without it is what an earlier attempt has left."""
+    """Raise NameTaken for a file that is there beside its manifest. Another one is what an earlier attempt has left."""
     folder, _, file = name.rpartition("/")
-    if f"{file.partition('.')[0]}.manifest.json" in disk.list(folder):  # guard: finished-copy-not-replaced
+    there, manifest = disk.list(folder), f"{file.partition('.')[0]}.manifest.json"
+    if file in there and manifest in there:  # guard: finished-copy-not-replaced
         raise NameTaken(f"{name} is complete on this node", safe="It is untouched.")
 
 

@@ -39,9 +39,9 @@ from ..storage.disk_upload import DiskUpload
 from . import parity_files
 
 AT_ONCE = 2
-"""So many works are done at the same time. Each has threads and buffers of its own. One scrub comes beside them, which
-may be slow on purpose, and one writing of parity, repair, or reading of what was repaired, which waits for a disk: the
-loop may wait for a reading."""
+"""So many readings, for which the loop may wait, are done at the same time. So many copies come beside them, with the
+parity among nodes: they may wait for a slow place or node. So do one scrub, which may be slow on purpose, and one
+writing of parity, repair, or reading of what was repaired, which waits for a disk. Each has buffers of its own."""
 
 
 def text_of(error: BaseException) -> str:
@@ -69,7 +69,8 @@ class Works:
         self, memory: Callable[[], Mendable], wake: Callable[[], None], peers: Callable[[], Peers | None] = lambda: None
     ) -> None:
         self._memory, self._wake, self._peers = memory, wake, peers
-        self._pool = ThreadPoolExecutor(AT_ONCE, "lastgood-work")
+        self._verifying = ThreadPoolExecutor(AT_ONCE, "lastgood-verify")
+        self._copying = ThreadPoolExecutor(AT_ONCE, "lastgood-work")
         self._scrubs = ThreadPoolExecutor(1, "lastgood-scrub")
         self._parity = ThreadPoolExecutor(1, "lastgood-parity")
         self._unfinished = dict[Future[Done], Event]()
@@ -81,15 +82,15 @@ class Works:
     def __exit__(self, *_: object) -> None:
         for stopped in self._unfinished.values():
             stopped.set()
-        self._pool.shutdown()
-        self._scrubs.shutdown()
-        self._parity.shutdown()
+        for pool in (self._verifying, self._copying, self._scrubs, self._parity):
+            pool.shutdown()
 
     def begin(self, work: Work, asker: socket.socket) -> Future[Done]:
         """Begin a work. `asker`: the connection of who has asked for it, which does not block."""
         stopped = Event()
-        # guard: scrub-delays-no-work
-        pool = {"scrub": self._scrubs, "protect": self._parity, "repair": self._parity}.get(work.task, self._pool)
+        # guard: scrub-delays-no-work, copies-delay-no-reading
+        own = {"read": self._verifying, "scrub": self._scrubs, "protect": self._parity, "repair": self._parity}
+        pool = own.get(work.task, self._copying)
         if work.task == "scrub" and work.bytes_per_second is None:  # guard: repair-waits-for-no-slow-scrub
             pool = self._parity
         job = pool.submit(self._done, work, stopped, asker)

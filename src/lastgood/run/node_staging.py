@@ -157,6 +157,9 @@ def _copy_part(source: Tier, target: Mendable, generation: Generation, of: Colle
     part = msgspec.structs.replace(generation, commit=msgspec.structs.replace(generation.commit, seals=seals))
     commit.copy_records([source], target, part)
     findings = reader.read_all(target, generation, how.arena, how.workers, how.stop, of=of)
-    commit.mark(target, generation, findings)
+    if findings or generation.verified:  # guard: staged-part-verifies-nothing
+        commit.mark(target, generation, findings)
+    else:
+        target.delete(f"{layout.folder(generation.id)}/{layout.DAMAGED}")  # guard: staged-anew-is-not-damaged
     if not intact(findings):
         raise Damaged(f"{generation.id} does not read back in {target.place}: {findings[0].what}")

@@ -201,24 +201,25 @@ class Peers:
         self._call(node, asked, [memoryview(data)], LATE_CALL_SECONDS)
 
     def send(self, disk: Tier, generation: Generation, seal: Seal, node: PeerNode) -> int:
-        """Send the files of one rank to a node, unless it has them. Returns the bytes that were sent.
+        """Send those files of one rank to a node that it lacks. Returns the bytes that were sent.
 
         `disk`: of this node, which has the files. Each chunk is compared with its digest by the wire. Raises what
         reading raises, and what `port.Wire` raises.
         """
         folder = layout.folder(generation.id)
-        if seal.manifest in self.list(node, folder):
-            return 0
-        manifest = sealed.sealed_record(disk, generation, seal)
-        sent, sending = 0, secrets.token_hex(8)
-        for blob in manifest.blobs:
-            sent += self._send_file(disk, f"{folder}/{blob.name}", blob.length, node, sending)
-        data = sealed.record_bytes([disk], generation, seal)
-        put = FileCall(call="put", name=f"{folder}/{seal.manifest}", length=len(data))
-        self._call(node, put, [memoryview(data)])
-        return sent
+        there = self.list(node, folder)
+        is_new, blobs = seal.manifest not in there, sealed.sealed_record(disk, generation, seal).blobs
+        missing = [one for one in blobs if is_new or one.name not in there]  # guard: copy-without-its-file-is-sent
+        sending = secrets.token_hex(8)
+        for blob in missing:
+            self._send_file(disk, f"{folder}/{blob.name}", blob.length, node, sending)
+        if is_new:
+            data = sealed.record_bytes([disk], generation, seal)
+            put = FileCall(call="put", name=f"{folder}/{seal.manifest}", length=len(data))
+            self._call(node, put, [memoryview(data)])
+        return sum(one.length for one in missing)
 
-    def _send_file(self, disk: Tier, name: str, length: int, node: PeerNode, sending: str) -> int:
+    def _send_file(self, disk: Tier, name: str, length: int, node: PeerNode, sending: str) -> None:
         file = FileCall(call="create", name=name, sending=sending, length=length)
         self._call(node, file)
         starts, failed = range(0, length, CHUNK_BYTES), threading.Event()
@@ -236,7 +237,6 @@ class Peers:
             with contextlib.suppress(LastgoodError):  # otherwise that node drops it, once its generation is deleted
                 self._call(node, FileCall(call="abort", name=name, sending=sending))
             raise
-        return length
 
     def _send_chunks(
         self, disk: Tier, file: FileCall, node: PeerNode, starts: Iterable[int], failed: threading.Event

@@ -39,7 +39,7 @@ from ..policy.survival import Holders
 from ..ports import Tier
 from ..records import Blob, Generation, GenerationId, Incarnation, Piece
 from ..storage.directory import WriteMode
-from . import access, paths
+from . import access, memory_place, paths
 from .known import Environment, KnownRun
 from .save import RankPart, RankWriter, sealed_part
 from .survivor_notes import Note, Written, stores
@@ -123,12 +123,12 @@ def held_writer(
 # ---- at the process that commits -----------------------------------------------------------------------------
 
 
-def commit_for_all(notes: Sequence[Note], written: Sequence[Written]) -> Generation | None:
+def commit_for_all(notes: Sequence[Note], written: Sequence[Written], last_place: str) -> Generation | None:
     """Commit a step, durable on return. None: this step or a later state was saved, in any place of the run.
 
-    `notes`: of every rank, at this step. `written`: what survivors have written of it. Raises RunLocked while another
-    process has the run open, and what a save raises: no generation exists then, except after CommitUnknown, where it
-    may.
+    `notes`: of every rank, at this step. `written`: what survivors have written of it. `last_place`: of the run, which
+    names its memory. Raises RunLocked while another process has the run open, and what a save raises: no generation
+    exists then, except after CommitUnknown, where it may.
     """
     first = written[0]
     at = generation_id(first.opening, first.step)
@@ -142,11 +142,14 @@ def commit_for_all(notes: Sequence[Note], written: Sequence[Written]) -> Generat
         run = RunWriter(tier, workers, algorithm=first.algorithm, environment=environment, resumes=at)
         if at in run.survey.generations:  # the process that has decided before was lost after its commit
             return run.survey.generations[at]
+        # What a survivor calls the memory of the run is that of its node.
+        # guard: memory-of-committing-node-counts
+        others = [memory_place.url_of(last_place) if paths.in_memory(one) else one for one in first.others]
         # guard: what-other-places-hold-counts
-        run.known.below = [KnownRun(one, environment) for one in _others_seen(first.others)]
+        run.known.below = [KnownRun(one, environment) for one in _others_seen(others)]
         parent = origin.parent([*run.known.everywhere.generations.values()])
         if parent is not None and parent not in run.known.everywhere.generations:  # guard: parent-in-a-bucket-is-found
-            buckets = _others_seen(first.others, objects=True)
+            buckets = _others_seen(others, objects=True)
             run.known.below = [*run.known.below, *(KnownRun(one, environment) for one in buckets)]
         generations = [*run.known.everywhere.generations.values()]
         if origin.is_superseded(generations):  # guard: newer-generation-not-shadowed

@@ -57,7 +57,8 @@ def committed(left: Left, ranks: int, run: str, lost: str = "") -> int | None:
     """Commit the newest step that survivors have written, and report it. Returns the step; None: nothing is committed,
     and why is reported, unless no survivor has written anything.
 
-    `ranks`: of the job. `lost`: a text about nodes that are lost with what their ranks have noted; empty: none is.
+    `ranks`: of the job. `run`: the last place of the run. `lost`: a text about nodes that are lost with what their
+    ranks have noted; empty: none is.
     """
     found = _decoded(left)
     beside = f" ({lost})" if lost else ""
@@ -72,7 +73,7 @@ def committed(left: Left, ranks: int, run: str, lost: str = "") -> int | None:
     notes = [found.notes[rank][step] for rank in range(ranks)]
     try:
         with os_errors.threads(run, "What was committed before is safe."):
-            generation = commit_for_all(notes, written)
+            generation = commit_for_all(notes, written, run)
     except LastgoodError as error:
         reporting.threat(f"{run}: the just-in-time save of step {step} failed: {error}")
         return None
