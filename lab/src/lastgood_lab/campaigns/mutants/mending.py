@@ -221,7 +221,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "slow scrubs of an agent hold up its other work",
             "scrub-delays-no-work",
-            Swap('"scrub": self._scrubs', '"scrub": self._pool'),
+            Swap('"scrub": self._scrubs', '"scrub": self._verifying'),
         ),
         ("damage in all places is reported as the agent's failure", "damage-is-no-agents-failure", Never()),
         ("the agent of a replaced process repairs", "agent-changes-under-claim", Swap("if order", "if not order")),
