@@ -88,6 +88,29 @@ def test_a_sampler_that_is_read_and_not_saved_is_reported(tmp_path: Path, patter
     assert caplog.text.count("batches are read from") == count
 
 
+@pytest.mark.parametrize(
+    ("how", "count"),
+    [("left out", 1), ("given", 0), ("given beside an evaluation", 0), ("counted by the loop", 0), ("read before", 0)],
+)
+def test_a_sampler_that_the_loop_reads_and_the_state_lacks_is_reported(tmp_path: Path, how, count, caplog) -> None:
+    """Each resume began its epoch again, and trained the same samples twice, without a word."""
+    sampler, weights = make(), torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weights], lr=0.1)
+    state = {"w": weights, "optimizer": optimizer, **({"sampler": sampler} if "given" in how else {})}
+    evaluation = iter(make(seed=8).loader(DATA)) if "evaluation" in how else iter([0])
+    next(evaluation)
+    batches = [*sampler.loader(DATA)] if how == "read before" else sampler.loader(DATA)
+    with lastgood.Checkpointer(tmp_path, state, cadence=lastgood.Every(steps=3)) as ckpt:
+        ckpt.restore()
+        for n, _ in enumerate(batches, 1):
+            weights.grad = torch.ones(1)
+            optimizer.step()
+            if how == "counted by the loop":
+                sampler.consumed()
+            ckpt.step(n)
+    assert caplog.text.count("the state lacks ResumableSampler") == caplog.text.count("the state lacks") == count
+
+
 def test_an_idle_sampler_on_rank_0_of_a_data_group_is_reported_once(capsys, caplog) -> None:
     sampler = make()
     for n in (1, 2, 3):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +172,124 @@ def test_an_optimizer_that_is_excluded_is_not_reported(tmp_path: Path) -> None:
         for step in range(1, 4):
             train(model, optimizer)
             ckpt.step(step)
+    assert not any("the state lacks" in one for one in texts)
+
+
+class Around(nn.Module):
+    """A module whose `state_dict()` has the tensors of another one, too, that it does not own."""
+
+    def __init__(self, model: nn.Module, other: nn.Module) -> None:
+        super().__init__()
+        self.model, self.others = model, [other]
+
+    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+        return {**super().state_dict(), **self.others[0].state_dict(prefix="other.")}
+
+
+@dataclass
+class Parts:
+    tensors: list[torch.Tensor]
+
+
+def with_head(how: str, model: nn.Module, head: nn.Module) -> dict[str, Any]:
+    """A state for a loop that trains a model and its head: what it has of them."""
+    tensors = [*model.parameters(), *head.parameters()]
+    copies = {name: one.clone() for name, one in model.state_dict().items()}
+    return {
+        "no head": {"model": model},
+        "no model but a copy": {"model": copies, "head": head},
+        "both": {"model": model, "head": head},
+        "both, and a copy": {"model": model, "head": head, "first": copies},
+        "tensors": {"tensors": tensors},
+        "their memory": {"tensors": Parts([one.data for one in tensors])},
+        "an object": {"model": model, "holder": Trainer(head)},
+        "a module with more": {"model": Around(model, head)},
+    }[how]
+
+
+@pytest.mark.parametrize(
+    ("how", "lacking", "options"),
+    [
+        ("no head", "2 parameters ([3, 1], [3])", {}),
+        ("no model but a copy", "4 parameters ([4, 4], [4], [1, 4] and 1 more)", {}),
+        ("both", "", {}),
+        ("both", "", {"include": ["head", "optimizer"]}),
+        ("both", "", {"exclude": ["head"]}),
+        ("both, and a copy", "", {}),
+        ("tensors", "", {}),
+        ("their memory", "", {}),
+        ("an object", "", {}),
+        ("a module with more", "", {}),
+    ],
+)
+def test_trained_parameters_that_the_state_lacks_are_reported(tmp_path: Path, how: str, lacking: str, options) -> None:
+    """A head for the loss began anew after each restore, beside the moments of what it had been; and each save of a
+    model that was given as a copy of its tensors had its first weights. Nothing was said about either."""
+    model, head = made()[0], nn.Linear(1, 3)
+    frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+    optimizer = optim.AdamW([*model.parameters(), *head.parameters(), frozen])
+    state = {**with_head(how, model, head), "optimizer": optimizer}
+    with reports() as texts, lastgood.Checkpointer(tmp_path, state, cadence=lastgood.Every(steps=1), **options) as ckpt:
+        ckpt.restore()
+        for step in range(1, 4):
+            train(nn.Sequential(model, head), optimizer)
+            ckpt.step(step)
+    named = [one.split(" trains ")[1].split(" that no entry")[0] for one in texts if "no entry of the state" in one]
+    assert named == ([lacking] if lacking else [])
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_copies_that_an_optimizer_trains_are_not_reported(tmp_path: Path, flat: bool) -> None:
+    """Of weights in half precision an optimizer trains copies in single precision, which the next steps begin from."""
+    model = made()[0].bfloat16()
+    copies = [one.detach().float() for one in model.parameters()]
+    copies = [torch.cat([one.reshape(-1) for one in copies])] if flat else copies
+    optimizer = optim.AdamW([one.requires_grad_() for one in copies])
+    state = {"model": model, "optimizer": optimizer}
+    with reports() as texts, lastgood.Checkpointer(tmp_path, state, cadence=lastgood.Every(steps=1)) as ckpt:
+        ckpt.restore()
+        for step in range(1, 4):
+            for one in copies:
+                one.grad = torch.ones_like(one)
+            optimizer.step()
+            ckpt.step(step)
+    assert not any("no entry of the state" in one or "the state lacks" in one for one in texts)
+
+
+@pytest.mark.parametrize(
+    ("made_as", "given", "missing"), [("used", False, 1), ("used", True, 0), ("unused", False, 0), ("off", False, 0)]
+)
+def test_a_forgotten_scaler_is_reported(tmp_path: Path, made_as: str, given: bool, missing: int) -> None:
+    """After each restore its scale was that of the first step, and the next steps were left out, without a word."""
+    model, optimizer = made()
+    scaler = torch.amp.GradScaler("cpu", enabled=made_as != "off")
+    if made_as == "used":
+        scaler.scale(torch.ones(1))
+    state = {"model": model, "optimizer": optimizer, **({"scaler": scaler} if given else {})}
+    with reports() as texts, lastgood.Checkpointer(tmp_path, state, cadence=lastgood.Every(steps=1)) as ckpt:
+        ckpt.restore()
+        for step in range(1, 4):
+            train(model, optimizer)
+            ckpt.step(step)
+    assert sum("the state lacks GradScaler" in one for one in texts) == missing
+
+
+def test_a_scaler_that_is_garbage_is_not_reported(tmp_path: Path) -> None:
+    """One of an earlier training in the same process is in use no more, though it may not be collected yet."""
+    model, optimizer = made()
+    gc.disable()
+    circle: list[Any] = [torch.amp.GradScaler("cpu")]
+    circle[0].scale(torch.ones(1))
+    circle.append(circle)
+    del circle
+    state = {"model": model, "optimizer": optimizer}
+    try:
+        with reports() as texts, lastgood.Checkpointer(tmp_path, state, cadence=lastgood.Every(steps=1)) as ckpt:
+            ckpt.restore()
+            train(model, optimizer)
+            ckpt.step(1)
+    finally:
+        gc.enable()
     assert not any("the state lacks" in one for one in texts)
 
 

@@ -18,7 +18,7 @@ from lastgood.run.content import Content
 from lastgood_lab.campaigns.rank_jobs import Pipeline, made, resaved, whole
 from lastgood_lab.ranks import replicas
 from lastgood_lab.worlds import world
-from ranked import ending, reports_of_a_restore, trained, trained_in_parts
+from ranked import ending, reports_of_a_restore, reports_of_saves, trained, trained_in_parts
 
 pytestmark = pytest.mark.slow
 
@@ -94,6 +94,12 @@ def test_generations_that_all_ranks_step_over_are_reported_once(saved, tmp_path)
     first, second = world(2, reports_of_a_restore, "fsdp", root)
     assert [one for one in first if one.startswith("resumed from step 2, stepping over\n  step 4: ")]
     assert not [one for one in second if "stepping over" in one]
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "tp"])
+def test_a_sharded_state_lacks_nothing_that_its_optimizer_trains(tmp_path, kind):
+    for texts in world(2, reports_of_saves, kind, tmp_path / "run"):
+        assert not [one for one in texts if "the state" in one]
 
 
 STAGED = {

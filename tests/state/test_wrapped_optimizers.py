@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import lastgood
+from harness import reports
 from lastgood.errors import StateMismatch
 from lastgood.snapshot import overlap
 from lastgood.state.capture import Capture
@@ -262,6 +263,24 @@ def test_a_scheduler_on_a_wrapper_does_not_hide_the_wrapped_optimizer():
     torch.optim.lr_scheduler.StepLR(wrapper, 2)
     wrapper.step()
     assert Wrappers().unwrapped(wrapper) is wrapper.optimizer
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+@pytest.mark.parametrize("given", [False, True])
+def test_a_forgotten_schedule_of_a_wrapped_optimizer_is_reported(wrap, given, tmp_path):
+    """A schedule that was made before prepare() or setup() has the inner optimizer, and was not reported: each resume
+    began with the learning rate of the first epoch."""
+    one = state(0, bare)
+    schedule = torch.optim.lr_scheduler.StepLR(one["optimizer"], 5)
+    one |= {"optimizer": wrap(one["optimizer"]), **({"schedule": schedule} if given else {})}
+    with reports() as texts, lastgood.Checkpointer(tmp_path, one, cadence=lastgood.Every(steps=1)) as run:
+        run.restore()
+        for step in (1, 2):
+            trained(one, 1, step)
+            schedule.step()
+            run.step(step)
+    assert any("the state lacks StepLR" in text for text in texts) != given
+    assert not any("no entry of the state" in text for text in texts)
 
 
 def test_a_capture_calls_the_state_dict_of_a_wrapper_once():

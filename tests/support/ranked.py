@@ -61,6 +61,19 @@ def reports_of_a_restore(rank: int, size: int, kind: str, root: Path) -> list[st
     return texts
 
 
+def reports_of_saves(rank: int, size: int, kind: str, root: Path) -> list[str]:
+    """Train and save three steps. Returns what this rank reports that is no mere information."""
+    import lastgood
+
+    loop, every = made(kind, size), lastgood.Every(steps=1)
+    with reports(logging.WARNING) as texts, lastgood.Checkpointer(root, loop.state, cadence=every) as ckpt:
+        ckpt.restore()
+        for n in (1, 2, 3):
+            loop.step(n)
+            ckpt.step(n)
+    return texts
+
+
 def trained_in_parts(rank: int, size: int, root: Path, upto: int) -> None:
     """Train so that small tensors are partitioned between the ranks too, with digests of everything at the start of
     a save."""

@@ -1,42 +1,85 @@
-"""Optimizers and schedules of a state's parameters that are not in the state itself. Reads; changes nothing.
+"""What a training has and the state lacks: optimizers, schedules, samplers, scalers and parameters. Reads only.
 
 The whole process is looked through only where the state has signs of one: parameters that are trained and that no
-optimizer of the state has, or an optimizer with the learning rates that a schedule begins with.
+optimizer of the state has, an optimizer with the learning rates that a schedule begins with, or an optimizer without a
+sampler or a scaler beside it.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..data.sampler import ResumableSampler
+from ..format.values import only_numbers
+from .instances import parts_of
 from .objects import find_objects, tag_of
+from .tensors import storage
+from .wrappers import Wrappers
 
 _PACKAGES = {"torch", "torchdata", "lastgood"}
 """whose objects hold no optimizer or schedule in their `state_dict()`, but those that are optimizers or schedules"""
+_KINDS = (Optimizer, LRScheduler, ResumableSampler, GradScaler)
 
 
 def forgotten(state: Mapping[str, Any]) -> list[str]:
     """The classes of optimizers that keep something of parameters of the state, and of schedules of its optimizers,
     that live in this process and are not in the state. So are optimizers inside of those of the state, of which their
-    `state_dict()` has nothing. Empty if the state has objects of the user or of another package, or modules with a
-    state of their own, whose `state_dict()` may have them.
+    `state_dict()` has nothing; and, if the state has an optimizer, a ResumableSampler from which batches are read and a
+    GradScaler that has scaled a loss, if it has none of that class. Empty if the state has objects of the user or of
+    another package, or modules with a state of their own, whose `state_dict()` may have them.
     """
-    objects = [*find_objects(state).values()]
+    unwrapped = Wrappers().unwrapped
+    objects = [unwrapped(one) for one in find_objects(state).values()]  # guard: wrapped-optimizer-has-schedule
     if any(map(_may_hold_others, objects)):
         return []
-    trained, begun = _without_optimizer(objects), _without_schedule(objects)
+    trained, begun = _without_optimizer(objects), _without_schedule(objects, unwrapped)
     inner = [one for outer in objects if isinstance(outer, Optimizer) for one in _left_out_by(outer, objects)]
-    live = _live() if trained or begun else []
+    beside = _kinds_beside(objects)
+    live = _live() if trained or begun or beside else []
     optimizers = [one for one in live if isinstance(one, Optimizer)]
     keeping = [one for one in optimizers if getattr(one, "state", None) and trained & _parameters_of(one)]
-    schedules = [one for one in live if isinstance(one, LRScheduler) and _optimizer_of(one) in begun]
-    return [*dict.fromkeys(type(one).__name__ for one in (*inner, *keeping, *schedules))]
+    schedules = [one for one in live if isinstance(one, LRScheduler) and _optimizer_of(one, unwrapped) in begun]
+    names = [type(one).__name__ for one in (*inner, *keeping, *schedules)]
+    used = _used(live, beside)
+    if used:  # by an earlier training, it may be, whose objects are not collected yet
+        del live, optimizers, keeping, schedules
+        gc.collect()  # guard: garbage-is-not-in-use
+        used = _used(_live(), beside)
+    return [*dict.fromkeys([*names, *used])]
+
+
+def unstored(state: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The parameters that an optimizer of the state trains, and of whose memory no entry of the state has anything,
+    whether `include` and `exclude` want it saved or not. Empty where `forgotten` is for objects of the state that may
+    have them, and for modules that store something else than their parameters and buffers.
+
+    An optimizer may train copies of the parameters of a module, as with weights in half precision. So where a module
+    has trained parameters that no optimizer of the state has, those of their shapes, and flat ones, are left out.
+    """
+    objects = [*find_objects(state).values()]
+    modules = [one for one in objects if isinstance(one, nn.Module)]
+    if any(map(_may_hold_others, objects)) or any(map(_stores_more, modules)):
+        return []
+    alone = _without_optimizer(objects)
+    originals = [one for module in modules for one in module.parameters() if id(one) in alone]
+    copied = {one.shape for one in originals if storage(one) is not None}
+    tensors = [one for module in modules for one in (*module.parameters(), *module.buffers())]
+    held = {None, 0, *map(storage, tensors), *_memory_in(state)}  # 0: without elements
+    groups = [group for one in objects if isinstance(one, Optimizer) for group in _groups(one)]
+    trained = {id(one): one for group in groups for one in group.get("params", ()) if one.requires_grad}
+    lacking = [one for one in trained.values() if storage(one) not in held]
+    # guard: master-weights-are-no-entries
+    return [one for one in lacking if not copied or (one.dim() != 1 and one.shape not in copied)]
 
 
 def _may_hold_others(obj: Any) -> bool:
@@ -47,6 +90,32 @@ def _may_hold_others(obj: Any) -> bool:
     return tag_of(obj) == "!object" and type(obj).__module__.partition(".")[0] not in _PACKAGES
 
 
+def _stores_more(module: nn.Module) -> bool:
+    """Whether a module, or one inside of it, may add tensors of its own to its `state_dict()`."""
+    own = (type(one).state_dict is not nn.Module.state_dict or one._state_dict_hooks for one in module.modules())
+    return any(own)
+
+
+def _memory_in(state: Mapping[str, Any]) -> set[int | None]:
+    """Addresses of the memory of tensors and arrays in the containers of a state, of which each is searched once."""
+    found, searched, left = set[int | None](), set[int](), [*state.values()]
+    while left:
+        one = left.pop()
+        if isinstance(one, torch.Tensor):
+            found.add(storage(one))
+        elif isinstance(one, np.ndarray):
+            found.add(one.ctypes.data)
+        elif id(one) not in searched:
+            searched.add(id(one))
+            if isinstance(one, Mapping):
+                left += one.values()
+            elif isinstance(one, list | tuple | deque):
+                left += [] if only_numbers(one) else one
+            else:
+                left += parts_of(one).values()
+    return found
+
+
 def _without_optimizer(objects: list[Any]) -> set[int]:
     """The ids of parameters that are trained, and that no optimizer among these objects has."""
     modules = [one for one in objects if isinstance(one, nn.Module)]
@@ -54,11 +123,37 @@ def _without_optimizer(objects: list[Any]) -> set[int]:
     return trained.difference(*(_parameters_of(one) for one in objects if isinstance(one, Optimizer)))
 
 
-def _without_schedule(objects: list[Any]) -> set[int]:
+def _without_schedule(objects: list[Any], unwrapped: Callable[[Any], Any]) -> set[int]:
     """The ids of optimizers with the learning rates that a schedule begins with, of which no schedule is here."""
     optimizers = [one for one in objects if isinstance(one, Optimizer)]
     begun = {id(one) for one in optimizers if any("initial_lr" in group for group in _groups(one))}
-    return begun - {_optimizer_of(one) for one in objects if isinstance(one, LRScheduler)}
+    return begun - {_optimizer_of(one, unwrapped) for one in objects if isinstance(one, LRScheduler)}
+
+
+def _kinds_beside(objects: list[Any]) -> tuple[type, ...]:
+    """The classes that a loop may use beside the optimizer of a state, and of which the state has none.
+
+    No sampler, if any object may have a position in the data: another sampler may then be that of an evaluation.
+    """
+    if not any(isinstance(one, Optimizer) for one in objects):
+        return ()
+    others = [one for one in objects if not isinstance(one, Optimizer | LRScheduler)]
+    samplers: tuple[type, ...] = () if any(tag_of(one) == "!object" for one in others) else (ResumableSampler,)
+    return samplers if any(isinstance(one, GradScaler) for one in others) else (*samplers, GradScaler)
+
+
+def _used(live: list[Any], kinds: tuple[type, ...]) -> list[str]:
+    """The names of the classes among these of which an object is in use."""
+    used = []
+    for one in live:
+        if not isinstance(one, kinds):
+            continue
+        if isinstance(one, ResumableSampler):
+            in_use = getattr(one, "is_read_uncounted", False)  # guard: forgotten-sampler-reported
+        else:
+            in_use = getattr(one, "_scale", None) is not None  # guard: forgotten-scaler-reported
+        used += [type(one).__name__] if in_use else []
+    return used
 
 
 def _left_out_by(outer: Optimizer, objects: list[Any]) -> list[Optimizer]:
@@ -89,14 +184,14 @@ def _parameters_of(optimizer: Optimizer) -> set[int]:
     return {id(one) for group in _groups(optimizer) for one in group.get("params", ())}
 
 
-def _optimizer_of(schedule: LRScheduler) -> int:
-    return id(getattr(schedule, "optimizer", None))
+def _optimizer_of(schedule: LRScheduler, unwrapped: Callable[[Any], Any]) -> int:
+    return id(unwrapped(getattr(schedule, "optimizer", None)))
 
 
 def _live() -> list[Any]:
-    """The optimizers and schedules of this process. Classes come first: `isinstance` would run code of proxies, and a
-    process may have millions of objects."""
+    """The objects of this process of the classes that may be forgotten. Classes come first: `isinstance` would run code
+    of proxies, and a process may have millions of objects."""
     objects = gc.get_objects()
     classes = {id(one): one for one in map(type, objects)}
-    kinds = {key for key, one in classes.items() if issubclass(one, Optimizer | LRScheduler)}
+    kinds = {key for key, one in classes.items() if issubclass(one, _KINDS)}
     return [one for one in objects if id(type(one)) in kinds]

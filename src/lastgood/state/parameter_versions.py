@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import reporting
-from ..units import shortened
-from .forgotten import forgotten
+from ..units import plural, shortened
+from .forgotten import forgotten, unstored
 from .objects import find_objects
 
 UNCHANGED_SAVES, UNCHANGED_STEPS = 3, 20
@@ -50,7 +50,7 @@ def _trained(state: Mapping[str, Any]) -> Iterator[torch.Tensor]:
 class ParameterWatch:
     """Reports parameters that do not change while steps are saved: then the loop trains other objects than the state
     has, and what is saved is not what it has trained. A notebook cell that is run again makes such ones. When they have
-    changed, an optimizer or a schedule that the state lacks is reported.
+    changed, what trains them and the state lacks is reported, and so are trained parameters that it lacks.
 
     `step`: of the state, which is looked at until its parameters have changed once, or were reported.
     """
@@ -69,9 +69,17 @@ class ParameterWatch:
             self._elements = []
             if left_out := forgotten(state):  # guard: forgotten-optimizer-reported
                 reporting.threat(
-                    f"the state lacks {shortened(left_out, 3)}, which seems to train its parameters: it begins anew "
+                    f"the state lacks {shortened(left_out, 3)}, which seems to be part of its training: it begins anew "
                     "after a restore, and the run does not go on as it was. Give it in the state too. If it is not "
                     "used any more, nothing is wrong. To leave it out on purpose, give it, and exclude its name."
+                )
+            if lacking := unstored(state):  # guard: unstored-parameters-reported
+                shapes = shortened([str(list(one.shape)) for one in lacking], 3)
+                reporting.threat(
+                    f"an optimizer of the state trains {plural(len(lacking), 'parameter')} ({shapes}) that no entry "
+                    "of the state holds: saves lack what was trained, or have copies of it that never change, and "
+                    "after a restore it begins anew. Give the module that has them in the state, and no copy of its "
+                    "tensors. To leave them out on purpose, give it, and exclude its name."
                 )
         # guard: untrained-state-reported
         elif self._saves >= UNCHANGED_SAVES and step - self._begun >= UNCHANGED_STEPS:

@@ -1,4 +1,5 @@
-"""Mutants of the safeguards of the order of the samples, and of the audit of the samples that were trained with."""
+"""Mutants of the safeguards of the order of the samples, of the audit of the samples that were trained with, and of
+loops and states that do not belong together."""
 
 from __future__ import annotations
 
@@ -35,15 +36,6 @@ MUTANTS: tuple[Mutant, ...] = (
             "changed-order-refused",
             Swap("(cursor or order.seed != own.seed)", "cursor"),
         ),
-        ("another schedule is loaded as if it were this one", "other-schedule-refused", Instead('return ""')),
-        ("a loop that trains other objects is not named", "untrained-state-reported", Never()),
-        ("an optimizer that the state lacks is not named", "forgotten-optimizer-reported", Never()),
-        (
-            "the optimizer state of a parameter is loaded that is not",
-            "state-of-skipped-parameter-skipped",
-            Instead('return ""'),
-        ),
-        ("what a load leaves out is not named", "skipped-entries-reported", Never()),
         ("windows of another order are left out", "windows-of-another-order-kept", Never()),
         ("another order is refused only after the load has begun", "order-checked-before-load", Instead('return ""')),
         ("the order of earlier epochs is forgotten", "earlier-epoch-orders-kept", Remove()),
@@ -90,5 +82,28 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a restore does not restart the counting of steps in samplers", "sampler-restarts-after-restore", Remove()),
         ("audit records of another world are not divided among the ranks", "audit-records-of-other-worlds", Never()),
         ("an audit record goes to several ranks", "audit-record-on-one-rank", Swap(":ranks", "")),
+    ),
+    *table(
+        "loops and states",
+        ("other_objects", "wrapped_optimizers", "sampler_loop"),
+        ("another schedule is loaded as if it were this one", "other-schedule-refused", Instead('return ""')),
+        ("a loop that trains other objects is not named", "untrained-state-reported", Never()),
+        ("an optimizer that the state lacks is not named", "forgotten-optimizer-reported", Never()),
+        (
+            "the optimizer state of a parameter is loaded that is not",
+            "state-of-skipped-parameter-skipped",
+            Instead('return ""'),
+        ),
+        ("what a load leaves out is not named", "skipped-entries-reported", Never()),
+        ("trained parameters that the state lacks are not named", "unstored-parameters-reported", Never()),
+        ("copies that an optimizer trains are named", "master-weights-are-no-entries", Instead("return lacking")),
+        ("a sampler that the state lacks is not named", "forgotten-sampler-reported", Instead("in_use = False")),
+        ("a scaler that the state lacks is not named", "forgotten-scaler-reported", Instead("in_use = False")),
+        ("what an earlier training has used is named", "garbage-is-not-in-use", Remove()),
+        (
+            "a schedule of a wrapped optimizer is not named",
+            "wrapped-optimizer-has-schedule",
+            Swap("unwrapped(one)", "one"),
+        ),
     ),
 )
