@@ -75,7 +75,7 @@ def test_the_public_names_are_exactly_these_and_each_exists() -> None:
         ),
         (lastgood.Keep, "last every milestones best"),
         (lastgood.Every, "steps seconds"),
-        (lastgood.save, "path state step include exclude"),
+        (lastgood.save, "path state step include exclude finite_also finite_except"),
         (lastgood.load, "path state step strict rename include exclude"),
         (lastgood.open, "path"),
         (lastgood.Run.tensor, "self name step"),

@@ -20,6 +20,7 @@ from harness import reported, reports, steps
 from lastgood.errors import NoSpace, NothingGood, Refused, RunReplaced, TierDown, TrainingDiverged
 from lastgood.io import heartbeat
 from lastgood.loop import sentinel
+from lastgood.ranks import torch_store
 from lastgood.run import access, advice
 from lastgood.run.pipeline import Pipeline
 from lastgood.run.places import Places
@@ -571,3 +572,15 @@ def test_a_metric_that_is_no_number_is_refused_with_its_name(tmp_path: Path, los
 def test_a_sentinel_that_cannot_be_meant_is_refused(values: dict[str, object]) -> None:
     with pytest.raises(Refused, match="Sentinel"):
         lastgood.Sentinel(**values)  # type: ignore[arg-type]
+
+
+def test_a_group_without_the_processor_compares_on_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group of "cuda:nccl" was given a tensor of the processor, and the first comparison of a Sentinel failed."""
+
+    class OfDevices:
+        def _get_backend(self, device: torch.device) -> None:
+            raise RuntimeError(f"No backend type associated with device type {device.type}")
+
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_group", OfDevices)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert torch_store.device_of_group() == torch.device("cuda", 3)

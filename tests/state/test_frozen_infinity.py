@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import lastgood
-from lastgood.errors import NothingGood
+from lastgood.errors import NotFinite, NothingGood
 
 INFINITE = float("-inf")
 
@@ -101,6 +101,17 @@ def test_weights_stepped_without_autograd_must_be_finite(tmp_path):
 def test_a_frozen_mask_is_good_in_a_single_save_without_a_loop(tmp_path):
     lastgood.save(tmp_path / "run", {"model": Masked()}, 1)
     assert good(tmp_path / "run") == {1: True}
+
+
+def test_patterns_decide_which_tensors_of_one_save_must_be_finite(tmp_path):
+    """A mask that is trained was refused, and the error named finite_except=, which lastgood.save did not have."""
+    model = Masked(trains=True)
+    with pytest.raises(NotFinite, match=r'save with finite_except=\["model.mask"\]'):
+        lastgood.save(tmp_path / "run", {"model": model}, 1)
+    lastgood.save(tmp_path / "run", {"model": model}, 2, finite_except=["model.mask"])
+    assert good(tmp_path / "run") == {1: False, 2: True}
+    with pytest.raises(NotFinite):
+        lastgood.save(tmp_path / "other", {"model": Masked()}, 1, finite_also=["model.mask"])
 
 
 def test_the_errors_name_the_exempting_pattern_and_the_step_to_request(tmp_path):

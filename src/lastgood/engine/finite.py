@@ -66,7 +66,7 @@ def not_finite(dtype: str, data: memoryview) -> bool:
 
 
 def exception(*tensors: str) -> str:
-    """The argument of a Checkpointer that exempts these tensors, for messages: finite_except=["model.mask"]."""
+    """The argument of a save that exempts these tensors, for messages: finite_except=["model.mask"]."""
     return f"finite_except={json.dumps(sorted(set(tensors)))}"
 
 
@@ -76,5 +76,5 @@ def not_finite_error(tensor: str) -> NotFinite:
         f"{tensor} holds NaN or infinity",
         tensor=tensor,
         safe="The generation is intact and is kept; it is loaded only if its step is requested.",
-        todo=f"Go back to an older step, or open the run with {exception(tensor)} if it may hold them.",
+        todo=f"Go back to an older step, or save with {exception(tensor)} if it may hold them.",
     )

@@ -10,6 +10,19 @@ import torch
 
 from .. import reporting
 from ..errors import Refused
+from ..state import dtensor
+
+
+def whole(metrics: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """The same metrics, with the tensor itself in place of each DTensor, of which this process may hold a part, such as
+    the norm that `clip_grad_norm_` of FSDP2 returns. A collective of the ranks of such a one: all of them call it, at
+    each step.
+    """
+    parts = [name for name, one in metrics.items() if dtensor.is_sharded(one)] if isinstance(metrics, Mapping) else []
+    if not parts or metrics is None:
+        return metrics
+    found = {name: metrics[name].detach().full_tensor() for name in parts}  # guard: sharded-metric-is-whole
+    return {**metrics, **found}
 
 
 def numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:

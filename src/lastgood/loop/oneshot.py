@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import operator
 import os
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, overload
+
+import torch.distributed as dist
 
 from .. import reporting
 from ..coordination.single_rank import SingleRank
 from ..engine.arena import Arena
-from ..errors import Refused
+from ..errors import Refused, RunLocked, RunReplaced
 from ..limits import CHUNK_BYTES, STEP_LIMIT, WORKERS
 from ..policy.arguments import is_whole, require
+from ..ranks.torch_store import among_ranks, world_size
 from ..records import Generation
 from ..run import access, read_places
 from ..run.left_behind import order_beside
@@ -22,13 +25,21 @@ from ..run.save import ReadyChunks, SaveRequest
 from ..run.writer import RunWriter
 from ..snapshot import staging
 from ..state.as_dict import DictRequest
-from ..state.capture import Capture, finite
+from ..state.capture import Capture, Captured, finite
 from ..state.exempt import untrained
 from ..state.patterns import Patterns, matches
 from ..state.storable import require_storable
+from ..units import shortened
 from .load import LoadRequest, Restored, load, report
 from .options import check_state
 from .replaying import refuse_save_once
+from .save_planner import flat_modules
+
+_WHOLE = (
+    "Call Checkpointer.save(step) on all ranks. Or gather the whole state on all ranks, and save that on rank 0: "
+    "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of "
+    "torch.distributed.checkpoint.state_dict."
+)
 
 
 def save_once(
@@ -37,6 +48,8 @@ def save_once(
     step: int = 0,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    finite_also: Sequence[str] = (),
+    finite_except: Sequence[str] = (),
 ) -> Generation:
     """Save a state as a new generation of the run at `path`, and wait until it is durable and verified.
 
@@ -44,7 +57,11 @@ def save_once(
     `state`: name -> object, as for a Checkpointer. It is read once, now, so it may hold what an object's
     `state_dict()` returned, which a Checkpointer refuses. `step` (default 0): how many optimizer steps are completed.
     `include`, `exclude` (default: everything is saved): name patterns (fnmatch) of what is saved, and of what is not.
-    Raises what a Checkpointer raises.
+    `finite_also`, `finite_except` (default: none): as for a Checkpointer.
+
+    It stores what this process has. In a process group call it on one rank, or on each with a path of its own. A state
+    of which this rank holds only a part, as with FSDP2 and tensor parallelism, is refused. Raises what a Checkpointer
+    raises.
 
         lastgood.save("runs/a", {"model": model}, step=4000)
     """
@@ -55,15 +72,20 @@ def save_once(
     )
     check_state(state)
     refuse_save_once(path)
-    patterns = Patterns(include, exclude)
-    captured = require_storable(Capture(include, exclude), state)  # refuses before anything is made
+    patterns = Patterns(include, exclude, finite_also, finite_except)
+    captured = _captured(Capture(include, exclude), state)  # refuses before anything is made
     patterns.require(state)
-    with access.for_writing(path, "atomic_dirsync") as disk, ThreadPoolExecutor(WORKERS, "lastgood-write") as workers:
+    must = finite(captured, finite_also, finite_except, exempt=untrained(state, captured))
+    with (
+        _naming_rank(),
+        access.for_writing(path, "atomic_dirsync") as disk,
+        ThreadPoolExecutor(WORKERS, "lastgood-write") as workers,
+    ):
         run = RunWriter(disk, workers)
         newest = run.newest()
         run.begin(newest.id if newest else None, order_beside((), [disk]))
         tensors = captured.tensors
-        images = staging.lay_out(tensors, finite(captured, exempt=untrained(state, captured)))
+        images = staging.lay_out(tensors, must)
         arena = Arena(2 * WORKERS * CHUNK_BYTES, CHUNK_BYTES)
         generation = run.save(
             SaveRequest(
@@ -76,6 +98,37 @@ def save_once(
         )
         run.verify(arena)
         return generation
+
+
+def _captured(capture: Capture, state: Mapping[str, Any]) -> Captured:
+    """What is to be saved. Raises Unstorable, and Refused where this process holds only a part of it."""
+    if among_ranks():  # before a `state_dict()` that takes all ranks
+        _require_whole(flat_modules(state))  # guard: flat-parameters-are-parts
+    captured = require_storable(capture, state)
+    parts = [name for name, one in captured.sharded.items() if one.box.shape != one.shape]
+    _require_whole(parts)  # guard: part-is-no-whole-tensor
+    return captured
+
+
+def _require_whole(parts: Sequence[str]) -> None:
+    what = f"this process holds only a part of {shortened(parts, 3)}, and lastgood.save stores what one process holds"
+    require(not parts, what, _WHOLE)
+
+
+@contextlib.contextmanager
+def _naming_rank() -> Iterator[None]:
+    """Of several ranks that save to one path only one can: the others raise what one alone does, with the remedy."""
+    try:
+        yield
+    except (RunLocked, RunReplaced) as error:
+        if not among_ranks():  # guard: locked-path-names-rank
+            raise
+        raise type(error)(
+            f"rank {dist.get_rank()} of {world_size()} called lastgood.save, and {error.what}",
+            safe=error.safe,
+            todo="If other ranks save to the same path, call it on rank 0 only, or give each rank a path of its own. "
+            f"Otherwise: {error.todo}",
+        ) from error
 
 
 class Loaded(dict[str, Any]):

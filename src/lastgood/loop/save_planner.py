@@ -344,12 +344,16 @@ def _cloned(
     return {item.tensor.key for item in plan.partition.mine if item.name not in references}
 
 
-def require_no_flat_parameters(state: Mapping[str, Any]) -> None:
-    """Raises Refused, with their names, for modules that FSDP1 has wrapped: several ranks cannot save these.
-
-    Each rank holds a slice of all parameters in one flat tensor, which has neither their names nor their shapes.
+def flat_modules(state: Mapping[str, Any]) -> list[str]:
+    """The paths of the modules that FSDP1 has wrapped: each rank holds a slice of all parameters in one flat tensor,
+    which has neither their names nor their shapes.
     """
-    flat = [path for path, one in modules_of(state).items() if any(map(is_fsdp1, one.modules()))]
+    return [path for path, one in modules_of(state).items() if any(map(is_fsdp1, one.modules()))]
+
+
+def require_no_flat_parameters(state: Mapping[str, Any]) -> None:
+    """Raises Refused, with their names, for modules that FSDP1 has wrapped: several ranks cannot save these."""
+    flat = flat_modules(state)
     require(
         not flat,
         f"FSDP1 with several ranks: {', '.join(flat)} is in flat parameters of each rank",

@@ -32,7 +32,7 @@ from ..format import layout
 from ..io.heartbeat import Position
 from ..limits import STEP_LIMIT
 from ..policy.restore import choose
-from ..ranks.torch_store import among_ranks
+from ..ranks.torch_store import among_ranks, device_of_group
 from ..records import GenerationId
 from ..run import advice, side_records
 from ..run.advice import Advice, Skip
@@ -391,8 +391,7 @@ def _earliest(first: int | None) -> int | None:
     """The first bad step of any rank; None if there is none. All ranks call it."""
     if not among_ranks():
         return first
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-    early = torch.tensor(STEP_LIMIT - first if first is not None else 0, device=device)
+    early = torch.tensor(STEP_LIMIT - first if first is not None else 0, device=device_of_group())
     dist.all_reduce(early, dist.ReduceOp.MAX)  # guard: ranks-agree-on-divergence
     found = int(early.item())
     return STEP_LIMIT - found if found else None

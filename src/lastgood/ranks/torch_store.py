@@ -177,6 +177,14 @@ def among_ranks() -> bool:
     return world_size() > 1
 
 
+def device_of_group() -> torch.device:
+    """On which device the process group exchanges tensors: the processor if it has a backend for that, else the CUDA
+    device of this process."""
+    if _cpu_backend() is None:  # guard: group-without-cpu-on-cuda
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 def world_size() -> int:
     """The number of processes in the torch process group; 1 without a group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -222,6 +230,14 @@ def _keep_gloo() -> None:
     the lock then never ends, and neither does the rank. A reference that is not given back leaves the threads to the
     end of the process, as in programs that do not destroy their groups.
     """
-    with contextlib.suppress(RuntimeError):  # the group has no backend for the processor, so no gloo
-        backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+    backend = _cpu_backend()
+    if backend is not None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))  # guard: gloo-outlives-models
+
+
+def _cpu_backend() -> Any:
+    """The backend of the process group for the processor; None if it has none, and so no gloo."""
+    try:
+        return dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        return None

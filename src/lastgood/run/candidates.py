@@ -217,7 +217,7 @@ class Candidates:
             if not names:  # what training did after it is known against it, and no tensor
                 return text
             return (
-                f"{text} If {', '.join(names)} may hold NaN or infinity, open the run with {exception(*names)}: "
+                f"{text} If {', '.join(names)} may hold NaN or infinity, save with {exception(*names)}: "
                 "later saves then count as good."
             )
         others = sorted({at.step for at in self._survey.generations} - {at for at, _ in self._passed_over})

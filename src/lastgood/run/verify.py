@@ -299,7 +299,7 @@ def _problem(step: int, findings: list[Finding]) -> LastgoodError:
         return NotFinite(
             f"step {step} is intact, and not good: {what}",
             safe=safe,
-            todo=f"If these values are expected, open the run with {exception(*(one.tensor for one in findings[:3]))}; "
+            todo=f"If these values are expected, save with {exception(*(one.tensor for one in findings[:3]))}; "
             f"restore(step={step}) loads this step on request. Otherwise go back with restore() if training does not "
             "recover. The findings are in UNFIT.json in its folder.",
         )

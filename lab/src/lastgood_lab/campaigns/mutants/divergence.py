@@ -30,6 +30,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a norm that is too large for its scale enters the mean", "overflow-is-no-hit", Always()),
         ("a lost end of an epoch is not reported", "passed-end-of-epoch-is-reported", Never()),
         ("a step that no save has is shown as saved", "shown-step-was-saved", Swap("base", "first - 1")),
+        ("a group without a backend for the processor compares there", "group-without-cpu-on-cuda", Never()),
     ),
     *table(
         "divergence",
@@ -99,6 +100,11 @@ MUTANTS: tuple[Mutant, ...] = (
             "position-is-that-of-the-step",
             Swap("self._marked", "self._marked if self._ordered.left else self._taken()"),
         ),
+    ),
+    *table(
+        "divergence",
+        ("ranks_saved_once",),
+        ("a rank's part of a metric counts as the whole", "sharded-metric-is-whole", Swap(".full_tensor()", "")),
     ),
     *table(
         "divergence",

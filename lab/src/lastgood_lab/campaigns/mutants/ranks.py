@@ -197,4 +197,11 @@ MUTANTS: tuple[Mutant, ...] = (
             Swap("tensor.own.get((rank, one.box), one)", "one"),
         ),
     ),
+    *table(
+        "ranks",
+        ("ranks_saved_once",),
+        ("the shards of one rank are saved as whole tensors", "part-is-no-whole-tensor", Remove()),
+        ("the flat parameters of one rank are saved", "flat-parameters-are-parts", Remove()),
+        ("a rank that finds a run open does not learn which one is to save", "locked-path-names-rank", Always()),
+    ),
 )

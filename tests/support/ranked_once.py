@@ -1,0 +1,75 @@
+"""Functions that the ranks of tests/ranks/test_ranks_saved_once.py run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial
+
+import lastgood
+from lastgood.errors import TrainingDiverged
+from lastgood.run import access
+from lastgood_lab.campaigns.rank_jobs import made, outcome_of
+
+
+def saved_by_one_call(rank: int, size: int, kind: str, root: Path, callers: tuple[int, ...]) -> str:
+    """The outcome of `lastgood.save` of a model on these ranks, at one path; empty on the others."""
+    loop = made(kind, size)
+    outcome = ""
+    if rank in callers:
+        outcome = outcome_of(lambda: lastgood.save(root, {"net": loop.net, "optimizer": loop.optimizer}, 3))
+    dist.barrier()
+    return outcome
+
+
+def saved_whole(rank: int, size: int, kind: str, root: Path) -> bool:
+    """Gather the model, and save it on rank 0. Whether what is stored is the whole of it."""
+    net = made(kind, size).net
+    gathered = get_model_state_dict(net, options=StateDictOptions(full_state_dict=True))
+    if rank == 0:
+        lastgood.save(root, {"net": gathered}, 3)
+    dist.barrier()
+    found, whole = lastgood.load(root)["net"], made("plain", 1).net.state_dict()
+    return "up.weight" in found and all(torch.equal(one, whole[name]) for name, one in found.items())
+
+
+def saved_beside_another(rank: int, size: int, root: Path) -> list[str]:
+    """The outcomes of `lastgood.save` on rank 1: while rank 0 has the run open, and at a path of its own."""
+    state, outcomes = {"w": torch.full((2,), float(rank))}, list[str]()
+    if rank == 0:
+        with access.for_writing(root, "atomic_dirsync"):
+            dist.barrier()
+            dist.barrier()
+    else:
+        dist.barrier()
+        outcomes.append(outcome_of(lambda: lastgood.save(root, state, 1)))
+        dist.barrier()
+        outcomes.append(outcome_of(lambda: lastgood.save(root.with_name("own"), state, 1)))
+    return outcomes
+
+
+def with_sharded_metrics(rank: int, size: int, root: Path) -> tuple[list[float], str]:
+    """Save with a norm of which each rank has a part; then that of rank 1 is infinite. Returns the stored norms, and
+    how the training has diverged."""
+    mesh = init_device_mesh("cpu", (size,))
+
+    def norm(part: float) -> DTensor:
+        return DTensor.from_local(torch.tensor(part), mesh, [Partial()])
+
+    sentinel = lastgood.Sentinel(every=1, loss="norm")
+    options: dict[str, Any] = {"cadence": lastgood.Every(steps=1), "retention": lastgood.Keep(best=("norm", "min", 1))}
+    with lastgood.Checkpointer(root, {"w": torch.ones(2)}, sentinel=sentinel, **options) as ckpt:
+        ckpt.restore()
+        ckpt.step(1, metrics={"norm": norm(1.0 + rank)}).result()
+        ckpt.save(2, metrics={"norm": norm(2.0 + rank)}).result()
+        stored = [one.commit.metrics["norm"] for one in lastgood.open(root).generations()]
+        try:
+            ckpt.step(3, metrics={"norm": norm(float("inf") if rank else 1.0)})
+        except TrainingDiverged as error:
+            return stored, error.what
+    return stored, ""
