@@ -290,6 +290,34 @@ def test_a_hanging_disk_delays_the_exit_no_longer_than_the_grace_period(tmp_path
     assert [one.step for one in lastgood.open(tmp_path / "run").generations()] == [1]
 
 
+WITHOUT_WITH = """
+import atexit, signal, sys, threading, torch, lastgood
+atexit.register(print, "what atexit has")
+wish = lastgood.Preemption(grace_seconds=float(sys.argv[2]))
+runs = [lastgood.Checkpointer(f"{sys.argv[1]}/{name}", {"w": torch.zeros(2)}, preemption=wish) for name in "ab"]
+if len(sys.argv) > 3:
+    threading.Thread(target=threading.Event().wait).start()
+print("what stdout holds")
+signal.raise_signal(signal.SIGTERM)
+runs[1].step(1)
+"""
+
+
+def test_a_loop_without_with_ends_as_soon_as_its_last_save_is_durable(tmp_path):
+    """The interpreter waited for the timer, which ended the process at the end of the grace period: what a script had
+    printed to a pipe was lost, and nothing that atexit had was called."""
+    command = [sys.executable, "-c", WITHOUT_WITH, str(tmp_path)]
+    done = subprocess.run([*command, "20"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == EXIT_CODE and done.stdout == "what stdout holds\nwhat atexit has\n", done.stderr
+    assert "step 1 is durable, exit 75" in done.stderr and "the grace period is over" not in done.stderr
+
+
+def test_a_thread_that_hangs_delays_the_exit_by_the_grace_period(tmp_path):
+    command = [sys.executable, "-c", WITHOUT_WITH, str(tmp_path), "2", "hang"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == EXIT_CODE and "the grace period is over: the process ends at once" in done.stderr
+
+
 def test_a_torn_last_save_is_repeated(tmp_path, monkeypatch):
     with pytest.raises(Preempted) as ended, opened(tmp_path / "run") as ckpt:
         real, torn = ckpt._saver.save, iter([True])

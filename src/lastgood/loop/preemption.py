@@ -2,7 +2,7 @@
 
 A signal handler records the time and starts a timer. `Checkpointer.step` does the rest in the training loop. When the
 grace period is over, the timer ends the process, even if the loop reaches no step or the disk hangs. That is as safe as
-a kill, because committed generations survive any kill.
+a kill, because committed generations survive any kill. A process that ends by itself does not wait for its timer.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ..errors import Refused
 from ..io.heartbeat import VARIABLE
 from ..policy.arguments import is_positive, is_whole, require
 from ..policy.recovery import PREEMPTED
+from ..run.thread_pools import EXIT_POLL_SECONDS, interpreter_is_ending
 
 EXIT_CODE = PREEMPTED
 """EX_TEMPFAIL of sysexits.h: nothing was wrong, start the job again"""
@@ -97,7 +98,7 @@ class EndRequest:
         self.at: float | None = None
         """when the grace period began: at the first signal to this or another rank; None before"""
         self._first: float | None = None
-        self._timer: threading.Timer | None = None
+        self._timer: _GraceTimer | None = None
         self._closed = False
         self._before = {one: _handler_of(one) for one in options.signals}
         for one in self._before:
@@ -113,7 +114,7 @@ class EndRequest:
         """Begin the grace period, as the first signal does; with several ranks also if another rank received it."""
         if self.at is None:
             self.at = self._now()
-            self._timer = threading.Timer(self.options.grace_seconds, self._exit_now, ["the grace period is over"])
+            self._timer = _GraceTimer(self.options.grace_seconds, self._exit_now, ["the grace period is over"])
             self._timer.start()
 
     def close(self) -> None:
@@ -168,6 +169,28 @@ class EndRequest:
         with contextlib.suppress(OSError):
             os.write(2, f"lastgood: {why}: the process ends at once; durable generations stay\n".encode())
         os._exit(self.options.exit_code)
+
+
+class _GraceTimer(threading.Timer):
+    """A timer that also ends when nothing but such timers keeps the interpreter from its end.
+
+    The interpreter waits for all threads before it calls what atexit has and writes what stdout holds. A timer that
+    went on would delay that to the end of the grace period, and then leave it out. While another thread hangs, this one
+    goes on, and ends the process then.
+    """
+
+    def run(self) -> None:
+        until = time.monotonic() + self.interval
+        while (left := until - time.monotonic()) > 0:
+            if self.finished.wait(min(left, EXIT_POLL_SECONDS)) or _only_timers_run():
+                return
+        self.function(*self.args, **self.kwargs)
+
+
+def _only_timers_run() -> bool:
+    """Whether the main thread has ended, and all other threads for which the interpreter waits, but for timers."""
+    others = (one for one in threading.enumerate() if not one.daemon and not isinstance(one, _GraceTimer))
+    return interpreter_is_ending() and not any(one.is_alive() for one in others)  # guard: last-timer-delays-no-exit
 
 
 def _handler_of(number: int) -> Any:

@@ -170,4 +170,14 @@ MUTANTS: tuple[Mutant, ...] = (
             Swap(" = self.consecutive_torn", ""),
         ),
     ),
+    *table(
+        "preemption",
+        ("preemption",),
+        ("the interpreter waits for the timer", "last-timer-delays-no-exit", Instead("return False")),
+        (
+            "the timer ends before a thread that hangs",
+            "last-timer-delays-no-exit",
+            Instead("return interpreter_is_ending()"),
+        ),
+    ),
 )
