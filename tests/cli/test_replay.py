@@ -122,6 +122,45 @@ def test_a_command_that_fails_is_shown(tmp_path: Path, call) -> None:
     assert call("replay", str(tmp_path / "run"), "--", sys.executable, "-c", "")[0] == 3
 
 
+ONLY_SAVES = """
+import os, sys
+import lastgood
+
+os.chdir(sys.argv[2])
+state, persist = {"n": 0}, "mmap" if sys.argv[1].startswith("slots") else "direct"
+with lastgood.Checkpointer(sys.argv[1], state, persist=persist) as ckpt:
+    for n in range(ckpt.restore().step + 1, 40):
+        state["n"] = n
+        ckpt.save(n)
+raise SystemExit("it trained to its end")
+"""
+
+
+@pytest.mark.parametrize("place", ["", "slots://"])
+def test_a_loop_without_step_is_replayed_in_slots_too(tmp_path: Path, call, place: str) -> None:
+    """A loop that calls `save(n)` alone was never stopped, and trained to its end, on copies that grew. A run in slots
+    with persist="mmap" was refused: its copy is a directory."""
+    (tmp_path / "train.py").write_text(ONLY_SAVES)
+    run = f"{place}{tmp_path / 'run'}"
+    with lastgood.Checkpointer(run, {"n": 0}) as ckpt:
+        ckpt.save(1)
+    command = [sys.executable, str(tmp_path / "train.py"), run, "."]
+    code, out, _ = call("replay", run, "--steps", "2", "--json", "--", *command)
+    assert code == 0 and [one["step"] for one in json.loads(out)["steps"]] == [2, 3]
+
+
+def test_a_command_that_changes_its_folder_replays_a_relative_run(tmp_path: Path, call, monkeypatch) -> None:
+    """RUN was handed over as it was typed, and the script that opened it from another folder was refused."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(ONLY_SAVES)
+    Path("elsewhere").mkdir()
+    with lastgood.Checkpointer("run", {"n": 0}) as ckpt:
+        ckpt.save(1)
+    command = [sys.executable, "train.py", "../run", "elsewhere"]
+    code, out, _ = call("replay", "run", "--steps", "1", "--json", "--", *command)
+    assert code == 0 and [one["step"] for one in json.loads(out)["steps"]] == [2]
+
+
 def test_a_replay_that_is_ended_leaves_no_process_and_no_copies(tmp_path: Path) -> None:
     """SIGTERM left the copies beside the run, and the training went on, writing into them. Each rank of torchrun has a
     group of its own."""

@@ -291,6 +291,20 @@ def test_a_step_between_two_optimizer_steps_is_refused(tmp_path):
         assert found == [one for one in range(1, 6) if one not in accepted]
 
 
+def test_a_refused_save_leaves_the_position_that_of_its_step(tmp_path):
+    """Metrics in the place of `milestone` are refused, before the batches that were read since count as trained."""
+    job = Job(samples=10)
+    with Checkpointer(job.accelerator, tmp_path / "run") as ckpt:
+        ckpt.restore()
+        batches = iter(job.loader)
+        next(batches)
+        ckpt.step(1)
+        next(batches)
+        with pytest.raises(Refused, match=r"metrics by name: save\(n, metrics="):
+            ckpt.save(2, {"loss": 0.5})
+        assert ckpt._places[0].state_dict()["batches"] == 1
+
+
 @pytest.mark.parametrize("held", [False, True])
 def test_the_position_saved_on_exit_is_that_of_the_last_step(tmp_path, held):
     """Where the iteration was not closed (it had ended with half a step, or the script held it), the batches after the

@@ -180,6 +180,19 @@ def test_a_loss_that_requires_grad_is_accepted_as_a_metric(tmp_path: Path) -> No
         assert numbers({"loss": torch.ones((), requires_grad=True) * 2}) == {"loss": 2.0}
 
 
+@pytest.mark.parametrize("wrong", [{"loss": 0.5}, {}, "best", 1, None, torch.ones(2, dtype=torch.bool)], ids=str)
+def test_a_milestone_that_is_neither_true_nor_false_is_refused(tmp_path: Path, wrong: object) -> None:
+    """`ckpt.save(n, {"loss": loss})`, in the pattern of `step`, made a milestone, which is kept for ever, and dropped
+    the metrics without a word."""
+    with lastgood.Checkpointer(tmp_path, {"n": 1}, save_on_exit=False) as ckpt:
+        with pytest.raises(errors.Refused, match=r"milestone=.*metrics by name: save\(n, metrics="):
+            ckpt.save(1, wrong)
+        for step, right in enumerate((True, np.bool_(True), torch.tensor(0.1) < 0.5), start=1):
+            assert ckpt.save(step, right).result().commit.milestone
+        assert not ckpt.save(4, np.bool_(False), {"loss": 0.5}).result().commit.milestone
+    assert [one.step for one in lastgood.open(tmp_path).generations()] == [1, 2, 3, 4]
+
+
 def test_numpy_and_torch_scalars_are_accepted_as_numbers(tmp_path: Path) -> None:
     assert lastgood.Every(steps=np.int64(3)).due(3, 0.0)
     lastgood.save(tmp_path, {"n": 1}, step=np.int64(4))

@@ -78,7 +78,7 @@ def replay(
         for source, side in ((run, sides[0]), (str(sides[0]), sides[1])):  # training may delete the generation
             _copy(source, str(side), generation)
         for side in sides:
-            request = Replay(of=run, run=str(side), until=generation.step + steps)
+            request = Replay(of=paths.parsed(run).url, run=str(side), until=generation.step + steps)
             _played(command, request, Path(folder) / f"{side.name}.log")
         found = _steps(sides, generation)
     same = all(not one.first and one.metrics[0] == one.metrics[1] for one in found)

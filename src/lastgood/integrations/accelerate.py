@@ -101,6 +101,7 @@ class Checkpointer(checkpointer.Checkpointer):
 
     def save(self, n: int, milestone: bool = False, metrics: Mapping[str, Any] | None = None) -> Save:
         _require_whole_step(self._accelerator, f"ckpt.save({n})")
+        self._saver.require_milestone(milestone)
         for place in self._places:
             place.mark()
         self._accumulated.mark()

@@ -270,8 +270,7 @@ class Checkpointer:
         self._divergence.before_save()
         with self._beat.saving():
             save = self._saver.save(n, False, numbers(metrics), must=False)
-            if self._replay is not None:
-                replaying.after_step(self._replay, n, save, self._pipeline)
+            replaying.after_step(self._replay, n, save, self._pipeline)
         if save is not None:
             save.waiting = self._beat.saving
         return save
@@ -279,8 +278,9 @@ class Checkpointer:
     def save(self, n: int, milestone: bool = False, metrics: Mapping[str, Any] | None = None) -> Save:
         """Save now. Returns as soon as training may go on; `Save.result()` waits until the save is durable.
 
-        `n`: the number of completed optimizer steps. `milestone`: whether the generation is kept for ever; default
-        False. `metrics`: name -> number, for Keep(best=...); NaN, infinity and None are left out; default None: none.
+        `n`: the number of completed optimizer steps. `milestone`: True or False, whether the generation is kept for
+        ever; default False. `metrics`: name -> number, for Keep(best=...); NaN, infinity and None are left out; default
+        None: none.
         A step that is durable or under way is not saved twice: its Save is returned, or, if a milestone or metrics are
         added, one that ends when these are durable too. The same holds for the step that `restore()` has loaded, if
         nothing but random numbers has changed since (one process only). If what was saved cannot be read now, the Save
@@ -290,20 +290,17 @@ class Checkpointer:
 
             ckpt.save(step, milestone=True).result()  # waits until it is durable
         """
+        self._saver.require_milestone(milestone)
         n, found = self._advance(n, metrics := whole(metrics)), numbers(metrics)
         self._surface()
         self._divergence.before_save()
-        require(
-            not (milestone and self._pipeline.run.tier.newest_only),
-            "a milestone in slots, which keep the newest only",
-            "Save it to a directory: lastgood.save(path, ...).",
-        )
         with self._beat.saving():
             save = self._saver.existing(n, bool(milestone), found)
             if save is None:
                 self._progress.report_update()
                 save = self._saver.save(n, bool(milestone), found, must=True)
-        assert save is not None, "a save that must be made was skipped"
+            assert save is not None, "a save that must be made was skipped"
+            replaying.after_step(self._replay, n, save, self._pipeline)
         save.waiting = self._beat.saving
         return save
 

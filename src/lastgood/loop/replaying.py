@@ -54,13 +54,16 @@ def adapted(options: Options) -> Options:
         scrub=None,
         preemption=None,
         save_on_exit=False,
-        tuning=replace(options.tuning, when_full="wait", overhead=None, mtbf=None),
+        tuning=replace(options.tuning, when_full="wait", overhead=None, mtbf=None, persist="direct"),
         ranks=replace(options.ranks, just_in_time_seconds=None),
     )
 
 
-def after_step(replay: Replay, n: int, save: Save | None, pipeline: Pipeline) -> None:
-    """Wait until step `n` is verified, so that no newer one takes its place. After the last one the process ends."""
+def after_step(replay: Replay | None, n: int, save: Save | None, pipeline: Pipeline) -> None:
+    """Wait until step `n` is verified, so that no newer one takes its place. After the last one the process ends.
+    Outside of a replay nothing is done."""
+    if replay is None:
+        return
     if save is not None:
         save.result()
     pipeline.wait()

@@ -27,7 +27,7 @@ from ..coordination.rounds import RankGroup
 from ..coordination.single_rank import AnyRanks, AnyTopic
 from ..errors import Damaged, InFlightFull, LastgoodError, NotWritable, StepTaken, Unavailable
 from ..format import commit
-from ..policy.arguments import require
+from ..policy.arguments import is_switch, require
 from ..policy.cadence import Every
 from ..policy.failures import Known
 from ..policy.retention import lacks_metric, wanted
@@ -155,6 +155,19 @@ class Saver:
         """
         self.examined = True
         self._planner.examine(self._request.state, self._request.patterns, self._pipeline.workers, self._bounds.report)
+
+    def require_milestone(self, milestone: object) -> None:
+        """Raise Refused for what is neither True nor False, such as metrics in its place, and for True in slots."""
+        require(  # guard: milestone-is-true-or-false
+            is_switch(milestone),
+            f"milestone={milestone!r}",
+            'Give True or False; metrics by name: save(n, metrics={"loss": loss}).',
+        )
+        require(
+            not (milestone and self._pipeline.run.tier.newest_only),
+            "a milestone in slots, which keep the newest only",
+            "Save it to a directory: lastgood.save(path, ...).",
+        )
 
     # ---- a save --------------------------------------------------------------------------------------------
 

@@ -12,8 +12,8 @@ class Sentinel:
     """What is looked at in the `metrics` of each `step(n, metrics=...)`: `Checkpointer(..., sentinel=Sentinel())`.
 
     `every`: the ranks compare every so many steps (default 10), and wait for their devices then; a single process reads
-    a CUDA device one step later, without a wait. `loss`: name of
-    the metric that must be finite, a number or a tensor of one element on any device (default "loss"; None: none).
+    a CUDA device one step later, without a wait. `loss`: name of the metric that must be finite, a number or a tensor
+    without a dimension, on any device (default "loss"; None: none).
     `grad_norm`: another one (default None: none). `spike`: a metric may be at most mean + (spike - 1) * |mean|,
     which is spike * mean for a positive one, once 20 steps have given a running mean (default None: no limit).
     `at_most`: how often training may diverge in the life of the run until no more batches are left out (default 10).

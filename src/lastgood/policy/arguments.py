@@ -30,6 +30,12 @@ def is_positive(value: Any) -> bool:
     return is_number(value) and 0 < value < math.inf
 
 
+def is_switch(value: Any) -> bool:
+    """Whether `value` is True or False, or one such value of numpy or torch. 1, text and a dict are not."""
+    is_scalar = str(getattr(value, "dtype", "")) in ("bool", "torch.bool") and not value.shape
+    return isinstance(value, bool) or is_scalar
+
+
 def require_seconds(timeout: Any) -> None:
     """Raise Refused for a `timeout` that is neither None (no limit) nor a number of at most LONGEST_SECONDS.
 
