@@ -43,8 +43,8 @@ def test_the_last_step_is_saved_once(tmp_path: Path) -> None:
 
 def test_without_a_save_on_exit_the_summary_names_the_unsaved_steps(tmp_path: Path) -> None:
     with reported("newest durable step 10 of 15; the state after it was not saved"):
-        trained(tmp_path, 15, cadence=Every(steps=10), save_on_exit=False)
-    assert steps(tmp_path) == [10]
+        trained(tmp_path / "run", 15, cadence=Every(steps=10), save_on_exit=False)
+    assert steps(tmp_path / "run") == [10]
     with reported("nothing is durable of 3 steps", logging.ERROR):
         trained(tmp_path / "none", 3, save_on_exit=False)
 

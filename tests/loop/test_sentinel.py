@@ -436,7 +436,7 @@ def test_a_norm_that_a_scaler_found_too_large_is_no_divergence(tmp_path: Path) -
     state = {"w": torch.zeros(2), "scaler": scaler}
     sentinel = lastgood.Sentinel(every=2, grad_norm="norm", spike=3)
     norms = [math.inf, math.nan, *([1.0] * 20), math.inf, 1.0]
-    with lastgood.Checkpointer(tmp_path, state, cadence=every, sentinel=sentinel) as ckpt:
+    with lastgood.Checkpointer(tmp_path / "run", state, cadence=every, sentinel=sentinel) as ckpt:
         for n, norm in enumerate(norms, 1):
             ckpt.step(n, metrics={"loss": 1.0, "norm": norm})
         with pytest.raises(TrainingDiverged, match=r"step 25: loss 1 \(mean 1\), norm 4 \(mean 1\)"):

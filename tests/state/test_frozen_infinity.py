@@ -134,12 +134,12 @@ def test_weights_that_are_nan_before_the_first_step_are_never_exempt(tmp_path):
     "good"."""
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with lastgood.Checkpointer(tmp_path, {"model": model, "optimizer": optimizer}) as ckpt:
+    with lastgood.Checkpointer(tmp_path / "run", {"model": model, "optimizer": optimizer}) as ckpt:
         model.weight.data.fill_(float("nan"))
         ckpt.save(1).result()
     with lastgood.Checkpointer(tmp_path / "other", {"model": model}) as ckpt:
         ckpt.save(1).result()
-    assert good(tmp_path) == {1: False} and good(tmp_path / "other") == {1: False}
+    assert good(tmp_path / "run") == {1: False} and good(tmp_path / "other") == {1: False}
 
 
 def test_a_parameter_that_begins_to_train_must_be_finite(tmp_path):

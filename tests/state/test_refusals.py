@@ -336,7 +336,7 @@ def test_the_first_step_lists_every_unstorable_value(tmp_path: Path) -> None:
         "loader": torch.utils.data.DataLoader([1]),
         "batches": lastgood.ResumableSampler(8, 4, seed=1).loader([0] * 8),
     }
-    with lastgood.Checkpointer(tmp_path, state, cadence=LATER, on_error="warn") as ckpt:
+    with lastgood.Checkpointer(tmp_path / "run", state, cadence=LATER, on_error="warn") as ckpt:
         train(state)
         with pytest.raises(errors.Unstorable) as caught:
             ckpt.step(1)
@@ -356,7 +356,7 @@ def test_the_first_step_lists_every_unstorable_value(tmp_path: Path) -> None:
     )
     assert "batches is the loader of a ResumableSampler" in text and 'state={"sampler": sampler}' in text
     assert "ResumableSampler, or the StatefulDataLoader of torchdata" in text
-    assert not (tmp_path / "gen").exists()
+    assert not (tmp_path / "run" / "gen").exists()
     with pytest.raises(errors.Unstorable, match="6 entries"):
         lastgood.save(tmp_path / "once", state)
 

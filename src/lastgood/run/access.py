@@ -143,11 +143,11 @@ def for_writing(
         )
     if place.kind == "objects":
         objects = _objects(root)
-        _require_no_other_files(root, set(objects.list("")))
+        _require_no_other_files(place, set(objects.list("")))
         with claims.claimed(objects, take_over, agent_order or 0) as held:
             yield PackedTier(held)
         return
-    _require_no_other_files(root, _names_at(root, in_slots) or set())
+    _require_no_other_files(place, _names_at(root, in_slots) or set())
     lock = _locked_place(place, of_agent=agent_order is not None)
     try:
         if not in_slots:
@@ -217,7 +217,7 @@ def identity(path: str | os.PathLike[str]) -> list[str]:
     """
     place = paths.parsed(path)
     root = place.root if place.kind == "memory" else directory(path)
-    _require_no_other_files(root, _names_at(root, False) or set())
+    _require_no_other_files(place, _names_at(root, False) or set())
     try:
         _make(place)
         found = os.stat(root)
@@ -277,23 +277,20 @@ def _objects(url: str) -> Objects:
     return Objects(object_store.opened(url, object_store.DEADLINES), url, object_store.DEADLINES)
 
 
-def _require_no_other_files(root: str, names: set[str]) -> None:
-    """Raise NotARun if a place holds files that are not of a run, and none that is."""
-    foreign = sorted(
-        name for name in names - _RUN_NAMES if not name.endswith(".tmp") and not name.startswith(".probe-")
-    )
-    if foreign and not names & {layout.HEADER, *_GENERATIONS}:
+def _require_no_other_files(place: paths.Place, names: set[str]) -> None:
+    """Raise NotARun if a place that is no run yet holds other files, or lies in a run."""
+    if names & {layout.HEADER, *_GENERATIONS}:
+        return
+    paths.require_in_no_run(place)
+    root = place.root
+    foreign = [one for one in sorted(names - _RUN_NAMES) if not one.endswith(".tmp") and not one.startswith(".probe-")]
+    if foreign:
+        what = f"{root} holds other files ({', '.join(foreign[:3])}) and no {layout.HEADER}"
+        todo = f"Give a new or empty directory, for example one inside it: {os.path.join(root, 'checkpoints')}"
         if layout.rank_folder(0) in foreign:
-            raise NotARun(
-                f"{root} holds the slots of a job of several ranks ({', '.join(foreign[:3])})",
-                safe="It is untouched.",
-                todo=f"Start as many ranks again, or read those of one rank: {paths.SLOTS}{root}/{foreign[0]}",
-            )
-        raise NotARun(
-            f"{root} holds other files ({', '.join(foreign[:3])}) and no {layout.HEADER}",
-            safe="It is untouched.",
-            todo=f"Give a new or empty directory, for example one inside it: {os.path.join(root, 'checkpoints')}",
-        )
+            what = f"{root} holds the slots of a job of several ranks ({', '.join(foreign[:3])})"
+            todo = f"Start as many ranks again, or read those of one rank: {paths.SLOTS}{root}/{foreign[0]}"
+        raise NotARun(what, safe="It is untouched.", todo=todo)
 
 
 def _names_at(root: str, in_slots: bool) -> set[str] | None:

@@ -80,7 +80,7 @@ def parent_folder(run: str, given: str | None) -> str:
     if given == "":
         raise Refused("--in names no directory", safe="Nothing was touched.", todo=todo)
     if given is not None:
-        folder = os.path.realpath(paths.local(given, "--in"))
+        folder = os.path.realpath(paths.absolute(given, "--in"))
         if not os.path.isdir(folder):
             raise NotARun(f"{folder} is no directory", safe="Nothing was touched.", todo=todo)
         return folder

@@ -38,6 +38,8 @@ _VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})")
 _SAFE = "Nothing was touched."
 
 
+MEASURED = re.compile(r"\.tune-[0-9a-f]{8}$")
+"""The end of the name of a directory in which `lastgood tune` measures a disk (scratch.py)."""
 _MOST_ENTRIES, _MOST_NAMED = 10_000, 5
 """How many entries of a folder are looked at for runs, and how many of these are named."""
 
@@ -69,10 +71,9 @@ def runs_near(root: str) -> str:
     Example: `runs_near("/runs/a/gen")` is "It is a part of the run /runs/a."
     """
     folder = root if os.path.isdir(root) else os.path.dirname(root)
+    if (above := _run_above(root)) is not None:
+        return f"It is a part of the run {above}."
     with contextlib.suppress(OSError):
-        for above in Path(root).parents:
-            if (above / layout.HEADER).is_file():
-                return f"It is a part of the run {above}."
         with os.scandir(folder) as entries:
             found = sorted(
                 one.path
@@ -83,6 +84,26 @@ def runs_near(root: str) -> str:
             more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
             return f"Check the path. Runs in {folder}: {', '.join(found[:_MOST_NAMED])}{more}."
     return "Check the path."
+
+
+def require_in_no_run(place: Place) -> None:
+    """Raise NotARun for the place of a new run that lies in another run. Looks at directories only, through links.
+
+    A run in memory, and what `lastgood tune` measures on a disk that one run has for itself, may lie anywhere.
+    """
+    if place.kind not in ("directory", "slots") or MEASURED.search(place.root):
+        return
+    if (above := _run_above(os.path.realpath(place.root))) is not None:  # guard: no-run-within-a-run
+        raise NotARun(
+            f"{place.root} lies in the run {above}, and is no run itself",
+            safe=_SAFE,
+            todo=f"Give {above} to go on with that run, or a directory outside of it for another one.",
+        )
+
+
+def _run_above(root: str) -> str | None:
+    """The nearest run in which a directory lies; None: there is none."""
+    return next((str(one) for one in Path(root).parents if os.path.isfile(one / layout.HEADER)), None)
 
 
 def parsed(path: str | os.PathLike[str]) -> Place:
@@ -103,7 +124,7 @@ def _named(path: str | os.PathLike[str]) -> Place:
     """Parse the path or URL of a run; `~` is expanded, and `file:///a/b` is the directory `/a/b`.
 
     Raises NotARun for slots without an absolute path; Refused if `path` is not a path, for a URL that names no place of
-    a run, and in the cases of `local`.
+    a run, and in the cases of `absolute`.
     """
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(text, str) or not text or "\0" in text:
@@ -113,9 +134,9 @@ def _named(path: str | os.PathLike[str]) -> Place:
             todo=f"Give the directory of the run as text or as a pathlib.Path, or {SLOTS}/its/path.",
         )
     if isinstance(path, str) and text.startswith(SLOTS):
-        root = local(text.removeprefix(SLOTS), "path")
+        root, given = local(text.removeprefix(SLOTS), "path"), f"path={text!r}"
         if not os.path.isabs(root):
-            raise NotARun(f"{text} has no absolute path", safe=_SAFE, todo=f"Write {SLOTS}{os.path.abspath(root)}")
+            raise NotARun(f"{text} has no absolute path", safe=_SAFE, todo=f"Write {SLOTS}{_from_here(root, given)}")
         return Place(os.path.normpath(root), "slots")
     if (url := _SCHEME.match(text)) and url[1].lower() != "slots":
         return _of_url(text, url[1], text[url.end() :], is_text=isinstance(path, str))
@@ -125,13 +146,13 @@ def _named(path: str | os.PathLike[str]) -> Place:
     if colon and scheme.lower() == "memory" and not os.path.lexists(_up_to(text, len(scheme))):
         return _of_url(text, scheme, rest, is_text=False)
     if colon and scheme.lower() == "slots":
-        meant = "/" + os.path.abspath(rest).lstrip("/")
+        meant = "/" + _from_here(rest, f"path={text!r}").lstrip("/")
         raise Refused(
             f"path={text!r} is neither a directory nor slots",
             safe=_SAFE,
             todo=f"Write {SLOTS}{meant} (in small letters, as text), or ./{text} for a folder of that name.",
         )
-    return Place(os.path.abspath(local(text, "path")), "directory")
+    return Place(absolute(text, "path"), "directory")
 
 
 def _of_url(text: str, scheme: str, rest: str, is_text: bool) -> Place:
@@ -212,6 +233,23 @@ def local(text: str, argument: str) -> str:
             todo="Give the directory in full; for a name that begins with ~ write ./~name.",
         )
     return expanded
+
+
+def absolute(text: str, argument: str) -> str:
+    """The absolute path that `local` finds. Raises Refused too for a relative one in a folder that was deleted."""
+    return _from_here(local(text, argument), f"{argument}={text!r}")
+
+
+def _from_here(path: str, given: str) -> str:
+    """A path as an absolute one. `given`: the argument with its value, for the error text."""
+    try:
+        return os.path.abspath(path)
+    except FileNotFoundError as error:
+        raise Refused(
+            f"{given} is relative, and the current folder does not exist any more",
+            safe=_SAFE,
+            todo="Change to a folder that exists, or give the absolute path.",
+        ) from error
 
 
 def _up_to(text: str, position: int) -> str:

@@ -211,4 +211,10 @@ MUTANTS: tuple[Mutant, ...] = (
             Swap("and all(_holds(captured, piece, manifest.digest) for piece in pieces)", ""),
         ),
     ),
+    *table(
+        "arguments",
+        ("arguments", "paths"),
+        ("metrics in its place make a milestone", "milestone-is-true-or-false", Remove()),
+        ("a run is made within another one", "no-run-within-a-run", Never()),
+    ),
 )
