@@ -55,7 +55,7 @@ def test_a_link_to_no_policy_is_refused_and_a_home_is_one(folder: Path, monkeypa
 
 
 def test_a_policy_that_cannot_be_read_is_answered_by_where_it_was_named(folder: Path) -> None:
-    """Of the file that is read without --policy it said: Correct --policy."""
+    """Of the file that is read without --policy, and of one that PET_POLICY names, it said: Correct --policy."""
     (folder / "lastgood.yaml").mkdir()
     with pytest.raises(Refused) as found:
         parsed(["train.py"], {})
@@ -63,6 +63,17 @@ def test_a_policy_that_cannot_be_read_is_answered_by_where_it_was_named(folder: 
     with pytest.raises(Refused) as found:
         parsed(["--policy", "none.yaml", "train.py"], {})
     assert found.value.todo == "Correct --policy."
+    with pytest.raises(Refused) as found:
+        parsed(["train.py"], {"PET_POLICY": "none.yaml"})
+    assert found.value.todo == "Correct PET_POLICY."
+
+
+def test_texts_that_yaml_takes_for_dates_or_switches_stay_texts(folder: Path) -> None:
+    """`rdzv-id: 2026-11-26` and `role: on` were refused: does not take timestamp, does not take true or false."""
+    (folder / "lastgood.yaml").write_text("rdzv-id: 2026-11-26\nrole: on\nlog-dir: no\npreload: [yes, json]\n")
+    job = parsed(["train.py"], {})
+    assert (job.run_id, job.role, job.log_dir) == ("2026-11-26", "on", folder / "no")
+    assert job.preload == ("yes", "json")
 
 
 @pytest.mark.parametrize(
@@ -73,6 +84,9 @@ def test_a_policy_that_cannot_be_read_is_answered_by_where_it_was_named(folder: 
         ("remedies: [back,\n  skipp]\n", "'skipp' is no remedy. Did you mean skip", ""),
         ("\nmax-restarts: many\n", ":2: max-restarts: 'many' is not a whole number", ""),
         ("max-restarts: true\n", "max-restarts: does not take true", ""),
+        ("max-restarts: 2026-11-26\n", "max-restarts: does not take a date", ""),
+        ("role: null\n", "role: has no value", ""),
+        ("start-method: on\n", "start-method: 'on' is none of its values", ""),
         ("max-restarts:\n", "max-restarts: has no value", ""),
         ("max-restarts: [1]\n", "max-restarts: does not take a list", ""),
         ("hang-timeout: .inf\n", "hang-timeout: '.inf' is not a number of seconds", ""),

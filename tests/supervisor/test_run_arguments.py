@@ -253,6 +253,25 @@ def test_files_and_folders_that_cannot_be_used_are_refused(given: list[str], scr
     assert [one.name for one in (tmp_path / "logs").iterdir()] == ["socket"]
 
 
+@pytest.mark.parametrize("option", ["--log-dir", "--records", "--health-file"])
+def test_no_folder_is_named_like_a_url_or_a_tilde(
+    option: str, script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--records s3://bucket/r` and `--records=~/x` wrote to folders named `s3:` and `~`, beside the script."""
+    (tmp_path / "home").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for text in ("s3://bucket/r", "gs://bucket/r", "$NOWHERE/r"):
+        with pytest.raises(Refused, match=re.escape(f"{option}={text!r}")):
+            parsed([option, text, script], {})
+    variable = f"PET_{option.removeprefix('--').replace('-', '_').upper()}"
+    with pytest.raises(Refused, match=f"{option} comes from {variable}"):
+        parsed([script], {variable: "s3://bucket/r"})
+    job = parsed([f"{option}=~/x", script], {})
+    found = job.log_dir or job.records or job.health_file
+    assert str(found) == str(tmp_path / "home" / "x")
+
+
 def test_folders_for_output_that_are_not_there_are_made(script: str, tmp_path: Path, call) -> None:
     given = ["--log-dir", str(tmp_path / "a/b"), "--records", str(tmp_path / "c/d"), "--rdzv-id", "x/y"]
     assert call("run", *given, "--no-python", "true")[0] == 0

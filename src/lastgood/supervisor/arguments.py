@@ -92,8 +92,9 @@ def parsed(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) ->
     known = without_defaults._option_string_actions
     own, rest = split(arguments, known)
     given = without_defaults.parse_args(own)
+    named_by = "--policy" if hasattr(given, "policy") else "PET_POLICY"
     path = policy_file.found(getattr(given, "policy", environ.get("PET_POLICY")))
-    policy = None if path is None else policy_file.read(path, known)
+    policy = None if path is None else policy_file.read(path, known, named_by)
     try:
         _check_variables(known, given, environ)
         args = parser(environ, policy).parse_args(own)
@@ -122,6 +123,7 @@ def _require_program(kind: Literal["module", "command", "script"], name: str) ->
 
 def _job(args: argparse.Namespace, rest: list[str], environ: Mapping[str, str], policy: str) -> Job:
     """What the options say. `rest`: the arguments of the script. `policy`: as in Job. Raises Refused."""
+    _make_absolute(args)
     python = "" if args.no_python or args.run_path else _python(environ)
     _refuse(args, python)
     name = args.training_script
@@ -152,7 +154,7 @@ def _job(args: argparse.Namespace, rest: list[str], environ: Mapping[str, str], 
         master=(args.master_addr, args.master_port),
         role=args.role,
         run_id=args.rdzv_id if rendezvous or args.rdzv_id != NO_ID else str(uuid.uuid4()),
-        log_dir=Path(args.log_dir).absolute() if args.log_dir not in (None, "", os.devnull) else None,
+        log_dir=Path(args.log_dir) if args.log_dir not in (None, "", os.devnull) else None,
         outputs=outputs,
         bindings=devices.bindings(args.numa_binding, ranks) if args.numa_binding else [],
         virtual_local_rank=args.virtual_local_rank,
@@ -163,8 +165,8 @@ def _job(args: argparse.Namespace, rest: list[str], environ: Mapping[str, str], 
         signals=args.signals_to_handle,
         rendezvous=rendezvous,
         stage=_staged(args.stage, rendezvous),
-        records=Path(args.records).absolute() if args.records else None,
-        health_file=os.path.abspath(args.health_file) if args.health_file else None,
+        records=Path(args.records) if args.records else None,
+        health_file=args.health_file or None,
         health_seconds=args.health_seconds,
         unhealthy=args.unhealthy,
         quarantine_after=args.quarantine_after,
@@ -174,6 +176,13 @@ def _job(args: argparse.Namespace, rest: list[str], environ: Mapping[str, str], 
             *_without_effect(args, outputs, ranks, one_attempt),
         ],
     )
+
+
+def _make_absolute(args: argparse.Namespace) -> None:
+    """Put absolute paths in the place of those that are written to or read from here. Raises Refused, as for a URL."""
+    for dest in ("log_dir", "records", "health_file"):
+        if text := getattr(args, dest):
+            setattr(args, dest, paths.absolute(text, f"--{dest.replace('_', '-')}"))
 
 
 def _check_variables(
@@ -263,7 +272,7 @@ def _refuse(args: argparse.Namespace, python: str) -> None:
 def _require_readable(health_file: str) -> None:
     """Raise Refused for a --health-file that can never be read. It may be absent."""
     try:
-        if os.path.isdir(health_file) or not os.path.isdir(os.path.dirname(os.path.abspath(health_file))):
+        if os.path.isdir(health_file) or not os.path.isdir(os.path.dirname(health_file)):
             raise OSError(errno.EINVAL, "there can be no such file")
         if os.path.exists(health_file):
             os.close(os.open(health_file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))

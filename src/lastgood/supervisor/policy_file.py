@@ -31,9 +31,12 @@ _TAG = "tag:yaml.org,2002:"
 _SWITCH = {"true": "1", "yes": "1", "on": "1", "false": "0", "no": "0", "off": "0"}
 _NO_KEYS = ("help", "policy")
 """options that are no keys of the file"""
+_ALSO_TEXTS = ("bool", "timestamp")
+"""kinds that YAML makes of texts such as on, no and 2026-11-26"""
 _WRONG_KINDS = {
     "null": "has no value",
     "bool": "does not take true or false",
+    "timestamp": "does not take a date",
     "seq": "does not take a list",
     "map": "does not take a mapping",
 }
@@ -66,11 +69,11 @@ def found(given: str | None) -> str | None:
     return None
 
 
-def read(path: str, options: Mapping[str, argparse.Action]) -> Policy:
+def read(path: str, options: Mapping[str, argparse.Action], named_by: str) -> Policy:
     """Read a policy file. An empty one says nothing.
 
-    `options`: flag of `lastgood run` -> its action of argparse. Raises Refused with the line of what cannot be meant,
-    and NotInstalled without PyYAML.
+    `options`: flag of `lastgood run` -> its action of argparse. `named_by`: the flag or variable that has the path.
+    Raises Refused with the line of what cannot be meant, and NotInstalled without PyYAML.
     """
     with needed("cli", f"The policy file {path}"):
         import yaml
@@ -78,7 +81,7 @@ def read(path: str, options: Mapping[str, argparse.Action]) -> Policy:
         with open(path, "rb") as file:
             root = yaml.compose(file.read(), Loader=yaml.SafeLoader)
     except OSError as error:
-        todo = "Correct --policy." if path != NAME else f"Make it readable; --policy {os.devnull} does without it."
+        todo = f"Correct {named_by}." if path != NAME else f"Make it readable; --policy {os.devnull} does without it."
         raise _refused(path, f"the policy file cannot be read: {error.strerror}", todo) from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
@@ -110,15 +113,16 @@ def _checked(value: yaml.Node, option: argparse.Action, place: str) -> str:
             raise _refused(place, "takes true or false")
         return _SWITCH[text]
     many = value.tag == f"{_TAG}seq" and option.type in LISTS
-    text = ",".join(_text(one, place) for one in value.value) if many else _text(value, place)
+    text = ",".join(_text(one, option, place) for one in value.value) if many else _text(value, option, place)
     if why := fault(option, text):
         raise _refused(place, why)
     return text
 
 
-def _text(value: yaml.Node, place: str) -> str:
+def _text(value: yaml.Node, option: argparse.Action, place: str) -> str:
     kind = value.tag.removeprefix(_TAG)
-    if kind not in ("str", "int", "float"):
+    takes_any_text = kind in _ALSO_TEXTS and (option.type is None or option.type in LISTS)
+    if kind not in ("str", "int", "float") and not takes_any_text:
         raise _refused(place, _WRONG_KINDS.get(kind, f"does not take {kind}"))
     text = str(value.value)
     return os.path.expanduser(text)  # as a shell does with a flag
