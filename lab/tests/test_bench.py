@@ -413,6 +413,18 @@ def test_unknown_options_are_refused_before_any_measurement(bench: Any, tmp_path
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("command", ["durable", "interval", "size"])
+def test_a_device_that_torch_does_not_have_is_refused(
+    bench: Any, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--device gpuu`, and `cuda` on a machine without it, ended in a traceback of torch."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for device in ("gpuu", "cuda", "cuda:0"):
+        code, _, err = bench(command, "--out", tmp_path / "out", "--device", device)
+        assert code == 3 and f"--device {device}: torch has cpu here" in err
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_command_imports_quickly() -> None:
     """Every command of lastgood, such as `lastgood ls`, imports the module to list its commands in the help."""
     import subprocess

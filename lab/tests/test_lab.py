@@ -59,6 +59,37 @@ def test_a_file_in_the_place_of_a_directory_is_refused(command, below, tmp_path,
     assert [*tmp_path.iterdir()] == [tmp_path / "file"] and (tmp_path / "file").read_text() == "kept"
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["lab", "corrupt", "--out"],
+        ["lab", "latency", "--out", "new", "--place"],
+        ["lab", "recovery", "--out", "new", "--cifar"],
+        ["bench", "durable", "--out"],
+        ["bench", "trace", "--out", "new", "--trace"],
+        ["bench", "goodput", "--out", "new", "--trace"],
+        ["bench", "goodput", "--out", "new", "--trace", "any.csv", "--journal"],
+    ],
+)
+def test_no_path_of_the_lab_is_taken_from_a_url(command, tmp_path, monkeypatch, capsys):
+    """`--out s3://bucket/b` and `--out=~/b` made folders named `s3:` and `~` beside the script."""
+    monkeypatch.chdir(tmp_path)
+    assert app.main([*command, "s3://bucket/b"]) == 3
+    assert f"{command[-1]}='s3:/bucket/b' is a URL" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("command", [["lab", "corrupt", "--out"], ["bench", "durable", "--out"]])
+def test_a_folder_that_cannot_be_made_is_refused(command, tmp_path, monkeypatch, capsys):
+    """`--out /proc/x` ended in a traceback, with exit code 1. A tilde is the home directory, here a file."""
+    assert app.main([*command, "/proc/x"]) == 3
+    assert "/proc/x: No such file or directory" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    assert app.main([*command, "~/b"]) == 3
+    assert f"{tmp_path / 'file'} is no directory" in capsys.readouterr().err
+
+
 def double(key: trials.Row) -> trials.Row:
     return {"twice": 2 * key["number"]}
 

@@ -20,7 +20,7 @@ from lastgood.errors import Refused
 from lastgood.run import paths
 from lastgood.units import size as size_text
 
-from .lab_command import Json, Out, Place, Rounds, report_progress
+from .lab_command import Json, Out, Place, Rounds, each_path, make, one_path, report_progress
 from .lab_command import lab as lab
 
 app = typer.Typer(
@@ -35,7 +35,26 @@ Work = Annotated[
     typer.Option(min=0.001, max=4, help="Size of the batch, as a share of the standard one: shorter or longer steps."),
 ]
 Writers = Annotated[int, typer.Option(min=1, help="Writer threads of each save.")]
-Device = Annotated[str, typer.Option(help="Device of the tensors: cpu or cuda.")]
+
+
+def _device(given: str) -> str:
+    """Return the device that an option gives. Raises Refused unless torch has it here."""
+    if given != "cpu":
+        import torch
+
+        known = ["cpu"]
+        if torch.cuda.is_available():
+            known += ["cuda", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
+        if given not in known:
+            raise Refused(
+                f"--device {given}: torch has {', '.join(known)} here",
+                safe="Nothing was measured.",
+                todo="Give one of these, or install a torch for this device.",
+            )
+    return given
+
+
+Device = Annotated[str, typer.Option(help="Device of the tensors: cpu or cuda.", callback=_device)]
 
 
 class Benchmark(Protocol):
@@ -111,10 +130,15 @@ def interval(
 @app.command()
 def goodput(
     out: Out,
-    trace: Annotated[list[Path], typer.Option(metavar="FILE", help="A spot trace; may be given several times.")],
+    trace: Annotated[
+        list[Path],
+        typer.Option(metavar="FILE", help="A spot trace; may be given several times.", callback=each_path),
+    ],
     journal: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Journal of `bench interval` (default: the one in --out)."),
+        typer.Option(
+            metavar="FILE", help="Journal of `bench interval` (default: the one in --out).", callback=one_path
+        ),
     ] = None,
     model: Annotated[str, typer.Option(help="Network whose measurements in the journal are used.")] = "gpt2-124m",
     scale: Annotated[
@@ -275,7 +299,7 @@ def ranks(
 @app.command()
 def trace(
     out: Out,
-    trace: Annotated[Path, typer.Option(metavar="FILE", help="A spot trace (docs/bench.md).")],
+    trace: Annotated[Path, typer.Option(metavar="FILE", help="A spot trace (docs/bench.md).", callback=one_path)],
     place: Place = None,
     compress: Annotated[float, typer.Option(min=1, help="Divides the time of the trace.")] = 10.0,
     until: Annotated[float, typer.Option(min=0, help="Seconds of the trace that are replayed; 0: all.")] = 0.0,
@@ -332,7 +356,7 @@ def _measured(bench: Benchmark, options: Any, out: Path) -> Answer:
     """Run a benchmark, write its report, and return it as the answer."""
     from .report import command_line, today
 
-    out.mkdir(parents=True, exist_ok=True)
+    make(out)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # from DCP, at every save
         with ended_as_by_ctrl_c():

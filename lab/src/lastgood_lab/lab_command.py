@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,10 +15,23 @@ from rich.text import Text
 from lastgood.cli.app import Answer
 from lastgood.cli.interrupts import ended_as_by_ctrl_c
 from lastgood.errors import Refused
+from lastgood.io import os_errors
+from lastgood.run import paths
+
+
+def one_path(option: typer.CallbackParam, given: Path | None) -> Path | None:
+    """Return the path that an option gives, with `~` expanded. Raises Refused for a URL."""
+    return None if given is None else Path(paths.local(str(given), option.opts[0]))
+
+
+def each_path(option: typer.CallbackParam, given: Sequence[Path]) -> list[Path | None]:
+    """The same for an option that may be given several times."""
+    return [one_path(option, one) for one in given]
 
 
 def _directory(option: typer.CallbackParam, given: Path | None) -> Path | None:
     """Return the directory that an option gives, which need not exist. Raises Refused if a file is in its place."""
+    given = one_path(option, given)
     for one in (given, *given.parents) if given is not None else ():
         if os.path.lexists(one) and not os.path.isdir(one):
             raise Refused(
@@ -175,7 +189,9 @@ def recovery(
     storage: Annotated[str, typer.Option(help="Where it saves: disk, objects, memory or peers.")] = "disk",
     cifar: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Folder with CIFAR's unpacked archives (the Python version)."),
+        typer.Option(
+            metavar="DIR", help="Folder with CIFAR's unpacked archives (the Python version).", callback=one_path
+        ),
     ] = None,
     as_json: Json = False,
 ) -> Answer:
@@ -202,7 +218,7 @@ def _tried(experiment: Any, options: Any, out: Path) -> Answer:
     from . import trials
     from .report import command_line, today
 
-    out.mkdir(parents=True, exist_ok=True)
+    make(out)
     with ended_as_by_ctrl_c():
         rows = experiment.run(options, report_progress)
     found = experiment.report(rows, options)
@@ -210,6 +226,12 @@ def _tried(experiment: Any, options: Any, out: Path) -> Answer:
     written = "\n".join(f"wrote {path}" for path in files)
     data = {"lab": found.name, "files": [str(path) for path in files], **summary}
     return Answer(data, Text(f"{found.markdown(command_line(), today())}\n{written}"))
+
+
+def make(out: Path) -> None:
+    """Make the directory of --out. Raises what `os_errors.at_path` returns."""
+    with os_errors.translated(str(out)):
+        out.mkdir(parents=True, exist_ok=True)
 
 
 def report_progress(line: str) -> None:

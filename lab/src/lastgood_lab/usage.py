@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lastgood.io import os_errors
+
 if TYPE_CHECKING:
     pass
 
@@ -17,7 +19,9 @@ if TYPE_CHECKING:
 @contextmanager
 def working_place(options: Any) -> Iterator[Path]:
     """Make a temporary directory for saves in `options.place` or `options.out`, and delete it at the end."""
-    place = Path(tempfile.mkdtemp(prefix="bench-", dir=options.place or options.out))
+    folder = options.place or options.out
+    with os_errors.translated(str(folder)):
+        place = Path(tempfile.mkdtemp(prefix="bench-", dir=folder))
     try:
         yield place
     finally:

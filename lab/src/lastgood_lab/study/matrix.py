@@ -19,6 +19,7 @@ import msgspec
 from lastgood.errors import Refused
 from lastgood.io.files import Lock
 
+from ..lab_command import make
 from ..object_server import weed
 from ..report import Progress
 from . import images, runs
@@ -102,7 +103,7 @@ def run(options: Options, progress: Progress) -> list[Compared]:
 @contextlib.contextmanager
 def _alone(out: Path) -> Iterator[None]:
     """Hold the folder of the study. Raises Refused if another command runs the study there."""
-    out.mkdir(parents=True, exist_ok=True)
+    make(out)
     try:
         lock = Lock(str(out / LOCK))
     except BlockingIOError as error:

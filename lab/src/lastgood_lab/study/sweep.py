@@ -53,7 +53,6 @@ def run(of_cells: Sequence[Options], progress: Progress, command: str) -> list[C
     """Run the study of each cell, as far as it is not completed, and write its files into its folder."""
     found = []
     for one in of_cells:
-        one.out.mkdir(parents=True, exist_ok=True)
         progress(f"cell {one.out.name}")
         rows = matrix.run(one, progress)
         found.append(Cell(one, rows, tables.write(rows, one, command)))
