@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 import lastgood
 from lastgood import errors
 from lastgood.cli import app
-from lastgood.run import access, paths, scratch
+from lastgood.run import access, paths
 
 MISTYPED = {
     "s3:/bucket/run": "Write s3://bucket/run .in small letters, as text, and with two",
@@ -168,29 +167,22 @@ def test_a_path_beside_above_or_inside_runs_names_them(run: Path) -> None:
         access.for_reading(run.parent / "none" / "none")
 
 
-def test_a_new_run_within_a_run_is_refused_and_nothing_is_made(run: Path, call) -> None:
+def test_a_new_run_among_the_files_of_a_run_is_refused(run: Path, call) -> None:
     """`Checkpointer("runs/gpt/gen")` was answered: give a new directory, for example one inside it. That made a run
     among the generations of the run."""
     before = sorted(run.rglob("*"))
     (run.parent / "link").symlink_to(run / "gen")
-    for place in (run / "gen", run / "new", run / "gen" / "a" / "b", run.parent / "link" / "new", f"slots://{run}/new"):
+    for place in (run / "gen", run / "gen/a/b", run.parent / "link" / "new", f"slots://{run}/incarnations/new"):
         with pytest.raises(errors.NotARun, match=rf"lies in the run {run},.* a directory outside of it") as raised:
             lastgood.Checkpointer(place, {})
         assert raised.value.safe == "Nothing was touched."
     with pytest.raises(errors.NotARun, match=f"lies in the run {run}"):
-        lastgood.save(run / "new", {"n": 1})
+        lastgood.save(run / "gen" / "new", {"n": 1})
     lastgood.save(run.parent / "other", {"n": 1})
-    assert call("copy", str(run.parent / "other"), str(run / "new"))[0] == 3
+    assert call("copy", str(run.parent / "other"), str(run / "gen" / "new"))[0] == 3
     assert sorted(run.rglob("*")) == before
-
-
-def test_a_run_that_an_earlier_version_made_within_a_run_goes_on(run: Path) -> None:
-    """Also what `lastgood tune` measures on a disk that one run has for itself: it advises to give a path within it."""
-    shutil.copytree(run, run / "within", symlinks=True)
-    lastgood.save(run / "within", {"w": torch.ones(4)}, step=1)
-    assert [one.step for one in lastgood.open(run / "within").generations()] == [0, 1]
-    with scratch.opened(str(run / "new")) as tier:
-        assert tier.place.startswith(f"{run}/new.tune-")
+    lastgood.save(run / "best", {"n": 1})
+    assert lastgood.open(run / "best").generations() and lastgood.open(run).generations()
 
 
 def test_a_relative_path_in_a_deleted_folder_is_refused(tmp_path: Path, monkeypatch, capsys) -> None:

@@ -278,10 +278,10 @@ def _objects(url: str) -> Objects:
 
 
 def _require_no_other_files(place: paths.Place, names: set[str]) -> None:
-    """Raise NotARun if a place that is no run yet holds other files, or lies in a run."""
+    """Raise NotARun if a place that is no run yet holds other files, or lies among the files of a run."""
     if names & {layout.HEADER, *_GENERATIONS}:
         return
-    paths.require_in_no_run(place)
+    paths.require_in_no_run(place, _RUN_NAMES)
     root = place.root
     foreign = [one for one in sorted(names - _RUN_NAMES) if not one.endswith(".tmp") and not one.startswith(".probe-")]
     if foreign:

@@ -11,6 +11,7 @@ import contextlib
 import os
 import re
 import reprlib
+from collections.abc import Collection
 from itertools import islice
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -38,8 +39,6 @@ _VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})")
 _SAFE = "Nothing was touched."
 
 
-MEASURED = re.compile(r"\.tune-[0-9a-f]{8}$")
-"""The end of the name of a directory in which `lastgood tune` measures a disk (scratch.py)."""
 _MOST_ENTRIES, _MOST_NAMED = 10_000, 5
 """How many entries of a folder are looked at for runs, and how many of these are named."""
 
@@ -86,14 +85,14 @@ def runs_near(root: str) -> str:
     return "Check the path."
 
 
-def require_in_no_run(place: Place) -> None:
-    """Raise NotARun for the place of a new run that lies in another run. Looks at directories only, through links.
-
-    A run in memory, and what `lastgood tune` measures on a disk that one run has for itself, may lie anywhere.
-    """
-    if place.kind not in ("directory", "slots") or MEASURED.search(place.root):
+def require_in_no_run(place: Place, names: Collection[str]) -> None:
+    """Raise NotARun for the place of a new run among the files of another one, through links. `names`: those of a run.
+    Any other folder within a run may hold one."""
+    if place.kind not in ("directory", "slots"):
         return
-    if (above := _run_above(os.path.realpath(place.root))) is not None:  # guard: no-run-within-a-run
+    real = os.path.realpath(place.root)
+    above = _run_above(real)
+    if above is not None and Path(real).relative_to(above).parts[0] in names:  # guard: no-run-within-a-run
         raise NotARun(
             f"{place.root} lies in the run {above}, and is no run itself",
             safe=_SAFE,

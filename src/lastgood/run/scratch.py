@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 from collections.abc import Iterator
 
 from ..errors import NotARun, NotWritable, Refused, RunLocked, TierDown
 from ..io import os_errors
 from ..ports import Tier
-from . import access, paths
+from . import access
 
 INCARNATION = "0" * 8
 """The incarnation of every save in a scratch run. The random id of a real incarnation is practically never this one."""
+_NAME = re.compile(r"\.tune-[0-9a-f]{8}")
 
 
 def parent_folder(run: str) -> str:
@@ -61,7 +63,7 @@ def clear(run: str) -> list[str]:
         others = sorted(os.listdir(folder))
     for other in others:
         path = os.path.join(folder, other)
-        if not other.startswith(name) or not paths.MEASURED.fullmatch(other, len(name)):
+        if not other.startswith(name) or not _NAME.fullmatch(other, len(name)):
             continue
         if os.path.islink(path) or not os.path.isdir(path) or not _is_scratch(path):
             continue
