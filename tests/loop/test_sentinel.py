@@ -546,7 +546,7 @@ def test_a_step_that_is_asked_for_is_restored_without_advice(tmp_path: Path) -> 
 
 def test_a_metric_that_is_missing_is_refused_with_its_name(tmp_path: Path) -> None:
     """One that a mapping with a default lacked was taken for 0."""
-    loop = Loop(tmp_path, {}, lastgood.Sentinel(grad_norm="norm"))
+    loop = Loop(tmp_path / "run", {}, lastgood.Sentinel(grad_norm="norm"))
     with loop.ckpt, pytest.raises(Refused, match="norm"):
         loop.train(1)
     state = {"weights": torch.ones(3)}
