@@ -238,6 +238,20 @@ def test_trained_parameters_that_the_state_lacks_are_reported(tmp_path: Path, ho
     assert named == ([lacking] if lacking else [])
 
 
+def test_a_layer_that_was_taken_out_of_a_model_is_not_reported(tmp_path: Path) -> None:
+    """Its parameters stay in the optimizer, and nothing trains them."""
+    model = nn.Sequential(made()[0], nn.Linear(3, 3))
+    optimizer = optim.AdamW(model.parameters())
+    model = model[:1]
+    state = {"model": model, "optimizer": optimizer}
+    with reports() as texts, lastgood.Checkpointer(tmp_path, state, cadence=lastgood.Every(steps=1)) as ckpt:
+        ckpt.restore()
+        for step in range(1, 4):
+            train(model, optimizer)
+            ckpt.step(step)
+    assert not any("no entry of the state" in one for one in texts)
+
+
 @pytest.mark.parametrize("flat", [False, True])
 def test_copies_that_an_optimizer_trains_are_not_reported(tmp_path: Path, flat: bool) -> None:
     """Of weights in half precision an optimizer trains copies in single precision, which the next steps begin from."""

@@ -70,9 +70,9 @@ def test_a_policy_that_cannot_be_read_is_answered_by_where_it_was_named(folder: 
 
 def test_texts_that_yaml_takes_for_dates_or_switches_stay_texts(folder: Path) -> None:
     """`rdzv-id: 2026-11-26` and `role: on` were refused: does not take timestamp, does not take true or false."""
-    (folder / "lastgood.yaml").write_text("rdzv-id: 2026-11-26\nrole: on\nlog-dir: no\npreload: [yes, json]\n")
+    (folder / "lastgood.yaml").write_text("rdzv-id: 2026-11-26\nrole: on\nlog-dir: 2026\npreload: [yes, json]\n")
     job = parsed(["train.py"], {})
-    assert (job.run_id, job.role, job.log_dir) == ("2026-11-26", "on", folder / "no")
+    assert (job.run_id, job.role, job.log_dir) == ("2026-11-26", "on", folder / "2026")
     assert job.preload == ("yes", "json")
 
 
@@ -86,7 +86,8 @@ def test_texts_that_yaml_takes_for_dates_or_switches_stay_texts(folder: Path) ->
         ("max-restarts: true\n", "max-restarts: does not take true", ""),
         ("max-restarts: 2026-11-26\n", "max-restarts: does not take a date", ""),
         ("role: null\n", "role: has no value", ""),
-        ("start-method: on\n", "start-method: 'on' is none of its values", ""),
+        ("records: off\n", "records: does not take true", ""),
+        ("start-method: on\n", "start-method: does not take true", ""),
         ("max-restarts:\n", "max-restarts: has no value", ""),
         ("max-restarts: [1]\n", "max-restarts: does not take a list", ""),
         ("hang-timeout: .inf\n", "hang-timeout: '.inf' is not a number of seconds", ""),

@@ -38,7 +38,7 @@ from .adaptive_interval import known_failures
 from .beat import Beat
 from .ending import Ending, refresh
 from .load import LoadRequest, Restored, report
-from .metrics import numbers, whole
+from .metrics import numbers
 from .options import CADENCE, EarlierKeywords, OnError, Options, Ranks, Tuning, check_state
 from .preemption import EndRequest, Preempted, Preemption
 from .progress import Progress
@@ -254,7 +254,7 @@ class Checkpointer:
 
             ckpt.step(step, metrics={"loss": loss})
         """
-        n = self._advance(n, metrics := whole(metrics))
+        n = self._advance(n, metrics)
         if self._log is not None:
             self._log.step(n, metrics)
         self._divergence.check(n, metrics, at_once=self.preempted)
@@ -291,7 +291,7 @@ class Checkpointer:
             ckpt.save(step, milestone=True).result()  # waits until it is durable
         """
         self._saver.require_milestone(milestone)
-        n, found = self._advance(n, metrics := whole(metrics)), numbers(metrics)
+        n, found = self._advance(n, metrics), numbers(metrics)
         self._surface()
         self._divergence.before_save()
         with self._beat.saving():

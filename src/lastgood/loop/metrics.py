@@ -15,8 +15,8 @@ from ..state import dtensor
 
 def whole(metrics: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """The same metrics, with the tensor itself in place of each DTensor, of which this process may hold a part, such as
-    the norm that `clip_grad_norm_` of FSDP2 returns. A collective of the ranks of such a one: all of them call it, at
-    each step.
+    the norm that `clip_grad_norm_` of FSDP2 returns. A collective of the ranks of such a one: all of them call it, for
+    a save and for the comparison of a Sentinel, at the same steps.
     """
     parts = [name for name, one in metrics.items() if dtensor.is_sharded(one)] if isinstance(metrics, Mapping) else []
     if not parts or metrics is None:
@@ -26,11 +26,12 @@ def whole(metrics: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
 
 
 def numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """Name -> finite number. NaN, infinity and None, which a loss may be, are left out and reported.
+    """Name -> finite number. NaN, infinity and None, which a loss may be, are left out and reported. All ranks call it.
 
     `metrics`: name -> number, or tensor or numpy array of shape []; None means no metrics. Raises Refused, with the
     name of the metric, for anything else.
     """
+    metrics = whole(metrics)
     found = checked(metrics)
     left_out = {name: value for name, value in found.items() if not math.isfinite(value)}
     if metrics is not None and left_out:

@@ -40,7 +40,7 @@ from ..run.pipeline import Pipeline
 from ..units import plural
 from . import suspects
 from .beat import Beat
-from .metrics import number
+from .metrics import number, whole
 from .progress import Progress
 from .saver import Saver
 from .sentinel_options import Sentinel
@@ -100,7 +100,7 @@ class DivergenceCheck:
         if self._options is None:
             return
         try:
-            self._seen.add(n, metrics or {})
+            self._seen.add(n, whole(metrics) or {})
         except KeyError as missing:
             raise Refused(
                 f"step({n}) without metrics[{missing}], which the sentinel looks at",

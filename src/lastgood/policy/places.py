@@ -82,8 +82,10 @@ def merged(surveys: Sequence[Survey]) -> Survey:
     for at in {at for one in places for at in one}:
         index = holder(places, at)
         assert index is not None
-        if at not in unread or places[index][at].restorable:  # guard: unread-copy-may-be-good
-            generations[at] = places[index][at]
+        one = places[index][at]
+        # What is not good in one copy, with every byte as committed, is not good in another.
+        if at not in unread or not one.damaged:  # guard: unread-copy-may-be-good
+            generations[at] = one
     broken = {at: error for one in reversed(surveys) for at, error in dict(one.broken).items() if at not in generations}
     broken |= {at: error for at, error in unread.items() if at not in generations}
     incomplete = {at for one in surveys for at in set(one.incomplete) if at not in generations and at not in broken}

@@ -27,7 +27,7 @@ from ..errors import (
     TierDown,
     Unreadable,
 )
-from ..format import commit, layout
+from ..format import commit, folders, layout
 from ..io.reed_solomon import Code
 from ..policy import restore
 from ..ports import Mendable, Stop, Tier, never
@@ -214,8 +214,8 @@ class Mender:
         """The other places that have a readable commit record of this generation."""
         found = dict[Tier, Generation]()
         for tier in self.sources:
-            if layout.COMMIT in tier.list(layout.folder(at)):
-                with contextlib.suppress(Damaged):
+            with contextlib.suppress(Damaged, *folders.unread_errors(tier)):
+                if layout.COMMIT in tier.list(layout.folder(at)):
                     found[tier] = commit.read_generation(tier, at, self._known.run_id)
         return found
 

@@ -15,7 +15,7 @@ from .. import reporting
 from ..errors import LastgoodError
 from ..format import commit, layout
 from ..limits import DELETED_AT_ONCE
-from ..policy.retention import Keep, firsts, surplus, under_pressure, unlabelled, wanted
+from ..policy.retention import Keep, surplus, under_pressure, unlabelled, wanted
 from ..ports import Stop, Tier, never
 from ..records import Commit, Generation, GenerationId
 from . import disk_space, paths
@@ -171,14 +171,12 @@ class Retirement:
         """Generations that lack the files of a lost node, once `last` newer ones are verified. `chain`: the lineage."""
         known, last = self._known, self._keep.last
         good = sorted(one.id for one in chain if one.good)
-        oldest = firsts(self._keep, chain)
         lost = [one for at in known.lost if (one := known.survey.generations.get(at)) is not None and one.damaged]
         return [  # guard: lost-generation-deleted
             one.id
             for one in lost
             if len(good) >= last
             and one.id < good[-last]
-            and one.id not in oldest
             and not wanted(self._keep, one.step, one.commit.milestone, one.commit.metrics)
         ]
 

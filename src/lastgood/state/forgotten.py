@@ -75,11 +75,19 @@ def unstored(state: Mapping[str, Any]) -> list[torch.Tensor]:
     copied = {one.shape for one in originals if storage(one) is not None}
     tensors = [one for module in modules for one in (*module.parameters(), *module.buffers())]
     held = {None, 0, *map(storage, tensors), *_memory_in(state)}  # 0: without elements
-    groups = [group for one in objects if isinstance(one, Optimizer) for group in _groups(one)]
-    trained = {id(one): one for group in groups for one in group.get("params", ()) if one.requires_grad}
+    trained = {
+        id(one): one for optimizer in objects if isinstance(optimizer, Optimizer) for one in _trained_by(optimizer)
+    }
     lacking = [one for one in trained.values() if storage(one) not in held]
     # guard: master-weights-are-no-entries
     return [one for one in lacking if not copied or (one.dim() != 1 and one.shape not in copied)]
+
+
+def _trained_by(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Its parameters with a gradient or a state. A layer that was taken out of the model has neither."""
+    known = getattr(optimizer, "state", {})
+    parameters = [one for group in _groups(optimizer) for one in group.get("params", ()) if one.requires_grad]
+    return [one for one in parameters if one.grad is not None or known.get(one)]  # guard: removed-layer-is-no-loss
 
 
 def _may_hold_others(obj: Any) -> bool:
@@ -92,8 +100,10 @@ def _may_hold_others(obj: Any) -> bool:
 
 def _stores_more(module: nn.Module) -> bool:
     """Whether a module, or one inside of it, may add tensors of its own to its `state_dict()`."""
-    own = (type(one).state_dict is not nn.Module.state_dict or one._state_dict_hooks for one in module.modules())
-    return any(own)
+    parts = [*module.modules()]
+    methods = ("state_dict", "_save_to_state_dict")
+    own = any(getattr(type(one), name) is not getattr(nn.Module, name) for one in parts for name in methods)
+    return own or any(one._state_dict_hooks for one in parts)
 
 
 def _memory_in(state: Mapping[str, Any]) -> set[int | None]:

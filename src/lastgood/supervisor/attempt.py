@@ -202,6 +202,7 @@ class Attempt:
                     one.ended = how_ended(one)
             self._console.copy()
             reap_orphans([*self._live.values()])
+            had_failed = lived.failed is not None
             self._note_failures(lived)
             records.shown([one.shown for one in self._ranks])
             if all(one.shown.first is not None for one in self._ranks):
@@ -216,7 +217,7 @@ class Attempt:
             self._pass_on_what_came(lived)
             if self._signals.end is not None:
                 lived.asked_by = lived.asked_by or (self._signals.end if lived.failed is None else 0)
-                self._ask_to_end()
+                self._ask_to_end(had_failed)
             if self._hangs(lived, watch) or self._over_elsewhere(lived, watch):
                 return
             if lived.failed is None and not self._asked:
@@ -254,11 +255,12 @@ class Attempt:
         if self._place.nodes == 1 and is_complete(left_by(self._ranks), self._place.world):
             self._until = min(self._until, time.monotonic() + EXIT_SECONDS)
 
-    def _ask_to_end(self) -> None:
-        """From now on, the ranks have some time to end by themselves."""
+    def _ask_to_end(self, had_failed: bool) -> None:
+        """From now on, the ranks have some time to end by themselves. `had_failed`: whether a rank failed before: not
+        by this signal, then."""
         if not self._asked:
             self._asked, until = True, time.monotonic() + self._job.shutdown_seconds
-            self._until = min(self._until, until)  # guard: signal-extends-no-end
+            self._until = min(self._until, until) if had_failed else until  # guard: signal-extends-no-end
 
     def _hangs(self, lived: Lived, watch: ProgressWatch) -> bool:
         """Note if a rank hangs, also because of one of another node. Returns whether one does."""
@@ -300,7 +302,7 @@ class Attempt:
         if notice.kind == "grow":
             lived.grows = True
             self._pass_on(signal.SIGTERM, [*self._live.values()])
-            self._ask_to_end()
+            self._ask_to_end(lived.failed is not None)
             return False
         self._published = notice.kind
         self._note_failed(lived)

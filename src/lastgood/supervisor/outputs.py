@@ -211,15 +211,18 @@ class Console:
 class _Lines(io.TextIOBase):
     """A stream for lines of the supervisor: what its descriptor does not take within LINE_SECONDS is dropped."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+    def __init__(self, descriptor: int, encoding: str) -> None:
+        self._descriptor, self._encoding, self._is_cut = descriptor, encoding, False
 
     def write(self, text: str) -> int:
-        data, until = text.encode(errors="backslashreplace"), time.monotonic() + LINE_SECONDS
+        text_from_here = f"\n{text}" if self._is_cut else text  # what was cut has a line of its own
+        data = whole = text_from_here.encode(self._encoding, errors="backslashreplace")
+        until = time.monotonic() + LINE_SECONDS
         while data and (left := until - time.monotonic()) > 0:
             if select.select([], [self._descriptor], [], left)[1]:
                 with contextlib.suppress(BlockingIOError):  # it takes less than it says
                     data = data[os.write(self._descriptor, data) :]
+        self._is_cut = (self._is_cut and data == whole) or 0 < len(data) < len(whole)
         return len(text)
 
 
@@ -227,12 +230,13 @@ class _Lines(io.TextIOBase):
 def unread_lines_dropped() -> Iterator[None]:
     """In the block, a line on stderr waits for no reader: it is dropped where the console does not take it in time."""
     with contextlib.ExitStack() as made:
-        with contextlib.suppress(OSError, ValueError):  # a program has put something of its own there, or closed it
+        # A program has put something of its own there, or closed it.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
             stream = sys.stderr.fileno()
             descriptor = _without_waiting(stream)
             if descriptor != stream:
                 made.callback(os.close, descriptor)
-            lines = _Lines(descriptor)
+            lines = _Lines(descriptor, sys.stderr.encoding or "utf-8")
             made.enter_context(contextlib.redirect_stderr(lines))  # guard: unread-console-holds-no-supervisor
         yield
 

@@ -31,8 +31,8 @@ _TAG = "tag:yaml.org,2002:"
 _SWITCH = {"true": "1", "yes": "1", "on": "1", "false": "0", "no": "0", "off": "0"}
 _NO_KEYS = ("help", "policy")
 """options that are no keys of the file"""
-_ALSO_TEXTS = ("bool", "timestamp")
-"""kinds that YAML makes of texts such as on, no and 2026-11-26"""
+_NAMES = ("rdzv_id", "role")
+"""options whose value is any name, also one that YAML takes for a switch, such as on"""
 _WRONG_KINDS = {
     "null": "has no value",
     "bool": "does not take true or false",
@@ -121,8 +121,9 @@ def _checked(value: yaml.Node, option: argparse.Action, place: str) -> str:
 
 def _text(value: yaml.Node, option: argparse.Action, place: str) -> str:
     kind = value.tag.removeprefix(_TAG)
-    takes_any_text = kind in _ALSO_TEXTS and (option.type is None or option.type in LISTS)
-    if kind not in ("str", "int", "float") and not takes_any_text:
+    names = option.dest in _NAMES or option.type in LISTS
+    taken = (kind == "timestamp" and option.type is None) or (kind in ("bool", "timestamp") and names)
+    if kind not in ("str", "int", "float") and not taken:
         raise _refused(place, _WRONG_KINDS.get(kind, f"does not take {kind}"))
     text = str(value.value)
     return os.path.expanduser(text)  # as a shell does with a flag

@@ -78,9 +78,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *table(
         "divergence",
-        ("sampler_loop", "checkpointer"),
+        ("sampler_loop", "checkpointer", "other_objects"),
         ("a sampler that is not saved is not reported", "sampler-left-out-is-reported", Never()),
         ("a loader of another world is not reported", "loader-of-another-world-is-reported", Never()),
+        (
+            "a layer that was taken out is lost",
+            "removed-layer-is-no-loss",
+            Swap("one.grad is not None or known.get(one)", "True"),
+        ),
         (
             "a metric that never comes is not reported",
             "lacking-metric-reported",
