@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -78,13 +78,32 @@ class Program:
         self._process.join(60)
         return self._process.exitcode, self._output.read_text()
 
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Iterator[Callable[..., Program]]:
+    """Starts a script in `tmp_path`. It does not outlive the test: one that trained on took half of the processors of
+    the tests that came later."""
+    started: list[Program] = []
+
+    def start(script: str, *arguments: str) -> Program:
+        started.append(Program(script, tmp_path, *arguments))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.kill()
+
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_preempted_run_saves_its_next_step_and_exits_as_documented(tmp_path, number):
-    program = Program(LOOP, tmp_path, "steps")
-    program.until("going")
-    program.signal(number)
-    code, output = program.end()
+def test_a_preempted_run_saves_its_next_step_and_exits_as_documented(tmp_path, program, number):
+    loop = program(LOOP, "steps")
+    loop.until("going")
+    loop.signal(number)
+    code, output = loop.end()
     assert code == EXIT_CODE == 75, output
     newest = lastgood.open(tmp_path / "run").generations()[-1]
     assert newest.step > 3 and f"step {newest.step} is durable, exit 75" in output
@@ -93,13 +112,13 @@ def test_a_preempted_run_saves_its_next_step_and_exits_as_documented(tmp_path, n
     assert torch.equal(net.weight, torch.full((4, 4), float(newest.step)))
 
 
-def test_a_second_signal_ends_a_loop_that_never_calls_step_at_once(tmp_path):
-    program = Program(LOOP, tmp_path, "stuck")
-    program.until("going")
-    program.signal(signal.SIGTERM)
-    program.until("requested")
-    program.signal(signal.SIGTERM)
-    code, output = program.end()
+def test_a_second_signal_ends_a_loop_that_never_calls_step_at_once(program):
+    loop = program(LOOP, "stuck")
+    loop.until("going")
+    loop.signal(signal.SIGTERM)
+    loop.until("requested")
+    loop.signal(signal.SIGTERM)
+    code, output = loop.end()
     assert code == EXIT_CODE and "a second signal" in output
 
 
@@ -282,10 +301,10 @@ ckpt.step(3)
         pytest.param("raise", 1, marks=pytest.mark.long),
     ],
 )
-def test_a_hanging_disk_delays_the_exit_no_longer_than_the_grace_period(tmp_path, where, when_full, in_flight):
+def test_a_hanging_disk_delays_the_exit_no_longer_than_the_grace_period(tmp_path, program, where, when_full, in_flight):
     """The last save waited for memory that a hanging save held, and the exit waited for the lock of a hanging
     commit."""
-    code, output = Program(HANGS, tmp_path, where, when_full, str(in_flight)).end()
+    code, output = program(HANGS, where, when_full, str(in_flight)).end()
     assert code == EXIT_CODE and "the grace period is over: the process ends at once" in output
     assert [one.step for one in lastgood.open(tmp_path / "run").generations()] == [1]
 
