@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,18 @@ def train(model: nn.Module, optimizer: optim.Optimizer) -> None:
     optimizer.zero_grad()
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
+
+
+def reported_in_three_steps(
+    run: Path, state: dict[str, Any], train_step: Callable[[], object], **options: Any
+) -> list[str]:
+    """What is reported while three steps are trained, each with a save."""
+    with reports() as texts, lastgood.Checkpointer(run, state, cadence=lastgood.Every(steps=1), **options) as ckpt:
+        ckpt.restore()
+        for step in range(1, 4):
+            train_step()
+            ckpt.step(step)
+    return texts
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -87,12 +99,7 @@ def test_a_forgotten_optimizer_or_schedule_is_reported(tmp_path: Path, given: st
     schedule = optim.lr_scheduler.StepLR(optimizer, 5)
     names = {"model": model, "head": model[1], "optimizer": optimizer, "schedule": schedule}
     state = {name: names.get(name) or Trainer(optimizer) for name in given.split()}
-    with reports() as texts, lastgood.Checkpointer(tmp_path, state, cadence=lastgood.Every(steps=1)) as ckpt:
-        ckpt.restore()
-        for step in range(1, 4):
-            train(model, optimizer)
-            schedule.step()
-            ckpt.step(step)
+    texts = reported_in_three_steps(tmp_path, state, lambda: (train(model, optimizer), schedule.step()))
     named = [one.split("the state lacks ")[1].split(",")[0] for one in texts if "the state lacks" in one]
     assert named == missing.split()
 
@@ -122,11 +129,7 @@ def test_an_optimizer_inside_of_another_one_that_is_not_saved_is_reported(tmp_pa
     model = made()[0]
     optimizer = Perturbed(model.parameters(), saves)
     state = {"model": model, "optimizer": optimizer}
-    with reports() as texts, lastgood.Checkpointer(tmp_path, state, cadence=lastgood.Every(steps=1)) as ckpt:
-        ckpt.restore()
-        for step in range(1, 4):
-            train(model, optimizer)
-            ckpt.step(step)
+    texts = reported_in_three_steps(tmp_path, state, lambda: train(model, optimizer))
     assert any("the state lacks SGD" in one for one in texts) != saves
 
 
@@ -154,11 +157,7 @@ def test_a_module_with_groups_of_its_own_and_a_schedule_without_optimizer(tmp_pa
 
 def test_an_optimizer_that_keeps_nothing_is_not_reported(tmp_path: Path) -> None:
     model, optimizer = made()
-    with reports() as texts, lastgood.Checkpointer(tmp_path, {"model": model}, cadence=lastgood.Every(steps=1)) as ckpt:
-        ckpt.restore()
-        for step in range(1, 4):
-            train(model, optimizer)
-            ckpt.step(step)
+    texts = reported_in_three_steps(tmp_path, {"model": model}, lambda: train(model, optimizer))
     assert not any("the state lacks" in one for one in texts)
 
 
@@ -166,12 +165,7 @@ def test_an_optimizer_that_is_excluded_is_not_reported(tmp_path: Path) -> None:
     model, _ = made()
     optimizer = optim.AdamW(model.parameters())
     state = {"model": model, "optimizer": optimizer}
-    options: dict[str, Any] = {"cadence": lastgood.Every(steps=1), "exclude": ["optimizer"]}
-    with reports() as texts, lastgood.Checkpointer(tmp_path, state, **options) as ckpt:
-        ckpt.restore()
-        for step in range(1, 4):
-            train(model, optimizer)
-            ckpt.step(step)
+    texts = reported_in_three_steps(tmp_path, state, lambda: train(model, optimizer), exclude=["optimizer"])
     assert not any("the state lacks" in one for one in texts)
 
 
@@ -229,11 +223,7 @@ def test_trained_parameters_that_the_state_lacks_are_reported(tmp_path: Path, ho
     frozen = nn.Parameter(torch.ones(2), requires_grad=False)
     optimizer = optim.AdamW([*model.parameters(), *head.parameters(), frozen])
     state = {**with_head(how, model, head), "optimizer": optimizer}
-    with reports() as texts, lastgood.Checkpointer(tmp_path, state, cadence=lastgood.Every(steps=1), **options) as ckpt:
-        ckpt.restore()
-        for step in range(1, 4):
-            train(nn.Sequential(model, head), optimizer)
-            ckpt.step(step)
+    texts = reported_in_three_steps(tmp_path, state, lambda: train(nn.Sequential(model, head), optimizer), **options)
     named = [one.split(" trains ")[1].split(" that no entry")[0] for one in texts if "no entry of the state" in one]
     assert named == ([lacking] if lacking else [])
 
@@ -244,11 +234,7 @@ def test_a_layer_that_was_taken_out_of_a_model_is_not_reported(tmp_path: Path) -
     optimizer = optim.AdamW(model.parameters())
     model = model[:1]
     state = {"model": model, "optimizer": optimizer}
-    with reports() as texts, lastgood.Checkpointer(tmp_path, state, cadence=lastgood.Every(steps=1)) as ckpt:
-        ckpt.restore()
-        for step in range(1, 4):
-            train(model, optimizer)
-            ckpt.step(step)
+    texts = reported_in_three_steps(tmp_path, state, lambda: train(model, optimizer))
     assert not any("no entry of the state" in one for one in texts)
 
 
@@ -260,13 +246,13 @@ def test_copies_that_an_optimizer_trains_are_not_reported(tmp_path: Path, flat: 
     copies = [torch.cat([one.reshape(-1) for one in copies])] if flat else copies
     optimizer = optim.AdamW([one.requires_grad_() for one in copies])
     state = {"model": model, "optimizer": optimizer}
-    with reports() as texts, lastgood.Checkpointer(tmp_path, state, cadence=lastgood.Every(steps=1)) as ckpt:
-        ckpt.restore()
-        for step in range(1, 4):
-            for one in copies:
-                one.grad = torch.ones_like(one)
-            optimizer.step()
-            ckpt.step(step)
+
+    def train_copies() -> None:
+        for one in copies:
+            one.grad = torch.ones_like(one)
+        optimizer.step()
+
+    texts = reported_in_three_steps(tmp_path, state, train_copies)
     assert not any("no entry of the state" in one or "the state lacks" in one for one in texts)
 
 
@@ -280,11 +266,7 @@ def test_a_forgotten_scaler_is_reported(tmp_path: Path, made_as: str, given: boo
     if made_as == "used":
         scaler.scale(torch.ones(1))
     state = {"model": model, "optimizer": optimizer, **({"scaler": scaler} if given else {})}
-    with reports() as texts, lastgood.Checkpointer(tmp_path, state, cadence=lastgood.Every(steps=1)) as ckpt:
-        ckpt.restore()
-        for step in range(1, 4):
-            train(model, optimizer)
-            ckpt.step(step)
+    texts = reported_in_three_steps(tmp_path, state, lambda: train(model, optimizer))
     assert sum("the state lacks GradScaler" in one for one in texts) == missing
 
 

@@ -240,7 +240,7 @@ def _copied_with(memory: Tier, target: Mendable, one: Generation, how: copying.C
     if lacks:  # guard: commit-copied-after-all-nodes
         return shortened(lacks, 3)
     commit.copy_records([memory, target], target, one)
-    # Nobody else reads what other nodes have copied, and whoever finds all of it good takes back a mark of damage.
+    # No other agent verifies the files that other nodes have copied. A copy that is good loses its mark of damage.
     findings = read_all(target, one, how.arena, how.workers, how.stop)  # guard: last-node-reads-all-parts
     commit.mark(target, one, findings)  # guard: copy-of-parts-is-marked
     if not intact(findings):
