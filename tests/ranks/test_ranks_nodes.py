@@ -84,9 +84,11 @@ def test_replicas_are_read_once_by_each_node(tmp_path):
     """Under DDP each rank writes a part of the state and needs all of it."""
     disks = [tmp_path / "a", tmp_path / "a", tmp_path / "b", tmp_path / "b"]
     before = world(4, trained, disks, tmp_path / "last", 6, "ddp", {**NOTHING_BELOW, "unsaved": 6})
+    held = {disk: sum(one.stat().st_size for one in disk.glob("gen/*6-*/*.safetensors")) for disk in disks}
     after = world(4, trained, disks, tmp_path / "last", 12, "ddp", NOTHING_BELOW)
     for rank in range(4):
         assert after[rank]["step"] == 6
+        assert after[rank]["sources"]["other nodes"] == held[disks[rank - 2]], "for both ranks of a node together"
         assert after[rank]["losses"] == before[rank]["losses"][6:]
 
 

@@ -193,6 +193,8 @@ def test_a_relative_path_in_a_deleted_folder_is_refused(tmp_path: Path, monkeypa
     for path in ("runs/gpt", "slots://runs/gpt", "slots:runs/gpt"):
         with pytest.raises(errors.Refused, match=r"folder does not exist any more.*give the absolute path"):
             paths.parsed(path)
-    assert app.main(["ls", "runs/gpt"]) == 3
-    assert "the current folder does not exist any more" in capsys.readouterr().err
+    lastgood.save(tmp_path / "run", {"n": 1})
+    for command in (["ls", "runs/gpt"], ["export", f"{tmp_path}/run", "--to", "model.safetensors"]):
+        assert app.main(command) == 3
+        assert "the current folder does not exist any more" in capsys.readouterr().err
     assert paths.parsed(tmp_path / "run").root == str(tmp_path / "run")

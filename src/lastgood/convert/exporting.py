@@ -23,6 +23,7 @@ from ..io.files import PosixFiles
 from ..limits import CHUNK_BYTES
 from ..ports import File, Tier
 from ..records import Generation
+from ..run import paths
 from ..run.content import Content
 from ..units import shortened
 
@@ -45,7 +46,7 @@ def export(
     """
     content = Content(tier, generation)
     chosen = _chosen(content, only)
-    target = os.path.abspath(to)
+    target = paths.absolute(to, "--to")
     if target.endswith(".dcp"):
         to = target  # with a slash, as the completion of a shell adds it, too
     folder = to.endswith(("/", ".dcp"))

@@ -17,6 +17,7 @@ import msgspec
 from ..errors import Refused
 from ..records import Record
 from ..wire.security import MutualTls, Security, SharedKey
+from . import paths
 
 PREFIX = "LASTGOOD_TLS_"
 _FILES = ("CERTIFICATE", "KEY", "AUTHORITY")
@@ -55,7 +56,7 @@ def own_certificates(environ: Mapping[str, str] = os.environ) -> Certificates | 
     if encrypt not in ("0", "1"):
         raise Refused(f"{known[4]}={encrypt}", safe="Nothing was touched.", todo="Give 1, or leave it out.")
     names = [one.strip() for one in found.get(known[3], "").split(",") if one.strip()]
-    certificate, key, authority = (os.path.abspath(found[one]) for one in known[:3])
+    certificate, key, authority = (paths.absolute(found[one], one) for one in known[:3])
     return Certificates(certificate=certificate, key=key, authority=authority, encrypt=encrypt == "1", names=names)
 
 

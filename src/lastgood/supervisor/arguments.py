@@ -315,7 +315,7 @@ def _staged(run: str, several: Rendezvous | None) -> str:
     if is_file or place.kind not in ("directory", "objects"):
         todo = "Give the last place of the run, a directory or a bucket."
         raise Refused(f"--stage {run}", safe="Nothing was started.", todo=todo)
-    return os.path.abspath(place.root) if place.kind == "directory" else place.url
+    return place.root if place.kind == "directory" else place.url
 
 
 def _nodes(args: argparse.Namespace) -> Options:
