@@ -1,6 +1,7 @@
 """A Lightning training that is killed at any point continues exactly with `trainer.fit(model)`."""
 
 import contextlib
+import logging
 import os
 import signal
 from pathlib import Path
@@ -16,6 +17,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from torchmetrics import MeanMetric
 
 import lastgood
+from harness import reported
 from lastgood.errors import LastgoodError, Refused, TrainingDiverged
 from lastgood.integrations import lightning as lightning_saves
 from lastgood.integrations.lightning import LastgoodCallback
@@ -84,7 +86,8 @@ def fit(*callbacks, batch=2, samples=12, ckpt_path=None, net=None, **options):
 def test_a_finished_training_is_saved_and_not_trained_again(tmp_path):
     first = fit(LastgoodCallback(tmp_path / "run", every_steps=5))
     assert max(one.step for one in lastgood.open(tmp_path / "run").generations()) == 12
-    again = fit(LastgoodCallback(tmp_path / "run", every_steps=5))
+    with reported("has ended with step 12"):
+        again = fit(LastgoodCallback(tmp_path / "run", every_steps=5))
     assert not again.seen and torch.equal(again.line.weight, first.line.weight)
 
 
@@ -264,7 +267,8 @@ def test_validations_are_named_for_the_supervisor(tmp_path, monkeypatch, fails):
 def test_more_epochs_continue_a_finished_training_exactly(tmp_path):
     whole = fit(LastgoodCallback(tmp_path / "whole"), max_epochs=4)
     fit(LastgoodCallback(tmp_path / "run"), max_epochs=2)
-    rest = fit(LastgoodCallback(tmp_path / "run"), max_epochs=4)
+    with reported("goes on after step 12", logging.INFO):
+        rest = fit(LastgoodCallback(tmp_path / "run"), max_epochs=4)
     assert rest.seen == whole.seen[24:] and torch.equal(rest.line.weight, whole.line.weight)
 
 

@@ -12,6 +12,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 import lastgood
+from harness import reported
 from lastgood.errors import LastgoodError, Refused, TrainingDiverged
 from lastgood.integrations import transformers as saves
 from lastgood.integrations.transformers import LastgoodCallback, LastgoodTrainerMixin
@@ -83,7 +84,8 @@ def test_a_finished_training_is_saved_and_not_trained_again(tmp_path):
     assert max(one.step for one in lastgood.open(tmp_path / "run").generations()) == 12
     again, steps = trainer(tmp_path, LastgoodCallback(tmp_path / "run", every_steps=5)), Steps()
     again.add_callback(steps)
-    again.train()
+    with reported("has ended with step 12"):
+        again.train()
     assert not steps.seen and again.state.global_step == 12
     assert torch.equal(again.model.line.weight, first.model.line.weight)
 
@@ -102,7 +104,8 @@ def test_a_training_that_ended_in_mid_epoch_is_not_trained_again(tmp_path):
 def test_a_training_that_a_callback_stopped_stays_stopped(tmp_path):
     trainer(tmp_path, LastgoodCallback(tmp_path / "run"), Steps(stop_at=7)).train()
     steps = Steps()
-    trainer(tmp_path, LastgoodCallback(tmp_path / "run"), steps).train()
+    with reported("has ended with step 7"):
+        trainer(tmp_path, LastgoodCallback(tmp_path / "run"), steps).train()
     assert not steps.seen
 
 
@@ -115,6 +118,14 @@ def test_a_second_saver_of_the_same_state_is_refused(tmp_path):
     trainer(tmp_path, callback).train()
     with pytest.raises(Refused, match="which holds step 12, would be restored too"):
         trainer(tmp_path, callback).train(resume_from_checkpoint=str(tmp_path / "somewhere"))
+
+
+def test_a_search_for_hyperparameters_is_refused(tmp_path):
+    """The second model of a search went on where the first one had ended: nothing was trained, with its results."""
+    searching = trainer(tmp_path, LastgoodCallback(tmp_path / "run"))
+    searching.hp_search_backend = "optuna"  # as hyperparameter_search() sets it while it runs
+    with pytest.raises(Refused, match="Search without LastgoodCallback"):
+        searching.train(trial=object())
 
 
 def test_a_trainer_that_stops_itself_at_sigterm_is_refused(tmp_path):

@@ -24,11 +24,12 @@ from ..extras import needed
 from ..loop.checkpointer import Checkpointer
 from ..state.adapters import adapters_entry
 from ..state.objects import load_rng, read_rng
-from .lightning_loops import EPOCH_HOOK, Kept, Means, forget_restart, read_metric, set_counters, write_metric
+from .lightning_loops import EPOCH_HOOK, Kept, Means, forget_restart, has_ended, read_metric, set_counters, write_metric
 from .options import (
     LOSS,
     LoopSteps,
     checkpointer_options,
+    report_start,
     require,
     require_one_restore,
     require_path,
@@ -115,6 +116,8 @@ class LastgoodCallback(Callback):
         self.checkpointer = Checkpointer(self.path, state, **options)
         with restoring(options, own):
             found = self.checkpointer.restore()
+        if trainer.is_global_zero and not trainer.should_stop:  # that a callback had stopped it is reported already
+            report_start(found, self.path, has_ended(trainer.fit_loop))
         self._steps.restored(found.step)
         self._rng = read_rng() if found.generation is not None else None
         # What a module returns that optimizes by itself need not be a loss.

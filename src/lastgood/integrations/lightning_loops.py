@@ -30,6 +30,12 @@ def forget_restart(loop: Any) -> None:
         forget_restart(inner)
 
 
+def has_ended(loop: Any) -> bool:
+    """Whether the loop of `fit` has made all its steps or epochs."""
+    limits = (loop.epoch_loop.global_step, loop.max_steps), (loop.epoch_progress.current.processed, loop.max_epochs)
+    return any(limit is not None and 0 <= limit <= made for made, limit in limits)
+
+
 def _inner_loops(loop: Any) -> dict[str, Any]:
     return {name: one for name, one in vars(loop).items() if hasattr(one, "_load_from_state_dict")}
 

@@ -8,8 +8,10 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from .. import reporting
 from ..errors import NotARun, Refused, StateMismatch
 from ..loop.checkpointer import Checkpointer
+from ..loop.load import Restored
 from ..loop.opened import open_run
 from ..loop.options import near_option, option_names
 from ..policy.cadence import Every
@@ -76,6 +78,23 @@ def restoring(options: Mapping[str, Any], own: Collection[str]) -> Iterator[None
             todo='Begin a new run at another path. lastgood.load(path, {"model": model}, include=[...]) reads its '
             "weights.",
         ) from error
+
+
+def report_start(found: Restored, path: str, has_ended: bool) -> None:
+    """Report from which step a training goes on: where a framework begins it, no call of restore() shows that. Without
+    a report, the next fold of a cross-validation at the same path passes for trained, on what it is validated with.
+
+    `has_ended`: nothing of the training is left.
+    """
+    if found.generation is None:
+        return
+    if has_ended:  # guard: ended-training-reported
+        reporting.warning(
+            f"the training at {path} has ended with step {found.step}, and nothing is trained. Another training, such "
+            "as the next fold of a cross-validation, needs a path of its own."
+        )
+    else:
+        reporting.info(f"the training at {path} goes on after step {found.step}")
 
 
 def wants_loss(options: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> bool:

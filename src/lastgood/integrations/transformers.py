@@ -26,6 +26,7 @@ from .options import (
     LOSS,
     LoopSteps,
     checkpointer_options,
+    report_start,
     require,
     require_one_restore,
     require_path,
@@ -71,8 +72,8 @@ class LastgoodCallback(TrainerCallback):
 
     `train()` raises Refused if something else saves or restores the same state: a second LastgoodCallback, a
     `save_strategy` that stores optimizer state, or `resume_from_checkpoint` when the run holds a generation. It also
-    raises Refused for `auto_find_batch_size`, `ignore_data_skip`, `enable_jit_checkpoint`, DeepSpeed, an
-    IterableDataset, and loaders that accelerate does not prepare.
+    raises Refused in a `hyperparameter_search()`, for `auto_find_batch_size`, `ignore_data_skip`,
+    `enable_jit_checkpoint`, DeepSpeed, an IterableDataset, and loaders that accelerate does not prepare.
     """
 
     def __init__(self, path: str | os.PathLike[str], every_steps: int | None = None, **options: Any) -> None:
@@ -117,6 +118,9 @@ class LastgoodCallback(TrainerCallback):
         lifetime.callback(self._detach)
         with restoring(options, own):
             found = self.checkpointer.restore()
+        if trainer.is_world_process_zero():
+            has_ended = self._progress.stopped or found.step >= trainer.state.max_steps
+            report_start(found, self.path, has_ended)
         self._steps.restored(found.step)
         self._rng = read_rng() if self.resumed else None
         self._adds_loss = wants_loss(self._options)
@@ -290,6 +294,11 @@ class _Progress:
             "loop": self._read_loop() if self._in_loop else {},
         }
 
+    @property
+    def stopped(self) -> bool:
+        """Whether a callback had stopped the restored training before its last step."""
+        return bool(self._loop.get("stopped"))
+
     def _read_loop(self) -> dict[str, Any]:
         trainer = self._trainer
         return {
@@ -339,7 +348,7 @@ class _Progress:
             # over the steps of this call only.
             trainer._total_loss_scalar = -loop["running_loss"]
             trainer._globalstep_last_logged = loop["last_logged"]
-            control.should_training_stop = loop["stopped"]
+            control.should_training_stop = self.stopped
 
     def _exportable(self) -> list[Any]:
         return [one for one in self._trainer.callback_handler.callbacks if isinstance(one, ExportableState)]
@@ -352,6 +361,11 @@ def _only_callback(trainer: Any) -> LastgoodCallback | None:
         return None
     args = trainer.args
     require(len(found) == 1, f"the trainer has {len(found)} LastgoodCallbacks", "Give it one.")
+    require(
+        trainer.hp_search_backend is None,
+        "hyperparameter_search() trains one model after another, and each would go on where the one before has ended",
+        "Search without LastgoodCallback (trainer.remove_callback), and train with it what the search has found.",
+    )
     require(
         args.save_strategy == "no" or args.save_only_model,
         f"save_strategy={args.save_strategy.value!r} saves optimizer and progress too, beside LastgoodCallback",

@@ -94,6 +94,11 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *table(
         "divergence",
+        ("integrations_transformers",),
+        ("a training that has ended passes for one that was trained", "ended-training-reported", Never()),
+    ),
+    *table(
+        "divergence",
         ("integrations_accelerate",),
         (
             "batches of half a step count",
