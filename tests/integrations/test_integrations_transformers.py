@@ -1,5 +1,6 @@
 """A `transformers.Trainer` that is killed at any point continues exactly with `trainer.train()`."""
 
+import logging
 import signal
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 import lastgood
-from harness import reported
+from harness import reported, reports
 from lastgood.errors import LastgoodError, Refused, TrainingDiverged
 from lastgood.integrations import transformers as saves
 from lastgood.integrations.transformers import LastgoodCallback, LastgoodTrainerMixin
@@ -194,6 +195,38 @@ def test_what_other_callbacks_do_when_a_step_begins_is_done_once(tmp_path):
     with pytest.raises(KeyError):
         trained("run", 8)
     assert torch.equal(trained("run"), whole)
+
+
+class TrainedLoss(Resuming):
+    """Its optimizer trains a loss too, which has the model inside: as that of sentence-transformers."""
+
+    def create_optimizer(self, *args):
+        self.loss = torch.nn.Linear(1, 1)
+        self.loss.model = self.model
+        optimizer = super().create_optimizer(*args)
+        optimizer.add_param_group({"params": [self.loss.weight, self.loss.bias]})
+        return optimizer
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        self.optimizer.zero_grad()  # the Trainer does so for the gradients of the model only
+        return self.loss(model(**inputs)["loss"].reshape(1)).square().sum()
+
+
+def test_a_loss_that_is_trained_beside_the_model_goes_on_exactly(tmp_path):
+    """A restart made its parameters anew, although they were reported as trained and not in the state."""
+
+    def trained(run, killed_at=None):
+        saves = LastgoodCallback(tmp_path / run, every_steps=3)
+        job = trainer(tmp_path, saves, Anneal(killed_at), kind=TrainedLoss)
+        job.train()
+        return [job.model.line.weight, job.loss.weight, job.loss.bias]
+
+    with reports(logging.ERROR) as texts:
+        whole = trained("whole")
+    with pytest.raises(KeyError):
+        trained("run", 8)
+    torch.manual_seed(5)
+    assert all(map(torch.equal, trained("run"), whole)) and not texts
 
 
 class Broken(TrainerCallback):

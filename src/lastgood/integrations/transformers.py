@@ -14,8 +14,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
+
+from torch import nn
 
 from .. import reporting
 from ..extras import needed
@@ -65,8 +68,10 @@ class LastgoodCallback(TrainerCallback):
     `staging`.
 
     The state consists of weights, optimizer, schedule, loss scale, random number generators, TrainerState, callbacks
-    that are `ExportableState`, the running loss, and the position in the data. The loss of each step, as
-    `Trainer.training_step` returns it, is its metric "loss" where `sentinel=Sentinel()`, a
+    that are `ExportableState`, the running loss, and the position in the data; and of modules that the Trainer has as
+    attributes and that its optimizer trains beside the model, as the loss of sentence-transformers.
+
+    The loss of each step, as `Trainer.training_step` returns it, is its metric "loss" where `sentinel=Sentinel()`, a
     `retention=Keep(best=("loss", "min", 3))`, `lastgood run --records` or `lastgood replay` uses it; of several
     processes the best is chosen by that of rank 0.
 
@@ -110,6 +115,8 @@ class LastgoodCallback(TrainerCallback):
             "scheduler": trainer.lr_scheduler,
             "trainer": self._progress,
         }
+        if beside := _trained_beside(trainer):  # guard: trained-loss-is-saved
+            state["beside"] = beside
         if trainer.accelerator.scaler is not None:
             state["scaler"] = trainer.accelerator.scaler
         own = {name: parts for name, parts in _OWN_ENTRIES.items() if name in state}
@@ -352,6 +359,20 @@ class _Progress:
 
     def _exportable(self) -> list[Any]:
         return [one for one in self._trainer.callback_handler.callbacks if isinstance(one, ExportableState)]
+
+
+def _trained_beside(trainer: Any) -> dict[str, Any]:
+    """Attributes of a Trainer, by name, that are modules (or mappings with some) of which its optimizer trains
+    parameters that the model does not have. They may have the model inside, too."""
+    own = set(map(id, trainer.model.parameters()))
+    trained = {id(one) for group in trainer.optimizer.param_groups for one in group["params"]} - own
+    found = {}
+    for name, held in vars(trainer).items():
+        parts = held.values() if isinstance(held, Mapping) else [held]
+        modules = [one for one in parts if isinstance(one, nn.Module)] if name != "model_wrapped" else []
+        if any(id(one) in trained for module in modules for one in module.parameters()):
+            found[name] = held
+    return found
 
 
 def _only_callback(trainer: Any) -> LastgoodCallback | None:
