@@ -98,6 +98,8 @@ def test_an_epoch_that_ended_early_is_named_when_training_goes_on(tmp_path, capl
     again = fit(LastgoodCallback(tmp_path / "run"), max_epochs=-1, max_steps=14)
     assert caplog.text.count("ended an epoch after 2 of its 6 batches") == 1
     assert len(first.seen) == 16 and sorted(again.seen) == list(range(12)), "the next epoch, from its beginning"
+    with reported("has ended with step 14"):
+        fit(LastgoodCallback(tmp_path / "run"), max_epochs=-1, max_steps=14)
 
 
 class Hooked(Net):

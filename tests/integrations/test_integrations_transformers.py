@@ -1,6 +1,5 @@
 """A `transformers.Trainer` that is killed at any point continues exactly with `trainer.train()`."""
 
-import logging
 import signal
 from pathlib import Path
 
@@ -105,7 +104,7 @@ def test_a_training_that_ended_in_mid_epoch_is_not_trained_again(tmp_path):
 def test_a_training_that_a_callback_stopped_stays_stopped(tmp_path):
     trainer(tmp_path, LastgoodCallback(tmp_path / "run"), Steps(stop_at=7)).train()
     steps = Steps()
-    with reported("has ended with step 7"):
+    with reported("a callback had stopped this training"):
         trainer(tmp_path, LastgoodCallback(tmp_path / "run"), steps).train()
     assert not steps.seen
 
@@ -124,9 +123,10 @@ def test_a_second_saver_of_the_same_state_is_refused(tmp_path):
 def test_a_search_for_hyperparameters_is_refused(tmp_path):
     """The second model of a search went on where the first one had ended: nothing was trained, with its results."""
     searching = trainer(tmp_path, LastgoodCallback(tmp_path / "run"))
-    searching.hp_search_backend = "optuna"  # as hyperparameter_search() sets it while it runs
     with pytest.raises(Refused, match="Search without LastgoodCallback"):
         searching.train(trial=object())
+    searching.train()
+    assert searching.state.global_step == 12
 
 
 def test_a_trainer_that_stops_itself_at_sigterm_is_refused(tmp_path):
@@ -221,12 +221,24 @@ def test_a_loss_that_is_trained_beside_the_model_goes_on_exactly(tmp_path):
         job.train()
         return [job.model.line.weight, job.loss.weight, job.loss.bias]
 
-    with reports(logging.ERROR) as texts:
-        whole = trained("whole")
+    whole = trained("whole")
     with pytest.raises(KeyError):
         trained("run", 8)
-    torch.manual_seed(5)
-    assert all(map(torch.equal, trained("run"), whole)) and not texts
+    with reports() as texts:
+        assert all(map(torch.equal, trained("run"), whole))
+    assert any("goes on after step 6" in one for one in texts)
+    assert not any("trains" in one for one in texts), "nothing that is trained is reported as lacking"
+
+
+def test_a_save_without_the_loss_that_is_trained_is_restored_with_a_report(tmp_path, monkeypatch):
+    """As an earlier version has saved it."""
+    with monkeypatch.context() as change, pytest.raises(KeyError):
+        change.setattr(saves, "_trained_beside", lambda trainer: {})
+        trainer(tmp_path, LastgoodCallback(tmp_path / "run", every_steps=3), Anneal(8), kind=TrainedLoss).train()
+    again = trainer(tmp_path, LastgoodCallback(tmp_path / "run", every_steps=3), kind=TrainedLoss)
+    with reported("lacks loss.weight, loss.bias in this shape"):
+        again.train()
+    assert again.state.global_step == 12
 
 
 class Broken(TrainerCallback):

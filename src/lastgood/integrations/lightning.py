@@ -27,6 +27,7 @@ from ..state.objects import load_rng, read_rng
 from .lightning_loops import EPOCH_HOOK, Kept, Means, forget_restart, has_ended, read_metric, set_counters, write_metric
 from .options import (
     LOSS,
+    STOPPED,
     LoopSteps,
     checkpointer_options,
     report_start,
@@ -296,7 +297,7 @@ class _Progress:
         in_time = saved.get("timed_out", False) and not _out_of_time(trainer)  # max_time was raised
         trainer.should_stop = saved["should_stop"] and not in_time
         if trainer.should_stop:
-            reporting.warning("a callback had stopped this training when it was saved: it is not continued")
+            reporting.warning(STOPPED)
         for name, values in saved["logged"].items():
             getattr(trainer._logger_connector, name).update(values)
         for name, metric in self._torchmetrics().items():

@@ -20,6 +20,7 @@ from ..state.patterns import matches
 
 LOSS = "loss"
 """the metric that integrations give with each step, if anything uses it (`wants_loss`)"""
+STOPPED = "a callback had stopped this training when it was saved: it is not continued"
 
 
 def checkpointer_options(every_steps: int | None, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,8 +82,9 @@ def restoring(options: Mapping[str, Any], own: Collection[str]) -> Iterator[None
 
 
 def report_start(found: Restored, path: str, has_ended: bool) -> None:
-    """Report from which step a training goes on: where a framework begins it, no call of restore() shows that. Without
-    a report, the next fold of a cross-validation at the same path passes for trained, on what it is validated with.
+    """Report after which step a training goes on: where a framework begins it, no call of restore() shows that. Without
+    a report, the next fold of a cross-validation at the same path seems to be trained, and has the weights of the fold
+    before, which was trained on the samples of this one's validation.
 
     `has_ended`: nothing of the training is left.
     """

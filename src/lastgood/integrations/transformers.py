@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 
 from .. import reporting
@@ -25,8 +26,10 @@ from ..extras import needed
 from ..loop.checkpointer import Checkpointer
 from ..state.adapters import adapters_entry
 from ..state.objects import load_rng, read_rng
+from ..units import shortened
 from .options import (
     LOSS,
+    STOPPED,
     LoopSteps,
     checkpointer_options,
     report_start,
@@ -68,8 +71,8 @@ class LastgoodCallback(TrainerCallback):
     `staging`.
 
     The state consists of weights, optimizer, schedule, loss scale, random number generators, TrainerState, callbacks
-    that are `ExportableState`, the running loss, and the position in the data; and of modules that the Trainer has as
-    attributes and that its optimizer trains beside the model, as the loss of sentence-transformers.
+    that are `ExportableState`, the running loss, and the position in the data; and of parameters that the optimizer
+    trains beside the model, in modules that are attributes of the Trainer: as in the loss of sentence-transformers.
 
     The loss of each step, as `Trainer.training_step` returns it, is its metric "loss" where `sentinel=Sentinel()`, a
     `retention=Keep(best=("loss", "min", 3))`, `lastgood run --records` or `lastgood replay` uses it; of several
@@ -115,8 +118,6 @@ class LastgoodCallback(TrainerCallback):
             "scheduler": trainer.lr_scheduler,
             "trainer": self._progress,
         }
-        if beside := _trained_beside(trainer):  # guard: trained-loss-is-saved
-            state["beside"] = beside
         if trainer.accelerator.scaler is not None:
             state["scaler"] = trainer.accelerator.scaler
         own = {name: parts for name, parts in _OWN_ENTRIES.items() if name in state}
@@ -125,9 +126,10 @@ class LastgoodCallback(TrainerCallback):
         lifetime.callback(self._detach)
         with restoring(options, own):
             found = self.checkpointer.restore()
-        if trainer.is_world_process_zero():
-            has_ended = self._progress.stopped or found.step >= trainer.state.max_steps
-            report_start(found, self.path, has_ended)
+        if trainer.is_world_process_zero() and self._progress.stopped:
+            reporting.warning(STOPPED)
+        elif trainer.is_world_process_zero():
+            report_start(found, self.path, has_ended=found.step >= trainer.state.max_steps)
         self._steps.restored(found.step)
         self._rng = read_rng() if self.resumed else None
         self._adds_loss = wants_loss(self._options)
@@ -195,6 +197,11 @@ class LastgoodTrainerMixin:
         self._lastgood = _only_callback(self)
         if self._lastgood is not None and resume_from_checkpoint:
             require_one_restore(self._lastgood.path, f"resume_from_checkpoint={resume_from_checkpoint!r}")
+        require(
+            self._lastgood is None or (args[0] if args else kwargs.get("trial")) is None,
+            "hyperparameter_search() trains several models, and each would go on where the one before has ended",
+            "Search without LastgoodCallback (trainer.remove_callback), and train with it what the search has found.",
+        )
         # What other callbacks do at the beginning of a step must not be in the save: a resume does it again.
         self.callback_handler.callbacks.sort(key=lambda one: one is not self._lastgood)  # type: ignore[attr-defined]
         with ExitStack() as self._lifetime:
@@ -284,6 +291,8 @@ class _Progress:
             "gradient_accumulation_steps": trainer.args.gradient_accumulation_steps,
             "processes": trainer.args.world_size,
         }
+        self.trained_beside = _trained_beside(trainer)
+        """parameters beside the model that are saved too; `state.forgotten.unstored` reads this"""
         self._in_loop = False  # whether the Trainer has set the attributes that `_read_loop` reads
         self._loop: dict[str, Any] = {}
         self.loaded = False
@@ -291,6 +300,8 @@ class _Progress:
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
         state = dataclasses.asdict(trainer.state)
+        # guard: trained-loss-is-saved
+        beside = {name: one.detach() for name, one in self.trained_beside.items()}
         return {
             "shape": self._shape,
             "sizes": self._loader.sizes,
@@ -299,6 +310,7 @@ class _Progress:
             "current_flos": trainer.current_flos,
             "seed": self._loader.order.seed,
             "loop": self._read_loop() if self._in_loop else {},
+            "beside": beside,
         }
 
     @property
@@ -329,10 +341,23 @@ class _Progress:
         for name, value in saved["state"].items():
             setattr(trainer.state, name, value)
         self._load_callbacks(saved["callbacks"])
+        self._load_beside(saved.get("beside", {}))
         trainer.current_flos = saved["current_flos"]
         self._loader.order.seed = saved["seed"]
         self._loop = saved["loop"]
         self.loaded = True
+
+    def _load_beside(self, saved: dict[str, torch.Tensor]) -> None:
+        """Restore the parameters that are trained beside the model. An earlier version has saved none."""
+        names = [name for name, one in self.trained_beside.items() if name in saved and one.shape == saved[name].shape]
+        if lacking := [name for name in self.trained_beside if name not in names]:
+            reporting.threat(
+                f"the save lacks {shortened(lacking, 3)} in this shape, which the optimizer trains beside the "
+                "model: it begins anew"
+            )
+        with torch.no_grad():
+            for name in names:
+                self.trained_beside[name].copy_(saved[name])
 
     def _load_callbacks(self, saved: list[Any]) -> None:
         """Restore callbacks by class, several of one class in list order. Report saved ones without a counterpart."""
@@ -361,17 +386,17 @@ class _Progress:
         return [one for one in self._trainer.callback_handler.callbacks if isinstance(one, ExportableState)]
 
 
-def _trained_beside(trainer: Any) -> dict[str, Any]:
-    """Attributes of a Trainer, by name, that are modules (or mappings with some) of which its optimizer trains
-    parameters that the model does not have. They may have the model inside, too."""
+def _trained_beside(trainer: Any) -> dict[str, nn.Parameter]:
+    """The parameters, by name, that the optimizer of a Trainer trains and its model does not have, of modules that are
+    attributes of the Trainer, or in mappings that are. Such a module may have the model inside, too."""
     own = set(map(id, trainer.model.parameters()))
     trained = {id(one) for group in trainer.optimizer.param_groups for one in group["params"]} - own
-    found = {}
-    for name, held in vars(trainer).items():
-        parts = held.values() if isinstance(held, Mapping) else [held]
-        modules = [one for one in parts if isinstance(one, nn.Module)] if name != "model_wrapped" else []
-        if any(id(one) in trained for module in modules for one in module.parameters()):
-            found[name] = held
+    found = dict[str, nn.Parameter]()
+    for name, one in vars(trainer).items():
+        for key, module in one.items() if isinstance(one, Mapping) else [("", one)]:
+            if isinstance(module, nn.Module) and name != "model_wrapped":
+                parameters = module.named_parameters(f"{name}.{key}" if key else name)
+                found |= {full: part for full, part in parameters if id(part) in trained and part.requires_grad}
     return found
 
 
@@ -382,11 +407,6 @@ def _only_callback(trainer: Any) -> LastgoodCallback | None:
         return None
     args = trainer.args
     require(len(found) == 1, f"the trainer has {len(found)} LastgoodCallbacks", "Give it one.")
-    require(
-        trainer.hp_search_backend is None,
-        "hyperparameter_search() trains one model after another, and each would go on where the one before has ended",
-        "Search without LastgoodCallback (trainer.remove_callback), and train with it what the search has found.",
-    )
     require(
         args.save_strategy == "no" or args.save_only_model,
         f"save_strategy={args.save_strategy.value!r} saves optimizer and progress too, beside LastgoodCallback",

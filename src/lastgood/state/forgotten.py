@@ -121,6 +121,8 @@ def _memory_in(state: Mapping[str, Any]) -> set[int | None]:
                 left += one.values()
             elif isinstance(one, list | tuple | deque):
                 left += [] if only_numbers(one) else one
+            elif isinstance(beside := getattr(one, "trained_beside", None), dict):  # progress of a transformers.Trainer
+                left += beside.values()
             else:
                 left += parts_of(one).values()
     return found

@@ -96,7 +96,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "divergence",
         ("integrations_transformers",),
         ("a training that has ended passes for one that was trained", "ended-training-reported", Never()),
-        ("a loss that is trained is not saved", "trained-loss-is-saved", Swap("_trained_beside(trainer)", "{}")),
+        ("a loss that is trained is not saved", "trained-loss-is-saved", Instead("beside = {}")),
     ),
     *table(
         "divergence",
