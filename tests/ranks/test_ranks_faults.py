@@ -201,11 +201,9 @@ def test_an_aborted_load_is_not_mixed_with_an_older_step(tmp_path):
 )
 def test_measured_intervals_and_skipped_saves_agree_on_all_ranks(tmp_path, options):
     first, *others = world(3, paced, tmp_path, options)
-    # As above: once the first steps, which are slow, are over, a rank may learn too late of a step.
-    assert {"durable"} <= {*first.values()} <= {"durable", "skipped", "late"}
-    assert [*first.values()].count("late") <= max(1, len(first) // 10), "the lead is extended after the first one"
-    assert ("skipped" in first.values()) == ("when_full" in options)
-    assert all(other == first for other in others)
+    assert {"durable"} <= {kind for kind, _ in first} <= {"durable", "skipped"}
+    assert ("skipped" in {kind for kind, _ in first}) == ("when_full" in options)
+    assert all(sorted(other) == sorted(first) for other in others)
 
 
 FAULTS = [("state", 0), ("state", 1), *((where, faulty_rank) for where in STEPS_OF_A_SAVE for faulty_rank in (0, 1))]

@@ -51,7 +51,7 @@ def export(
     as_json: Json = False,
 ) -> Answer:
     """Write the tensors of a generation, verified on the way. The file or folder appears whole or not at all."""
-    to = paths.local(to, "--to")  # with the slash at its end, if it has one
+    to = paths.absolute(to, "--to") + "/" * to.endswith("/")  # which is lost in an absolute path
     require_suffix(to, (*FILES, ".dcp", "/"))
     if only is not None and not only.strip("."):
         raise typer.BadParameter(f"--only {only!r} names nothing: leave it out for all tensors.")

@@ -23,7 +23,6 @@ from ..io.files import PosixFiles
 from ..limits import CHUNK_BYTES
 from ..ports import File, Tier
 from ..records import Generation
-from ..run import paths
 from ..run.content import Content
 from ..units import shortened
 
@@ -46,7 +45,7 @@ def export(
     """
     content = Content(tier, generation)
     chosen = _chosen(content, only)
-    target = paths.absolute(to, "--to")
+    target = os.path.abspath(to)
     if target.endswith(".dcp"):
         to = target  # with a slash, as the completion of a shell adds it, too
     folder = to.endswith(("/", ".dcp"))

@@ -192,20 +192,22 @@ class LastgoodTrainerMixin:
 
     _lastgood: LastgoodCallback | None = None
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
         """`Trainer.train`, continued from the newest good generation of the run; see LastgoodCallback."""
         self._lastgood = _only_callback(self)
         if self._lastgood is not None and resume_from_checkpoint:
             require_one_restore(self._lastgood.path, f"resume_from_checkpoint={resume_from_checkpoint!r}")
         require(
-            self._lastgood is None or (args[0] if args else kwargs.get("trial")) is None,
+            self._lastgood is None or trial is None,
             "hyperparameter_search() trains several models, and each would go on where the one before has ended",
             "Search without LastgoodCallback (trainer.remove_callback), and train with it what the search has found.",
         )
         # What other callbacks do at the beginning of a step must not be in the save: a resume does it again.
         self.callback_handler.callbacks.sort(key=lambda one: one is not self._lastgood)  # type: ignore[attr-defined]
         with ExitStack() as self._lifetime:
-            return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+            return super().train(resume_from_checkpoint, trial, *args, **kwargs)  # type: ignore[misc]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
