@@ -276,7 +276,15 @@ def test_more_epochs_continue_a_finished_training_exactly(tmp_path):
 
 def test_an_early_stopped_training_stays_stopped(tmp_path):
     assert len(fit(LastgoodCallback(tmp_path / "run"), StopAt(7)).seen) == 14
-    assert not fit(LastgoodCallback(tmp_path / "run"), StopAt(7)).seen
+    with reported("a callback had stopped this training"):
+        assert not fit(LastgoodCallback(tmp_path / "run"), StopAt(7)).seen
+
+
+def test_a_stopped_training_with_a_larger_minimum_is_reported_to_go_on(tmp_path):
+    """It was reported as not continued, and Lightning trained it up to the minimum."""
+    fit(LastgoodCallback(tmp_path / "run"), StopAt(7), max_epochs=4)
+    with reported("goes on after step 7", logging.INFO):
+        assert fit(LastgoodCallback(tmp_path / "run"), StopAt(7), max_epochs=4, min_steps=12).seen
 
 
 def test_a_training_that_was_out_of_time_continues_with_more(tmp_path, caplog):

@@ -8,7 +8,7 @@ import pytest
 
 import lastgood
 from lastgood_lab.worlds import world
-from ranked_once import saved_beside_another, saved_by_one_call, saved_whole, with_sharded_metrics
+from ranked_once import compared_in_slots, saved_beside_another, saved_by_one_call, saved_whole, with_sharded_metrics
 
 pytestmark = pytest.mark.slow
 
@@ -49,3 +49,9 @@ def test_a_metric_of_which_each_rank_has_a_part_counts_as_a_whole(tmp_path: Path
     was stored, for Keep(best=...), was the part of rank 0."""
     for stored, what in world(2, with_sharded_metrics, tmp_path / "run"):
         assert stored == [3.0, 5.0] and "step 3: norm inf" in what
+
+
+def test_slots_whose_saves_are_compared_too_late_are_reported(tmp_path: Path) -> None:
+    """Slots keep the newest save only. Where several ranks save between two comparisons of a Sentinel, what had
+    diverged replaced the last good state, and no report had said that it might."""
+    assert world(2, compared_in_slots, tmp_path / "run") == [[True, False], [False, False]]

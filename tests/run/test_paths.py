@@ -11,7 +11,7 @@ import torch
 import lastgood
 from lastgood import errors
 from lastgood.cli import app
-from lastgood.run import access, paths
+from lastgood.run import access, paths, peer_security
 
 MISTYPED = {
     "s3:/bucket/run": "Write s3://bucket/run .in small letters, as text, and with two",
@@ -193,6 +193,8 @@ def test_a_relative_path_in_a_deleted_folder_is_refused(tmp_path: Path, monkeypa
     for path in ("runs/gpt", "slots://runs/gpt", "slots:runs/gpt"):
         with pytest.raises(errors.Refused, match=r"folder does not exist any more.*give the absolute path"):
             paths.parsed(path)
+    with pytest.raises(errors.Refused, match=r"folder does not exist any more.*give the absolute path"):
+        peer_security.own_certificates(dict.fromkeys(peer_security.VARIABLES, "node.pem"))
     lastgood.save(tmp_path / "run", {"n": 1})
     for command in (["ls", "runs/gpt"], ["export", f"{tmp_path}/run", "--to", "model.safetensors"]):
         assert app.main(command) == 3

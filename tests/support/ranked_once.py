@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
 import lastgood
+from harness import reports
 from lastgood.errors import TrainingDiverged
 from lastgood.run import access
 from lastgood_lab.campaigns.rank_jobs import made, outcome_of
@@ -51,6 +52,17 @@ def saved_beside_another(rank: int, size: int, root: Path) -> list[str]:
         dist.barrier()
         outcomes.append(outcome_of(lambda: lastgood.save(root.with_name("own"), state, 1)))
     return outcomes
+
+
+def compared_in_slots(rank: int, size: int, root: Path) -> list[bool]:
+    """Whether an opening of slots warns of its Sentinel: with saves between the comparisons, and with saves at them."""
+    found = []
+    for steps in (30, 40):
+        options: dict[str, Any] = {"cadence": lastgood.Every(steps=steps), "sentinel": lastgood.Sentinel(every=20)}
+        with reports() as texts, lastgood.Checkpointer(f"slots://{root}", {"w": torch.ones(2)}, **options):
+            pass
+        found.append(any("the last good state" in one for one in texts))
+    return found
 
 
 def with_sharded_metrics(rank: int, size: int, root: Path) -> tuple[list[float], str]:

@@ -24,13 +24,21 @@ from ..extras import needed
 from ..loop.checkpointer import Checkpointer
 from ..state.adapters import adapters_entry
 from ..state.objects import load_rng, read_rng
-from .lightning_loops import EPOCH_HOOK, Kept, Means, forget_restart, has_ended, read_metric, set_counters, write_metric
+from .lightning_loops import (
+    EPOCH_HOOK,
+    Kept,
+    Means,
+    forget_restart,
+    is_out_of_time,
+    read_metric,
+    report_fit,
+    set_counters,
+    write_metric,
+)
 from .options import (
     LOSS,
-    STOPPED,
     LoopSteps,
     checkpointer_options,
-    report_start,
     require,
     require_one_restore,
     require_path,
@@ -117,8 +125,7 @@ class LastgoodCallback(Callback):
         self.checkpointer = Checkpointer(self.path, state, **options)
         with restoring(options, own):
             found = self.checkpointer.restore()
-        if trainer.is_global_zero and not trainer.should_stop:  # that a callback had stopped it is reported already
-            report_start(found, self.path, has_ended(trainer.fit_loop))
+        report_fit(trainer, found, self.path)
         self._steps.restored(found.step)
         self._rng = read_rng() if found.generation is not None else None
         # What a module returns that optimizes by itself need not be a loss.
@@ -275,7 +282,7 @@ class _Progress:
                 "batches": completed if in_epoch else 0,
             },
             "should_stop": trainer.should_stop,
-            "timed_out": _out_of_time(trainer),
+            "timed_out": is_out_of_time(trainer),
             "logged": {name: dict(getattr(connector, name)) for name in _LOGGED},
             "means": self._means.read(trainer.fit_loop.epoch_loop._results),
             "torchmetrics": {name: read_metric(one) for name, one in self._torchmetrics().items()},
@@ -294,10 +301,8 @@ class _Progress:
             require_same_sizes(saved.get("sizes", {}), self._sizes())
             self._accumulated = saved.get("accumulate_grad_batches", 0)
         _load_checkpoint(trainer, saved["checkpoint"], copy.deepcopy(saved["loops"]))
-        in_time = saved.get("timed_out", False) and not _out_of_time(trainer)  # max_time was raised
+        in_time = saved.get("timed_out", False) and not is_out_of_time(trainer)  # max_time was raised
         trainer.should_stop = saved["should_stop"] and not in_time
-        if trainer.should_stop:
-            reporting.warning(STOPPED)
         for name, values in saved["logged"].items():
             getattr(trainer._logger_connector, name).update(values)
         for name, metric in self._torchmetrics().items():
@@ -331,12 +336,6 @@ _PARTS = ("shape", "loops", "in_epoch", "order", "should_stop", "logged", "means
 """parts of a _Progress, without which it cannot be restored"""
 _LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 """attributes of a trainer's logger connector: the newest value of everything that was logged"""
-
-
-def _out_of_time(trainer: Any) -> bool:
-    """Whether the training has lasted for its `max_time`, the lives before included."""
-    left = [one.time_remaining() for one in trainer.callbacks if hasattr(one, "time_remaining")]  # Timer
-    return any(seconds is not None and seconds <= 0 for seconds in left)
 
 
 def _ordered_loader(trainer: Any) -> OrderedLoader:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from .. import reporting
+from ..loop.load import Restored
+from .options import report_start
 
 EPOCH_HOOK = "on_train_epoch_start"
 
@@ -30,10 +32,20 @@ def forget_restart(loop: Any) -> None:
         forget_restart(inner)
 
 
-def has_ended(loop: Any) -> bool:
-    """Whether the loop of `fit` has made all its steps or epochs."""
+def report_fit(trainer: Any, found: Restored, path: str) -> None:
+    """Report after which step `fit` goes on with what was restored from the run at `path`."""
+    loop = trainer.fit_loop
     limits = (loop.epoch_loop.global_step, loop.max_steps), (loop.epoch_progress.current.processed, loop.max_epochs)
-    return any(limit is not None and 0 <= limit <= made for made, limit in limits)
+    has_ended = any(limit is not None and 0 <= limit <= made for made, limit in limits)
+    was_stopped = trainer.should_stop and loop._can_stop_early  # not before min_epochs and min_steps
+    if trainer.is_global_zero:
+        report_start(found, path, has_ended=has_ended, was_stopped=was_stopped)
+
+
+def is_out_of_time(trainer: Any) -> bool:
+    """Whether the training has lasted for its `max_time`, the lives before included."""
+    left = [one.time_remaining() for one in trainer.callbacks if hasattr(one, "time_remaining")]  # Timer
+    return any(seconds is not None and seconds <= 0 for seconds in left)
 
 
 def _inner_loops(loop: Any) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from ..state.patterns import matches
 
 LOSS = "loss"
 """the metric that integrations give with each step, if anything uses it (`wants_loss`)"""
-STOPPED = "a callback had stopped this training when it was saved: it is not continued"
 
 
 def checkpointer_options(every_steps: int | None, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,16 +80,18 @@ def restoring(options: Mapping[str, Any], own: Collection[str]) -> Iterator[None
         ) from error
 
 
-def report_start(found: Restored, path: str, has_ended: bool) -> None:
+def report_start(found: Restored, path: str, *, has_ended: bool, was_stopped: bool) -> None:
     """Report after which step a training goes on: where a framework begins it, no call of restore() shows that. Without
     a report, the next fold of a cross-validation at the same path seems to be trained, and has the weights of the fold
     before, which was trained on the samples of this one's validation.
 
-    `has_ended`: nothing of the training is left.
+    `has_ended`: nothing of the training is left. `was_stopped`: a callback had stopped it, for good.
     """
     if found.generation is None:
         return
-    if has_ended:  # guard: ended-training-reported
+    if was_stopped:
+        reporting.warning("a callback had stopped this training when it was saved: it is not continued")
+    elif has_ended:  # guard: ended-training-reported
         reporting.warning(
             f"the training at {path} has ended with step {found.step}, and nothing is trained. Another training, such "
             "as the next fold of a cross-validation, needs a path of its own."

@@ -29,7 +29,6 @@ from ..state.objects import load_rng, read_rng
 from ..units import shortened
 from .options import (
     LOSS,
-    STOPPED,
     LoopSteps,
     checkpointer_options,
     report_start,
@@ -126,10 +125,9 @@ class LastgoodCallback(TrainerCallback):
         lifetime.callback(self._detach)
         with restoring(options, own):
             found = self.checkpointer.restore()
-        if trainer.is_world_process_zero() and self._progress.stopped:
-            reporting.warning(STOPPED)
-        elif trainer.is_world_process_zero():
-            report_start(found, self.path, has_ended=found.step >= trainer.state.max_steps)
+        if trainer.is_world_process_zero():
+            has_ended = found.step >= trainer.state.max_steps
+            report_start(found, self.path, has_ended=has_ended, was_stopped=self._progress.stopped)
         self._steps.restored(found.step)
         self._rng = read_rng() if self.resumed else None
         self._adds_loss = wants_loss(self._options)

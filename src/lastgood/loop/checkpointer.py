@@ -178,7 +178,7 @@ class Checkpointer:
             pipeline.outcomes.committed = beat.saved_step.committed  # guard: saved-step-shown-at-once
             failed.callback(beat.released)  # guard: failed-opening-releases-all
             self._log = reports.log = step_log.opened(request.state, ranks, progress, beat) if beat.is_shown else None
-            self._divergence = DivergenceCheck(options.sentinel, url, pipeline, saver, progress, ranks, beat)
+            self._divergence = DivergenceCheck(options, url, pipeline, saver, progress, ranks, beat)
             end_request = EndRequest(options.preemption) if options.preemption else None
             self._ending = Ending(pipeline, saver, progress, ranks, self._divergence, end_request, beat)
             failed.callback(self._ending.close)

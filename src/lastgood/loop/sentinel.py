@@ -19,7 +19,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from ..errors import LastgoodError, Refused, TrainingDiverged
 from ..format import layout
 from ..io.heartbeat import Position
 from ..limits import STEP_LIMIT
+from ..policy.cadence import Every
 from ..policy.restore import choose
 from ..ranks.torch_store import among_ranks, device_of_group
 from ..records import GenerationId
@@ -41,6 +42,7 @@ from ..units import plural
 from . import suspects
 from .beat import Beat
 from .metrics import number, whole
+from .options import Options
 from .progress import Progress
 from .saver import Saver
 from .sentinel_options import Sentinel
@@ -57,12 +59,12 @@ DECAY = 0.98
 class DivergenceCheck:
     """The sentinel of one `Checkpointer`. `url`: of the run's durable place, which receives the advice.
 
-    `options`: None: nothing is looked at, and every method returns at once.
+    Without `options.sentinel` nothing is looked at, and every method returns at once.
     """
 
     def __init__(
         self,
-        options: Sentinel | None,
+        options: Options,
         url: str,
         pipeline: Pipeline,
         saver: Saver,
@@ -70,7 +72,7 @@ class DivergenceCheck:
         ranks: AnyRanks,
         beat: Beat,
     ) -> None:
-        self._options, self._url, self._pipeline, self._saver = options, url, pipeline, saver
+        self._options, self._url, self._pipeline, self._saver = options.sentinel, url, pipeline, saver
         self._progress, self._ranks, self._beat = progress, ranks, beat
         self._pending: tuple[_Values, dict[int, Position]] | None = None
         """what is to be compared once a device has copied it: metrics, and the windows that their steps have trained"""
@@ -78,6 +80,9 @@ class DivergenceCheck:
         self._found = list[Advice]()
         """at the coordinator: what is known of the steps that have diverged, also of those that are not left out"""
         self.restart()
+        slots_alone = pipeline.run.tier.newest_only and not options.tiers
+        if options.sentinel and slots_alone and ranks.size > 1 and ranks.is_coordinator:
+            _report_late(options.sentinel, options.cadence)
 
     def restart(self) -> None:
         """The state was restored, or nothing was trained yet: what was seen before counts no more."""
@@ -284,6 +289,17 @@ class DivergenceCheck:
 
 
 _SAFE = "Generations from before are untouched."
+
+
+def _report_late(options: Sentinel, cadence: Every | Literal["auto"]) -> None:
+    """Report saves to slots of several ranks whose steps are not compared before, because they replace older ones."""
+    steps = None if cadence == "auto" or cadence.seconds is not None else cadence.steps
+    if steps is None or steps % options.every:  # guard: late-comparison-in-slots-reported
+        reporting.threat(
+            f"slots keep the newest save only, and this Sentinel compares every {options.every} steps: a save in "
+            f"between may replace the last good state by one that has diverged. Give cadence=Every(steps="
+            f"{options.every}), or a multiple of it, or put the run into a directory"
+        )
 
 
 class _Values(NamedTuple):

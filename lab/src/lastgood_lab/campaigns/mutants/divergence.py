@@ -116,6 +116,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "divergence",
         ("ranks_saved_once",),
         ("a rank's part of a metric counts as the whole", "sharded-metric-is-whole", Swap(".full_tensor()", "")),
+        ("slots replace the last good save unnoticed", "late-comparison-in-slots-reported", Never()),
     ),
     *table(
         "divergence",
