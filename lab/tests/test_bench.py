@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from lastgood.cli import app
 from lastgood.errors import Refused
 from lastgood.run import memory_place
-from lastgood_lab import goodput
+from lastgood_lab import goodput, journal
 from lastgood_lab.journal import Journal, entries
 from lastgood_lab.models import MODELS, Workload
 from lastgood_lab.policies import POLICIES, bound_seconds
@@ -133,6 +133,13 @@ def test_a_journal_returns_measurements_of_equal_parameters_only(tmp_path: Path)
     assert again.get(policy="GPM", size=1) == {"seconds": 1.5}
     assert again.get(policy="GPM", size=2) is None
     assert Journal(path, {"hardware": "4core"}).get(policy="GPM", size=1) is None
+
+
+def test_a_journal_returns_no_measurement_of_other_code(tmp_path: Path, monkeypatch) -> None:
+    """A bench that went on after a change of the code put the row of the former one into a table of this commit."""
+    Journal(tmp_path / "j.jsonl").put({"seconds": 1.5}, size=1)
+    monkeypatch.setattr(journal, "commit", lambda: "1234567")
+    assert Journal(tmp_path / "j.jsonl").get(size=1) is None
 
 
 def test_a_line_truncated_by_a_kill_loses_only_itself(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import lastgood
-from harness import flip, reported
+from harness import flip, reported, reports
 from lastgood import errors
 from lastgood.io import heartbeat
 from lastgood.io.files import PosixFile
@@ -669,3 +669,27 @@ def test_a_loop_that_only_saves_shows_its_steps_to_the_supervisor(
         assert heartbeat.read(page).longest_seconds == 0.0
         ckpt.save(2)
         assert heartbeat.read(page).step == 2 and heartbeat.read(page).longest_seconds > 0.0
+
+
+@pytest.mark.parametrize(
+    ("option", "times"),
+    [({"sentinel": lastgood.Sentinel()}, 1), ({"preemption": lastgood.Preemption()}, 1), ({}, 0)],
+)
+def test_options_that_only_step_heeds_are_reported_by_a_loop_that_only_saves(
+    tmp_path: Path, option: dict, times: int
+) -> None:
+    """A Sentinel looked at no loss of such a loop, and no signal ended it, without a word."""
+    with reports() as texts, lastgood.Checkpointer(tmp_path / "run", {"weight": torch.zeros(3)}, **option) as ckpt:
+        for n in (1, 1, 2, 3):
+            ckpt.save(n, metrics={"loss": 1.0})
+    named = [one for one in texts if "calls save() and never step()" in one]
+    assert len(named) == times and all(f"{name}=" in named[0] for name in option)
+
+
+def test_a_save_before_the_first_step_is_no_loop_that_only_saves(tmp_path: Path) -> None:
+    options = {"sentinel": lastgood.Sentinel(every=1), "cadence": lastgood.Every(steps=10)}
+    with reports() as texts, lastgood.Checkpointer(tmp_path / "run", {"weight": torch.zeros(3)}, **options) as ckpt:
+        ckpt.save(0)
+        ckpt.step(1, metrics={"loss": 1.0})
+        ckpt.save(1)
+    assert not any("never step()" in one for one in texts)

@@ -97,6 +97,23 @@ def test_logs_show_each_step_save_and_attempt_up_to_a_kill(tmp_path: Path) -> No
     assert cause is not None and (cause.rank, cause.what) == (1, "SIGKILL") and found.end
 
 
+def test_waits_are_logged_with_their_save_also_if_they_are_known_after_its_end(tmp_path: Path, monkeypatch) -> None:
+    """The wait at the fence is counted at the next call of the loop. A save that had ended by then had none in its
+    line, so that it counted as a wait for the writing."""
+    heartbeat.create(str(tmp_path / "page"))
+    monkeypatch.setenv(heartbeat.VARIABLE, str(tmp_path / "page"))
+    monkeypatch.setenv(job_logs.VARIABLE, str(tmp_path))
+    with lastgood.Checkpointer(tmp_path / "run", {"weight": torch.zeros(3)}, cadence=lastgood.Every(steps=1)) as ckpt:
+        save = ckpt.step(1)
+        assert save is not None
+        save.result()
+        ckpt._planner.fence.waited_seconds += 0.25
+        ckpt._reports.emit("waited", 1, seconds=0.5)
+        ckpt.wait()
+        (line,) = (one for one in job_logs.saves(str(tmp_path)) if one.kind == "durable")
+    assert (line.fence_seconds, line.backpressure_seconds) == (0.25, 0.5)
+
+
 def test_bad_directories_for_logs_are_refused_before_the_start(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("no directory")

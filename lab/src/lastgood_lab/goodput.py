@@ -144,8 +144,12 @@ def _medians(options: Options) -> tuple[dict[tuple[str, int], dict[str, float]],
     found: dict[tuple[str, int], dict[str, list[float]]] = {}
     flights: dict[str, int] = {}
     ways = set()
-    for entry in journals.entries(options.journal):
+    measured = journals.entries(options.journal)
+    newest = measured[-1]["key"].get("commit") if measured else None
+    for entry in measured:
         key, values = entry["key"], entry["found"]
+        if key.get("commit") != newest:
+            continue
         wanted = options.scale in (None, key["scale"]) and options.work in (None, key["work"])
         if key["model"] != options.model or key["policy"] == "no saves" or not wanted:
             continue

@@ -1,6 +1,7 @@
 """Stores finished measurements as JSON lines, so that an interrupted benchmark resumes after the last of them.
 
-A measurement is looked up by all of its parameters. One that was interrupted is not in the journal, and is repeated.
+A measurement is looked up by all of its parameters, and by the commit of the code that it was made of, because a report
+names one commit. One that was interrupted is not in the journal, and is repeated.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from .provenance import commit
 
 
 def rotated(names: Sequence[str], number: int) -> list[str]:
@@ -28,7 +31,7 @@ class Journal:
     """
 
     def __init__(self, path: Path, common: Mapping[str, Any] | None = None) -> None:
-        self._path, self._common = path, dict(common or {})
+        self._path, self._common = path, {"commit": commit(), **(common or {})}
         self._found = {_key(entry["key"]): entry["found"] for entry in entries(path)}
 
     def get(self, **key: Any) -> dict[str, Any] | None:

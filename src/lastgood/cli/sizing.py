@@ -254,7 +254,7 @@ def _facts(data: Mapping[str, Any]) -> list[tuple[str, str]]:
         steps = f", {plural(data['auto_steps'], 'step')}" if data["auto_steps"] else ""
         found.append(('cadence="auto" saves every', f"{_time(data['auto_seconds'])}{steps}: {data['auto_why']}"))
     if data.get("auto_below_seconds") is not None:
-        found.append(("below memory, for lost nodes only", _time(data["auto_below_seconds"])))
+        found.append(("below memory with copies=1, for lost nodes only", _time(data["auto_below_seconds"])))
     return found
 
 

@@ -254,6 +254,7 @@ class Checkpointer:
 
             ckpt.step(step, metrics={"loss": loss})
         """
+        self._reports.stepped = True
         n = self._advance(n, metrics)
         if self._log is not None:
             self._log.step(n, metrics)
@@ -293,6 +294,7 @@ class Checkpointer:
         self._saver.require_milestone(milestone)
         n, found = self._advance(n, metrics), numbers(metrics)
         self._surface()
+        self._reports.save_called(n)
         self._divergence.before_save()
         with self._beat.saving():
             save = self._saver.existing(n, bool(milestone), found)

@@ -29,6 +29,9 @@ class Reports:
         self._options, self._pipeline, self._planner = options, pipeline, planner
         self.log: StepLog | None = None
         """receives each event too; None: there is no log"""
+        self.stepped = False
+        """whether the loop has called step()"""
+        self._saved, self._steps_saved = -1, 0
 
     def emit(self, kind: EventKind, step: int, detail: str = "", seconds: float = 0.0) -> None:
         """Add an event, which the next `deliver` hands to `on_event`. `seconds`: as in `Event`."""
@@ -42,12 +45,28 @@ class Reports:
 
     def deliver(self) -> None:
         """Call `on_event` with every event since the last call."""
+        events = list[Event]()
         while not self._pipeline.events.empty():
-            event = self._pipeline.events.get()
-            if self.log is not None:
-                self.log.note(event)
+            events.append(self._pipeline.events.get())
+        if self.log is not None:
+            self.log.note(events)
+        for event in events:
             if self._options.on_event is not None:
                 self._options.on_event(event)
+
+    def save_called(self, n: int) -> None:
+        """save() was called for step `n`. Report once, where a loop saves its steps and never calls step(), which of
+        its options have no effect."""
+        if self.stepped or n == self._saved:
+            return
+        self._saved, self._steps_saved = n, self._steps_saved + 1
+        names = ("sentinel", "preemption", "durable_within_seconds")
+        unheeded = [f"{name}=" for name in names if getattr(self._options, name) is not None]
+        if self._steps_saved == 2 and unheeded:  # guard: options-without-step-reported
+            reporting.threat(
+                f"this loop calls save() and never step(), without which {', '.join(unheeded)} has no effect. Call "
+                "step(n, metrics=...) after each step of the optimizer; save(n) may follow"
+            )
 
     def surface(self) -> None:
         """Deliver events and report what failed behind the loop. Raises the first failure if `on_error` is "raise"."""

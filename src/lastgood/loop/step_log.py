@@ -9,7 +9,7 @@ import math
 import os
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from ..run import job_logs
 from ..run.job_logs import SAVES, VARIABLE, Lines, SaveLine, StepLine
 from ..state.objects import instances_of
 from .beat import Beat
-from .metrics import number
+from .metrics import number, whole
 from .progress import Progress
 
 ENDS = frozenset({"durable", "dropped", "refused", "failed"})
@@ -59,7 +59,7 @@ class StepLog:
 
     def step(self, n: int, metrics: Mapping[str, Any] | None) -> None:
         """Step `n` is completed, and counted on the samplers."""
-        loss = number("loss", (metrics or {}).get("loss"))
+        loss = number("loss", (whole(metrics) or {}).get("loss"))
         line = StepLine(
             attempt=self._attempt,
             global_step=n,
@@ -76,13 +76,16 @@ class StepLog:
         """The call that began the save of `step` has returned. `seconds`: of it, without the wait for a place."""
         self._parts[step]["enqueue_seconds"] = seconds
 
-    def note(self, event: Event) -> None:
-        """Something has happened to a save."""
-        if event.kind in PARTS:
-            parts, field = self._parts[event.step], PARTS[event.kind]
-            parts[field] = parts.get(field, 0.0) + event.seconds
-        elif event.kind in ENDS:
-            self._add(event.kind, event.step, event.seconds, event.bytes, self._parts.pop(event.step, {}))
+    def note(self, events: Sequence[Event]) -> None:
+        """Something has happened to saves. A wait at the fence is known at the next call of the loop only, and then
+        comes behind the end of its save, so the ends are noted last."""
+        for event in events:
+            if event.kind in PARTS:
+                parts, field = self._parts[event.step], PARTS[event.kind]
+                parts[field] = parts.get(field, 0.0) + event.seconds
+        for event in events:
+            if event.kind in ENDS:
+                self._add(event.kind, event.step, event.seconds, event.bytes, self._parts.pop(event.step, {}))
 
     def close(self) -> None:
         """The run is closed."""

@@ -115,14 +115,14 @@ def rank_log(rank: int) -> str:
     return f"rank_{rank:04d}.jsonl"
 
 
-def steps(folder: Path, rank: int) -> list[StepLine]:
+def steps(folder: str | os.PathLike[str], rank: int) -> list[StepLine]:
     """The steps of a rank, of all attempts, in the order in which they were trained. Damaged lines are left out."""
-    return _read(folder / rank_log(rank), StepLine)
+    return _read(Path(folder, rank_log(rank)), StepLine)
 
 
-def saves(folder: Path) -> list[SaveLine]:
+def saves(folder: str | os.PathLike[str]) -> list[SaveLine]:
     """The saves of rank 0, of all attempts. Damaged lines are left out."""
-    return _read(folder / SAVES, SaveLine)
+    return _read(Path(folder, SAVES), SaveLine)
 
 
 def _read(path: Path, kind: type[T]) -> list[T]:

@@ -250,7 +250,7 @@ def main() -> int:
     if options.trials < 1 or options.jobs < 1:
         parser.error("--trials and --jobs: give at least 1")
     # What other code has lived through is no proof of this one.
-    code = {"commit": provenance.commit(), "sources": provenance.digest(PROVED["recovery"])}
+    code = {"sources": provenance.digest(PROVED["recovery"])}
     journal, jobs, numbers = Journal(options.journal, code), list[dict[str, Any]](), count(options.first)
     trials, nodes = 0, options.nodes
     with ThreadPoolExecutor(options.jobs) as workers:

@@ -34,7 +34,8 @@ GROUPS = next(filter(Path.is_dir, [Path("/sys/fs/cgroup/memory")]), Path("/sys/f
 """of control groups of version 1; where there are none, of version 2"""
 GROUP = "lastgood-campaign-"
 GROUP_BYTES = 16 << 20
-FILLER = "filler"
+FILLER = "filler-"
+"""before the number of the attempt that has filled the disk"""
 RESTORE_CALLS = 24
 """about the number of system calls on the run that a rank makes in a restore"""
 SLOW_SECONDS = 0.2
@@ -81,7 +82,7 @@ class Notes:
 
     def __init__(self, path: Path, attempt: int, rank: int) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        self._common = {"attempt": attempt, "rank": rank}
+        self.attempt, self._common = attempt, {"attempt": attempt, "rank": rank}
 
     def note(self, what: str, **more: object) -> None:
         line = {**self._common, "what": what, "at": time.monotonic(), **more}
@@ -177,7 +178,7 @@ class Injector:
             case "store":
                 close_connections(self._port)
             case "full":
-                fill(self._room)
+                fill(self._room, self._notes.attempt)
             case "slow":
                 self._slow = True
             case "nan":
@@ -253,9 +254,9 @@ def _limited(group: Path) -> None:
     (old if old.exists() else group / "memory.max").write_text(str(GROUP_BYTES))
 
 
-def fill(room: Path) -> None:
+def fill(room: Path, attempt: int) -> None:
     """Fill a file system."""
-    descriptor = os.open(room / FILLER, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(room / f"{FILLER}{attempt}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         for size in (1 << 20, 1 << 16, 1 << 12, 1):
             with contextlib.suppress(OSError):
@@ -265,13 +266,11 @@ def fill(room: Path) -> None:
         os.close(descriptor)
 
 
-def emptied(room: Path) -> bool:
-    """Remove what `fill` has written. Returns whether there was any."""
-    try:
-        (room / FILLER).unlink()
-    except FileNotFoundError:
-        return False
-    return True
+def emptied(room: Path, last: int) -> None:
+    """Remove what `fill` has written in the attempts up to this one."""
+    for one in room.glob(f"{FILLER}*"):
+        if int(one.name.removeprefix(FILLER)) <= last:
+            one.unlink()
 
 
 def held_port(port: int) -> socket.socket:

@@ -160,7 +160,7 @@ class Loop:
             self._calls.arm(due, self._calls_of_save)
         save = self._ckpt.step(step, metrics={"loss": loss})
         self._notes.note("step", step=step, loss=float(loss).hex())
-        if save is not None and step != schedule.second:
+        if save is not None and (step != schedule.second or due is None):
             self._await(save)
         if due is not None and step == schedule.second:
             injector.await_strike(due)
@@ -200,7 +200,7 @@ def train(plan: Plan, attempt: Attempt, injector: Injector, notes: Notes) -> Non
                 step += 1
                 loop.step(step, batch)
                 if step == schedule.second + 1 and rank == 0:
-                    emptied(Path(plan.room))
+                    emptied(Path(plan.room), notes.attempt)
                 if step == schedule.last:
                     break
     injector.reach("teardown", (0.0, 0.5))
@@ -244,7 +244,7 @@ def main() -> None:
     notes.note("start", pid=os.getpid())
     room = Path(plan.room)
     if rank == 0:
-        emptied(room)
+        emptied(room, number - 1)  # another rank may have filled the disk in this one
     mine = [one for one in attempt.faults if one.rank == rank]
     injector = Injector(mine, notes, int(os.environ["MASTER_PORT"]), room)
     injector.reach("start")

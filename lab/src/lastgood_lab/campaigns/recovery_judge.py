@@ -87,6 +87,7 @@ def _of_fault(fault: Fault, note: Note, notes: Sequence[Note], line: Reported | 
         problems.append(f"not started again: {line}")
     elif fault.kind in (*PASSING, "store") and (f"exit code {SURVIVED}" in line.what or another):
         outcome = "went on"
+        problems += _of_full_disk(fault, note, notes) if fault.kind == "full" else []
         if fault.kind == "slow" and fault.phase != "teardown":  # then no step is left in which the rank is slow
             cause = line.slow == (fault.rank,)
     elif fault.phase == "teardown" and f"exit code {SURVIVED}" in line.what and line.rank != fault.rank:
@@ -100,6 +101,20 @@ def _of_fault(fault: Fault, note: Note, notes: Sequence[Note], line: Reported | 
     if len({*restored}) > 1:
         problems.append(f"the ranks restored different steps: {restored}")
     return Trial(fault.kind, fault.phase, fault.rank, number, outcome, cause, seconds, problems)
+
+
+def _of_full_disk(fault: Fault, note: Note, notes: Sequence[Note]) -> list[str]:
+    """What is wrong with the saves of an attempt after its disk was filled. A save that was under way may have had what
+    it needed, and after the last step there is none."""
+    if fault.phase in ("save", "commit", "teardown"):
+        return []
+    later = [one for one in notes if one["attempt"] == note["attempt"] and one["at"] > note["at"]]
+    saved = sorted({one["step"] for one in later if one["what"] == "saved"})
+    failed = [one["error"] for one in later if one["what"] == "not saved"]
+    problems = [f"step {saved[0]} was saved to a full disk"] if saved else []
+    if failed and not any("NoSpace" in one for one in failed):
+        problems.append(f"no rank has named the full disk: {failed[0]}")
+    return problems
 
 
 def _kept(notes: Sequence[Note], number: int) -> int:

@@ -94,6 +94,11 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *table(
         "divergence",
+        ("checkpointer",),
+        ("a loop that only saves has a Sentinel that sees nothing", "options-without-step-reported", Never()),
+    ),
+    *table(
+        "divergence",
         ("integrations_transformers",),
         ("a training that has ended passes for one that was trained", "ended-training-reported", Never()),
         ("a loss that is trained is not saved", "trained-loss-is-saved", Instead("beside = {}")),
