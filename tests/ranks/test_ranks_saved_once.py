@@ -46,9 +46,9 @@ def test_a_rank_that_saves_beside_another_learns_which_one_is_to(tmp_path: Path)
 
 def test_a_metric_of_which_each_rank_has_a_part_counts_as_a_whole(tmp_path: Path) -> None:
     """The norm that `clip_grad_norm_` of FSDP2 returns ended the first comparison of a Sentinel on a device; and what
-    was stored, for Keep(best=...), was the part of rank 0."""
-    for stored, what in world(2, with_sharded_metrics, tmp_path / "run"):
-        assert stored == [3.0, 5.0] and "step 3: norm inf" in what
+    was stored, for Keep(best=...), was the part of rank 0; and what was logged, that of its rank."""
+    for stored, what, logged in world(2, with_sharded_metrics, tmp_path / "run"):
+        assert stored == [3.0, 5.0] and "step 3: norm inf" in what and logged is None
 
 
 def test_slots_whose_saves_are_compared_too_late_are_reported(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch.distributed.tensor import DTensor, Partial
 import lastgood
 from harness import reports
 from lastgood.errors import TrainingDiverged
-from lastgood.run import access
+from lastgood.io import heartbeat
+from lastgood.run import access, job_logs
 from lastgood_lab.campaigns.rank_jobs import made, outcome_of
 
 
@@ -65,9 +67,13 @@ def compared_in_slots(rank: int, size: int, root: Path) -> list[bool]:
     return found
 
 
-def with_sharded_metrics(rank: int, size: int, root: Path) -> tuple[list[float], str]:
-    """Save with a norm of which each rank has a part; then that of rank 1 is infinite. Returns the stored norms, and
-    how the training has diverged."""
+def with_sharded_metrics(rank: int, size: int, root: Path) -> tuple[list[float], str, float | None]:
+    """Save with a norm of which each rank has a part; then that of rank 1 is infinite. Returns the stored norms, how
+    the training has diverged, and the loss of the first step in the log that rank 1 alone has."""
+    if rank == 1:
+        heartbeat.create(f"{root}.page")
+        os.environ |= {heartbeat.VARIABLE: f"{root}.page", job_logs.VARIABLE: f"{root}.logs"}
+        Path(f"{root}.logs").mkdir()
     mesh = init_device_mesh("cpu", (size,))
 
     def norm(part: float) -> DTensor:
@@ -77,11 +83,12 @@ def with_sharded_metrics(rank: int, size: int, root: Path) -> tuple[list[float],
     options: dict[str, Any] = {"cadence": lastgood.Every(steps=1), "retention": lastgood.Keep(best=("norm", "min", 1))}
     with lastgood.Checkpointer(root, {"w": torch.ones(2)}, sentinel=sentinel, **options) as ckpt:
         ckpt.restore()
-        ckpt.step(1, metrics={"norm": norm(1.0 + rank)}).result()
+        ckpt.step(1, metrics={"norm": norm(1.0 + rank), "loss": norm(1.0)}).result()
+        logged = job_logs.steps(f"{root}.logs", 1)[0].loss if rank == 1 else None
         ckpt.save(2, metrics={"norm": norm(2.0 + rank)}).result()
         stored = [one.commit.metrics["norm"] for one in lastgood.open(root).generations()]
         try:
             ckpt.step(3, metrics={"norm": norm(float("inf") if rank else 1.0)})
         except TrainingDiverged as error:
-            return stored, error.what
-    return stored, ""
+            return stored, error.what, logged
+    return stored, "", logged

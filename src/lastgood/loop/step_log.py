@@ -20,9 +20,10 @@ from ..events import Event
 from ..limits import ENTRIES_SEARCHED
 from ..run import job_logs
 from ..run.job_logs import SAVES, VARIABLE, Lines, SaveLine, StepLine
+from ..state.dtensor import is_sharded
 from ..state.objects import instances_of
 from .beat import Beat
-from .metrics import number, whole
+from .metrics import number
 from .progress import Progress
 
 ENDS = frozenset({"durable", "dropped", "refused", "failed"})
@@ -59,7 +60,10 @@ class StepLog:
 
     def step(self, n: int, metrics: Mapping[str, Any] | None) -> None:
         """Step `n` is completed, and counted on the samplers."""
-        loss = number("loss", (whole(metrics) or {}).get("loss"))
+        given: Any = (metrics or {}).get("loss")
+        is_part = is_sharded(given) and not all(one.is_replicate() for one in given.placements)
+        # The whole is known by a collective only, and this rank may be the only one that has a log.
+        loss = number("loss", None if is_part else given)
         line = StepLine(
             attempt=self._attempt,
             global_step=n,
