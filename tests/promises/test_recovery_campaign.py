@@ -64,22 +64,20 @@ def test_the_judge_wants_the_lost_node_named_by_another_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("phase", "what", "error", "problem"),
-    [
-        ("step", "saved", "", "saved to a full disk"),
-        ("step", "not saved", "TimedOut: 5 s", "no rank has named the full disk"),
-        ("step", "not saved", "NoSpace: full", ""),
-        ("commit", "saved", "", ""),
-    ],
+    ("what", "error", "named"),
+    [("not saved", "NoSpace: full", True), ("not saved", "TimedOut: 5 s", False), ("saved", "", None)],
 )
-def test_the_judge_wants_a_full_disk_to_stop_saves_by_name(phase: str, what: str, error: str, problem: str) -> None:
-    """A full disk counted as survived, whether or not it had stopped a save, and whatever error named it."""
+def test_the_judge_wants_a_full_disk_named_by_the_saves_that_it_stops(
+    what: str, error: str, named: bool | None
+) -> None:
+    """A full disk counted as survived, whatever error the saves had that it stopped."""
     report = Reported(0, "failed first: exit code 90, at step 4", "restart")
-    plan = Plan(attempts=[Attempt(faults=[Fault(kind="full", phase=phase, rank=2)])], total=4, room="")
-    fault = {**FAULT, "kind": "full", "phase": phase}
+    plan = Plan(attempts=[Attempt(faults=[Fault(kind="full", phase="step", rank=2)])], total=4, room="")
     after = {**SAVED, "what": what, "at": 4.0, "step": 4, "error": error}
-    (trial,) = judged(plan, [*BEFORE[:-1], fault, after, *notes(1, range(5, 5), 4), END], {0: report})
-    assert trial.outcome == "went on" and [problem in one for one in trial.problems] == [True] * bool(problem)
+    (trial,) = judged(
+        plan, [*BEFORE[:-1], {**FAULT, "kind": "full"}, after, *notes(1, range(5, 5), 4), END], {0: report}
+    )
+    assert trial.outcome == "went on" and trial.cause is named and not trial.problems
 
 
 def test_the_judge_demands_what_was_saved_after_a_nan() -> None:

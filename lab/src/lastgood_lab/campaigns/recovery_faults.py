@@ -96,7 +96,7 @@ class Injector:
         self._left, self._notes, self._port, self._room = list(faults), notes, port, room
         self._lock, self._struck = threading.Lock(), threading.Event()
         self._thread, self._held = threading.get_ident(), list[socket.socket]()
-        self.step, self.poisoned, self._slow = 0, False, False
+        self.step, self.poisoned, self._slow, self._full = 0, False, False, False
 
     # ---- phases --------------------------------------------------------------------------------------------
 
@@ -109,6 +109,11 @@ class Injector:
         """The main thread computes a step: a slow rank takes longer for it."""
         if self._slow:
             time.sleep(SLOW_SECONDS)
+
+    def refill(self) -> None:
+        """Before a save: a disk that was filled is full again, also where deletions have made room since."""
+        if self._full:
+            fill(self._room, self._notes.attempt)
 
     @contextlib.contextmanager
     def rendezvous(self) -> Iterator[None]:
@@ -178,7 +183,8 @@ class Injector:
             case "store":
                 close_connections(self._port)
             case "full":
-                fill(self._room, self._notes.attempt)
+                self._full = True
+                self.refill()
             case "slow":
                 self._slow = True
             case "nan":
@@ -256,7 +262,7 @@ def _limited(group: Path) -> None:
 
 def fill(room: Path, attempt: int) -> None:
     """Fill a file system."""
-    descriptor = os.open(room / f"{FILLER}{attempt}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(room / f"{FILLER}{attempt}", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     try:
         for size in (1 << 20, 1 << 16, 1 << 12, 1):
             with contextlib.suppress(OSError):

@@ -158,6 +158,8 @@ class Loop:
             self._calls.arm("none", 0)
         elif step == schedule.second and due is not None:
             self._calls.arm(due, self._calls_of_save)
+        if step <= schedule.second:
+            injector.refill()
         save = self._ckpt.step(step, metrics={"loss": loss})
         self._notes.note("step", step=step, loss=float(loss).hex())
         if save is not None and (step != schedule.second or due is None):

@@ -87,9 +87,10 @@ def _of_fault(fault: Fault, note: Note, notes: Sequence[Note], line: Reported | 
         problems.append(f"not started again: {line}")
     elif fault.kind in (*PASSING, "store") and (f"exit code {SURVIVED}" in line.what or another):
         outcome = "went on"
-        problems += _of_full_disk(fault, note, notes) if fault.kind == "full" else []
         if fault.kind == "slow" and fault.phase != "teardown":  # then no step is left in which the rank is slow
             cause = line.slow == (fault.rank,)
+        if fault.kind == "full":
+            cause = _full_disk_named(note, notes, another)
     elif fault.phase == "teardown" and f"exit code {SURVIVED}" in line.what and line.rank != fault.rank:
         pass  # nothing is to be named: that rank had ended before, as the plan of each attempt has it
     else:
@@ -103,18 +104,14 @@ def _of_fault(fault: Fault, note: Note, notes: Sequence[Note], line: Reported | 
     return Trial(fault.kind, fault.phase, fault.rank, number, outcome, cause, seconds, problems)
 
 
-def _of_full_disk(fault: Fault, note: Note, notes: Sequence[Note]) -> list[str]:
-    """What is wrong with the saves of an attempt after its disk was filled. A save that was under way may have had what
-    it needed, and after the last step there is none."""
-    if fault.phase in ("save", "commit", "teardown"):
-        return []
+def _full_disk_named(note: Note, notes: Sequence[Note], another: bool) -> bool | None:
+    """Whether a save that failed after the disk was filled names that; None: none failed, because deletions had made
+    room for it or it was under way already, or the other fault of the attempt explains the failure."""
     later = [one for one in notes if one["attempt"] == note["attempt"] and one["at"] > note["at"]]
-    saved = sorted({one["step"] for one in later if one["what"] == "saved"})
     failed = [one["error"] for one in later if one["what"] == "not saved"]
-    problems = [f"step {saved[0]} was saved to a full disk"] if saved else []
-    if failed and not any("NoSpace" in one for one in failed):
-        problems.append(f"no rank has named the full disk: {failed[0]}")
-    return problems
+    if any("NoSpace" in one for one in failed):
+        return True
+    return False if failed and not another else None
 
 
 def _kept(notes: Sequence[Note], number: int) -> int:

@@ -45,7 +45,7 @@ def _goodput(whole: Sequence[Triple]) -> Figure:
         axes.bar([place + 0.27 * (at - 1) for place in range(len(suites))], shares, 0.25, label=name)
     axes.set_xticks(range(len(suites)), suites, rotation=20, ha="right")
     axes.set_ylabel("goodput, reference = 1")
-    axes.legend()
+    figures.legend_below(figure, axes)
     return figure
 
 
