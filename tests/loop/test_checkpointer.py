@@ -675,9 +675,7 @@ def test_a_loop_that_only_saves_shows_its_steps_to_the_supervisor(
     ("option", "times"),
     [({"sentinel": lastgood.Sentinel()}, 1), ({"preemption": lastgood.Preemption()}, 1), ({}, 0)],
 )
-def test_options_that_only_step_heeds_are_reported_by_a_loop_that_only_saves(
-    tmp_path: Path, option: dict, times: int
-) -> None:
+def test_options_without_effect_are_reported_where_a_loop_only_saves(tmp_path: Path, option: dict, times: int) -> None:
     """A Sentinel looked at no loss of such a loop, and no signal ended it, without a word."""
     with reports() as texts, lastgood.Checkpointer(tmp_path / "run", {"weight": torch.zeros(3)}, **option) as ckpt:
         for n in (1, 1, 2, 3):

@@ -97,7 +97,7 @@ def test_logs_show_each_step_save_and_attempt_up_to_a_kill(tmp_path: Path) -> No
     assert cause is not None and (cause.rank, cause.what) == (1, "SIGKILL") and found.end
 
 
-def test_waits_are_logged_with_their_save_also_if_they_are_known_after_its_end(tmp_path: Path, monkeypatch) -> None:
+def test_a_wait_that_is_known_late_is_logged_with_its_save(tmp_path: Path, monkeypatch) -> None:
     """The wait at the fence is counted at the next call of the loop. A save that had ended by then had none in its
     line, so that it counted as a wait for the writing."""
     heartbeat.create(str(tmp_path / "page"))
