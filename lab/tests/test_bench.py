@@ -326,6 +326,9 @@ def test_bench_interval_measures_resumes_and_feeds_goodput(bench: Any, tmp_path:
     (out / "both.jsonl").write_text(lines + lines.replace('"scale": 0.002', '"scale": 0.5'))
     both = ("goodput", "--out", out, "--trace", trace, "--model", "resnet50", "--journal", out / "both.jsonl")
     assert bench(*both)[0] == 3
+    (out / "later.jsonl").write_text(lines + lines.replace('"commit": "', '"commit": "later than '))
+    later = bench("goodput", "--out", out, "--trace", trace, "--model", "resnet50", "--journal", out / "later.jsonl")
+    assert later[0] == 0 and "of later.jsonl, made of later than" in later[1]
     assert bench(*both, "--scale", 0.5)[0] == 0
     assert "sum(|change| // 4) from 0, with the tear-down: 4" in text and "| ideal |" in text
 

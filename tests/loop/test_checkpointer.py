@@ -673,10 +673,10 @@ def test_a_loop_that_only_saves_shows_its_steps_to_the_supervisor(
 
 @pytest.mark.parametrize(
     ("option", "times"),
-    [({"sentinel": lastgood.Sentinel()}, 1), ({"preemption": lastgood.Preemption()}, 1), ({}, 0)],
+    [({"sentinel": lastgood.Sentinel()}, 1), ({"durable_within_seconds": 9.0}, 1), ({}, 0)],
 )
 def test_options_without_effect_are_reported_where_a_loop_only_saves(tmp_path: Path, option: dict, times: int) -> None:
-    """A Sentinel looked at no loss of such a loop, and no signal ended it, without a word."""
+    """A Sentinel looked at no loss of such a loop, without a word."""
     with reports() as texts, lastgood.Checkpointer(tmp_path / "run", {"weight": torch.zeros(3)}, **option) as ckpt:
         for n in (1, 1, 2, 3):
             ckpt.save(n, metrics={"loss": 1.0})

@@ -64,19 +64,23 @@ def test_the_judge_wants_the_lost_node_named_by_another_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "error", "named"),
-    [("not saved", "NoSpace: full", True), ("not saved", "TimedOut: 5 s", False), ("saved", "", None)],
+    ("what", "errors", "named"),
+    [
+        ("not saved", ["NoSpace: full"], True),
+        ("not saved", ["TimedOut: 5 s"], False),
+        ("not saved", ["NoSpace: full", "TimedOut: 5 s"], False),
+        ("saved", [""], None),
+    ],
 )
 def test_the_judge_wants_a_full_disk_named_by_the_saves_that_it_stops(
-    what: str, error: str, named: bool | None
+    what: str, errors: list[str], named: bool | None
 ) -> None:
     """A full disk counted as survived, whatever error the saves had that it stopped."""
     report = Reported(0, "failed first: exit code 90, at step 4", "restart")
     plan = Plan(attempts=[Attempt(faults=[Fault(kind="full", phase="step", rank=2)])], total=4, room="")
-    after = {**SAVED, "what": what, "at": 4.0, "step": 4, "error": error}
-    (trial,) = judged(
-        plan, [*BEFORE[:-1], {**FAULT, "kind": "full"}, after, *notes(1, range(5, 5), 4), END], {0: report}
-    )
+    after = [{**SAVED, "what": what, "at": 4.0, "step": 4 + at, "error": error} for at, error in enumerate(errors)]
+    lives = [*BEFORE[:-1], {**FAULT, "kind": "full"}, *after, *notes(1, range(5, 5), 4), END]
+    (trial,) = judged(plan, lives, {0: report})
     assert trial.outcome == "went on" and trial.cause is named and not trial.problems
 
 

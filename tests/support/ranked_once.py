@@ -59,8 +59,9 @@ def saved_beside_another(rank: int, size: int, root: Path) -> list[str]:
 def compared_in_slots(rank: int, size: int, root: Path) -> list[bool]:
     """Whether an opening of slots warns of its Sentinel: with saves between the comparisons, and with saves at them."""
     found = []
-    for steps in (30, 40):
-        options: dict[str, Any] = {"cadence": lastgood.Every(steps=steps), "sentinel": lastgood.Sentinel(every=20)}
+    between, at = lastgood.Every(steps=30), lastgood.Every(steps=40)
+    for cadence, every in ((between, 20), (at, 20), ("auto", 1)):
+        options: dict[str, Any] = {"cadence": cadence, "sentinel": lastgood.Sentinel(every=every)}
         with reports() as texts, lastgood.Checkpointer(f"slots://{root}", {"w": torch.ones(2)}, **options):
             pass
         found.append(any("the last good state" in one for one in texts))

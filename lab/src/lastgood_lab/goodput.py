@@ -138,21 +138,38 @@ def clamped(options: Options) -> list[str]:
     return [f"{policy} every {interval}: {100 * slowdown:.1f} %" for (policy, interval), slowdown in below.items()]
 
 
+def _costs(options: Options) -> list[dict[str, Any]]:
+    """The measurements of this model in the journal, of the commit that has the newest one."""
+    assert options.journal is not None
+    found = []
+    for entry in journals.entries(options.journal):
+        key = entry["key"]
+        wanted = options.scale in (None, key["scale"]) and options.work in (None, key["work"])
+        if key["model"] == options.model and key["policy"] != "no saves" and wanted:
+            found.append(entry)
+    return [one for one in found if _commit(one) == _commit(found[-1])]
+
+
+def _commit(entry: dict[str, Any]) -> str:
+    return str(entry["key"].get("commit", "an unknown commit"))
+
+
+def _measured_at(options: Options) -> list[str]:
+    """Of which commit the costs are; empty where they were given as options."""
+    if options.journal is None:
+        return []
+    costs = _costs(options)
+    return [f"costs: {len(costs)} measurements of {options.journal.name}, made of {_commit(one)}" for one in costs[-1:]]
+
+
 def _medians(options: Options) -> tuple[dict[tuple[str, int], dict[str, float]], dict[str, int]]:
     """(policy, interval) -> the median of each measured value over rounds and kills; policy -> saves in flight."""
     assert options.journal is not None
     found: dict[tuple[str, int], dict[str, list[float]]] = {}
     flights: dict[str, int] = {}
     ways = set()
-    measured = journals.entries(options.journal)
-    newest = measured[-1]["key"].get("commit") if measured else None
-    for entry in measured:
+    for entry in _costs(options):
         key, values = entry["key"], entry["found"]
-        if key.get("commit") != newest:
-            continue
-        wanted = options.scale in (None, key["scale"]) and options.work in (None, key["work"])
-        if key["model"] != options.model or key["policy"] == "no saves" or not wanted:
-            continue
         ways.add(f"{key['hardware']}, scale {key['scale']}, work {key['work']}, {key['device']}, {key['settings']}")
         lists = found.setdefault((key["policy"], key["interval"]), {})
         flights[key["policy"]] = key["settings"][0]
@@ -206,6 +223,7 @@ def report(rows: Sequence[Row], options: Options) -> Report:
             "for PCcheck and lastgood; the time of the restart is added here",
             "Gemini's saves count as durable: the peer that holds them is assumed to survive",
             *(["slowdowns measured below 0 (noise) count as 0: " + "; ".join(below)] if below else []),
+            *_measured_at(options),
             *(f"{path.stem}: {trace_summary(path, read(path))}" for path in options.traces),
         ],
         figures={

@@ -1,7 +1,8 @@
 """Stores finished measurements as JSON lines, so that an interrupted benchmark resumes after the last of them.
 
 A measurement is looked up by all of its parameters, and by the commit of the code that it was made of, because a report
-names one commit. One that was interrupted is not in the journal, and is repeated.
+names one commit (changes that are not committed are not told apart). One that was interrupted is not in the journal,
+and is repeated.
 """
 
 from __future__ import annotations

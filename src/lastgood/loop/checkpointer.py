@@ -171,7 +171,7 @@ class Checkpointer:
             self._planner = planner = SavePlanner(options, pipeline, replicas)
             failures = known_failures(options, url, ranks, pipeline.outcomes)
             planner.exempt(state)
-            self._reports = reports = Reports(options, pipeline, planner)
+            self._reports = reports = Reports(options, pipeline, planner, ranks)
             self._progress = progress = Progress(request, ranks, pipeline.outcomes, planner.fence)
             self._saver = saver = Saver(request, options, pipeline, planner, ranks, reports, failures)
             self._beat = beat = Beat(heartbeat.own(run=url), progress)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 
 from .. import reporting
+from ..coordination.single_rank import AnyRanks
 from ..errors import NotWritable, Unavailable
 from ..events import Event, EventKind
 from ..run.pipeline import Pipeline
@@ -25,8 +26,8 @@ TORN_LIMIT = 2
 class Reports:
     """Delivers the events and the failures of one `Checkpointer`, as its `on_event` and `on_error` say."""
 
-    def __init__(self, options: Options, pipeline: Pipeline, planner: SavePlanner) -> None:
-        self._options, self._pipeline, self._planner = options, pipeline, planner
+    def __init__(self, options: Options, pipeline: Pipeline, planner: SavePlanner, ranks: AnyRanks) -> None:
+        self._options, self._pipeline, self._planner, self._ranks = options, pipeline, planner, ranks
         self.log: StepLog | None = None
         """receives each event too; None: there is no log"""
         self.stepped = False
@@ -43,24 +44,29 @@ class Reports:
         if self.log is not None:
             self.log.enqueued(step, seconds)
 
+    def fenced(self, step: int, seconds: float) -> None:
+        """The loop has waited at the fence for the save of `step`, whose end may be among the events: so the log
+        receives the wait before them."""
+        if self.log is not None:
+            self.log.fenced(step, seconds)
+        self.emit("fenced", step, seconds=seconds)
+
     def deliver(self) -> None:
         """Call `on_event` with every event since the last call."""
-        events = list[Event]()
         while not self._pipeline.events.empty():
-            events.append(self._pipeline.events.get())
-        if self.log is not None:
-            self.log.note(events)
-        for event in events:
+            event = self._pipeline.events.get()
+            if self.log is not None:
+                self.log.note(event)
             if self._options.on_event is not None:
                 self._options.on_event(event)
 
     def save_called(self, n: int) -> None:
         """save() was called for step `n`. Report once, where a loop saves its steps and never calls step(), which of
         its options have no effect."""
-        if self.stepped or n == self._saved:
+        if self.stepped or n == self._saved or not self._ranks.is_coordinator:
             return
         self._saved, self._steps_saved = n, self._steps_saved + 1
-        names = ("sentinel", "preemption", "durable_within_seconds")
+        names = ("sentinel", "durable_within_seconds")
         unheeded = [f"{name}=" for name in names if getattr(self._options, name) is not None]
         if self._steps_saved == 2 and unheeded:  # guard: options-without-step-reported
             reporting.threat(

@@ -395,7 +395,7 @@ class Saver:
         if waited and self.last is not None:
             self._fence_seconds += waited
             self.last.stall_seconds += waited
-            self._reports.emit("fenced", self.last.step, seconds=waited)
+            self._reports.fenced(self.last.step, waited)
 
 
 def _cadence(options: Options, failures: Known) -> Every | Pace:

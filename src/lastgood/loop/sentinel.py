@@ -294,7 +294,7 @@ _SAFE = "Generations from before are untouched."
 def _report_late(options: Sentinel, cadence: Every | Literal["auto"]) -> None:
     """Report saves to slots of several ranks whose steps are not compared before, because they replace older ones."""
     steps = None if cadence == "auto" or cadence.seconds is not None else cadence.steps
-    if steps is None or steps % options.every:  # guard: late-comparison-in-slots-reported
+    if options.every > 1 and (steps is None or steps % options.every):  # guard: late-comparison-in-slots-reported
         reporting.threat(
             f"slots keep the newest save only, and this Sentinel compares every {options.every} steps: a save in "
             f"between may replace the last good state by one that has diverged. Give cadence=Every(steps="

@@ -9,7 +9,7 @@ import math
 import os
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ PARTS = {
     "staged": "snapshot_seconds",
     "written": "write_seconds",
     "waited": "backpressure_seconds",
-    "fenced": "fence_seconds",
 }
 """kind of an event -> the field of a SaveLine that its seconds are added to"""
 
@@ -80,16 +79,19 @@ class StepLog:
         """The call that began the save of `step` has returned. `seconds`: of it, without the wait for a place."""
         self._parts[step]["enqueue_seconds"] = seconds
 
-    def note(self, events: Sequence[Event]) -> None:
-        """Something has happened to saves. A wait at the fence is known at the next call of the loop only, and then
-        comes behind the end of its save, so the ends are noted last."""
-        for event in events:
-            if event.kind in PARTS:
-                parts, field = self._parts[event.step], PARTS[event.kind]
-                parts[field] = parts.get(field, 0.0) + event.seconds
-        for event in events:
-            if event.kind in ENDS:
-                self._add(event.kind, event.step, event.seconds, event.bytes, self._parts.pop(event.step, {}))
+    def fenced(self, step: int, seconds: float) -> None:
+        """The loop has waited at the fence for the save of `step`."""
+        self._count(step, "fence_seconds", seconds)
+
+    def note(self, event: Event) -> None:
+        """Something has happened to a save."""
+        if event.kind in PARTS:
+            self._count(event.step, PARTS[event.kind], event.seconds)
+        elif event.kind in ENDS:
+            self._add(event.kind, event.step, event.seconds, event.bytes, self._parts.pop(event.step, {}))
+
+    def _count(self, step: int, field: str, seconds: float) -> None:
+        self._parts[step][field] = self._parts[step].get(field, 0.0) + seconds
 
     def close(self) -> None:
         """The run is closed."""

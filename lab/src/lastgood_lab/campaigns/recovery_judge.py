@@ -90,7 +90,7 @@ def _of_fault(fault: Fault, note: Note, notes: Sequence[Note], line: Reported | 
         if fault.kind == "slow" and fault.phase != "teardown":  # then no step is left in which the rank is slow
             cause = line.slow == (fault.rank,)
         if fault.kind == "full":
-            cause = _full_disk_named(note, notes, another)
+            cause = _full_disk_named(note, notes)
     elif fault.phase == "teardown" and f"exit code {SURVIVED}" in line.what and line.rank != fault.rank:
         pass  # nothing is to be named: that rank had ended before, as the plan of each attempt has it
     else:
@@ -104,14 +104,17 @@ def _of_fault(fault: Fault, note: Note, notes: Sequence[Note], line: Reported | 
     return Trial(fault.kind, fault.phase, fault.rank, number, outcome, cause, seconds, problems)
 
 
-def _full_disk_named(note: Note, notes: Sequence[Note], another: bool) -> bool | None:
-    """Whether a save that failed after the disk was filled names that; None: none failed, because deletions had made
-    room for it or it was under way already, or the other fault of the attempt explains the failure."""
+def _full_disk_named(note: Note, notes: Sequence[Note]) -> bool | None:
+    """Whether each save that failed after the disk was filled names that, on one rank at least; None: none failed,
+    because deletions had made room for it or it was under way already. No other fault is planned for such an attempt.
+    """
     later = [one for one in notes if one["attempt"] == note["attempt"] and one["at"] > note["at"]]
-    failed = [one["error"] for one in later if one["what"] == "not saved"]
-    if any("NoSpace" in one for one in failed):
-        return True
-    return False if failed and not another else None
+    errors = dict[int, list[str]]()
+    for one in later:
+        if one["what"] == "not saved":
+            errors.setdefault(one["step"], []).append(one["error"])
+    named = [any("NoSpace" in text for text in some) for some in errors.values()]
+    return all(named) if named else None
 
 
 def _kept(notes: Sequence[Note], number: int) -> int:
