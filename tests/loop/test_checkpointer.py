@@ -673,7 +673,7 @@ def test_a_loop_that_only_saves_shows_its_steps_to_the_supervisor(
 
 @pytest.mark.parametrize(
     ("option", "times"),
-    [({"sentinel": lastgood.Sentinel()}, 1), ({"durable_within_seconds": 9.0}, 1), ({}, 0)],
+    [({"sentinel": lastgood.Sentinel()}, 1), ({"durable_within_seconds": 900.0}, 1), ({}, 0)],
 )
 def test_options_without_effect_are_reported_where_a_loop_only_saves(tmp_path: Path, option: dict, times: int) -> None:
     """A Sentinel looked at no loss of such a loop, without a word."""
@@ -691,3 +691,20 @@ def test_a_save_before_the_first_step_is_no_loop_that_only_saves(tmp_path: Path)
         ckpt.step(1, metrics={"loss": 1.0})
         ckpt.save(1)
     assert not any("never step()" in one for one in texts)
+
+
+def test_events_behind_one_whose_callback_raises_come_later(tmp_path: Path) -> None:
+    """A change that took all events from the queue before the first call lost those behind it."""
+    seen: list[str] = []
+
+    def note(event: lastgood.Event) -> None:
+        seen.append(event.kind)
+        if len(seen) == 1:
+            raise ZeroDivisionError
+
+    with lastgood.Checkpointer(tmp_path / "run", {"weight": torch.zeros(3)}, on_event=note) as ckpt:
+        ckpt.save(1).result()
+        with pytest.raises(ZeroDivisionError):
+            ckpt.wait()
+        ckpt.wait()
+        assert seen.index("durable") > 0

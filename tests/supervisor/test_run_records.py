@@ -104,11 +104,11 @@ def test_a_wait_that_is_known_late_is_logged_with_its_save(tmp_path: Path, monke
     monkeypatch.setenv(heartbeat.VARIABLE, str(tmp_path / "page"))
     monkeypatch.setenv(job_logs.VARIABLE, str(tmp_path))
     with lastgood.Checkpointer(tmp_path / "run", {"weight": torch.zeros(3)}, cadence=lastgood.Every(steps=1)) as ckpt:
+        ckpt._reports.emit("waited", 1, seconds=0.5)
         save = ckpt.step(1)
         assert save is not None
         save.result()
         ckpt._planner.fence.waited_seconds += 0.25
-        ckpt._reports.emit("waited", 1, seconds=0.5)
         ckpt.wait()
         (line,) = (one for one in job_logs.saves(str(tmp_path)) if one.kind == "durable")
     assert (line.fence_seconds, line.backpressure_seconds) == (0.25, 0.5)
