@@ -461,3 +461,14 @@ def test_a_sampler_beside_a_growing_history_is_counted_to_the_end(tmp_path: Path
             loop[f"loss{n}"] = 1.0
             ckpt.step(n)
         assert place(sampler) == (2, 0)
+
+
+def test_a_default_device_of_torch_leaves_the_order_alone() -> None:
+    """With torch.set_default_device("cuda") the first batch raised an error about the generator of the loader."""
+    expected = next(iter(make().loader(DATA)))
+    torch.set_default_device("meta")
+    try:
+        found = next(iter(make().loader(DATA)))
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(found, expected)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from ..errors import Refused
@@ -88,7 +89,9 @@ class Loader:
         # iter(DataLoader) draws a base seed for its workers: from this generator, never from the global one
         self._batches.generator.manual_seed(entropy("workers", self._sampler._seed, at.epoch)[0])
         self._at = at
-        return self._batches_of(at, iter(self._batches))
+        with torch.device("cpu"):  # of that generator, whatever torch.set_default_device() says
+            batches = iter(self._batches)
+        return self._batches_of(at, batches)
 
     def _batches_of(self, at: Iteration, batches: Iterator[Any]) -> Iterator[Any]:
         sampler = self._sampler

@@ -368,7 +368,7 @@ class _Seen:
         gathered = torch.stack([one.to(device, non_blocking=True) for one in kept])
         if device.type != "cuda":
             return _Values(rows, gathered.cpu())
-        host = torch.empty(len(kept), pin_memory=True)
+        host = torch.empty(len(kept), dtype=gathered.dtype, device="cpu", pin_memory=True)
         host.copy_(gathered, non_blocking=True)
         return _Values(rows, host, torch.cuda.current_stream(device).record_event())
 

@@ -258,8 +258,14 @@ class Binder:
         return live
 
     def _sharding(self, live: Any, tag: str, path: str) -> Placement | None:
-        """Tensors that the object's state_dict() returns as shards are handed back as such shards."""
-        shards = dtensor.below(KINDS[tag].read(live), path) if dtensor.are_possible() else {}
+        """Tensors that the object's state_dict() returns as shards are handed back as such shards. One whose
+        state_dict() fails now, as that of a mean over nothing may before its first step, has none."""
+        if not dtensor.are_possible():
+            return None
+        try:
+            shards = dtensor.below(KINDS[tag].read(live), path)
+        except Exception:  # noqa: BLE001 - code of a user; what it is given, it loads below, or that error is raised
+            return None
         return _LikeShards(self.tensors, shards) if shards else None
 
 
