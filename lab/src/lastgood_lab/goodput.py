@@ -139,10 +139,9 @@ def clamped(options: Options) -> list[str]:
 
 
 def _costs(options: Options) -> list[dict[str, Any]]:
-    """The measurements of this model in the journal, of the commit that has the newest one."""
-    assert options.journal is not None
+    """The measurements of this model in the journal, of the commit that has the newest one; none without a journal."""
     found = []
-    for entry in journals.entries(options.journal):
+    for entry in journals.entries(options.journal) if options.journal else ():
         key = entry["key"]
         wanted = options.scale in (None, key["scale"]) and options.work in (None, key["work"])
         if key["model"] == options.model and key["policy"] != "no saves" and wanted:
@@ -155,16 +154,15 @@ def _commit(entry: dict[str, Any]) -> str:
 
 
 def _measured_at(options: Options) -> list[str]:
-    """Of which commit the costs are; empty where they were given as options."""
-    if options.journal is None:
-        return []
+    """Which commit was measured for the costs; empty where they were given as options."""
     costs = _costs(options)
-    return [f"costs: {len(costs)} measurements of {options.journal.name}, made of {_commit(one)}" for one in costs[-1:]]
+    if options.journal is None or not costs:
+        return []
+    return [f"costs: {len(costs)} measurements of {options.journal.name}, made of {_commit(costs[-1])}"]
 
 
 def _medians(options: Options) -> tuple[dict[tuple[str, int], dict[str, float]], dict[str, int]]:
     """(policy, interval) -> the median of each measured value over rounds and kills; policy -> saves in flight."""
-    assert options.journal is not None
     found: dict[tuple[str, int], dict[str, list[float]]] = {}
     flights: dict[str, int] = {}
     ways = set()

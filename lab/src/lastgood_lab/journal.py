@@ -1,8 +1,8 @@
 """Stores finished measurements as JSON lines, so that an interrupted benchmark resumes after the last of them.
 
-A measurement is looked up by all of its parameters, and by the commit of the code that it was made of, because a report
-names one commit (changes that are not committed are not told apart). One that was interrupted is not in the journal,
-and is repeated.
+A measurement is looked up by all of its parameters and by the commit of the code that was measured, because a report
+names one commit. A commit does not identify uncommitted changes. A measurement that was interrupted is not in the
+journal, and is repeated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def rotated(names: Sequence[str], number: int) -> list[str]:
 class Journal:
     """A file of JSON lines at `path`, which is created by the first `put` if it is missing.
 
-    `common` holds parameters that are part of every key, such as the machine.
+    `common` holds parameters that are part of every key, such as the machine. The commit is always one.
     """
 
     def __init__(self, path: Path, common: Mapping[str, Any] | None = None) -> None:

@@ -33,6 +33,7 @@ class Reports:
         self.stepped = False
         """whether the loop has called step()"""
         self._saved, self._steps_saved = -1, 0
+        """the step of the newest save() of a loop that has not called step(), and how many steps it has saved so"""
 
     def emit(self, kind: EventKind, step: int, detail: str = "", seconds: float = 0.0) -> None:
         """Add an event, which the next `deliver` hands to `on_event`. `seconds`: as in `Event`."""

@@ -272,7 +272,7 @@ def fill(room: Path, attempt: int) -> None:
         os.close(descriptor)
 
 
-def emptied(room: Path, last: int) -> None:
+def empty(room: Path, last: int) -> None:
     """Remove what `fill` has written in the attempts up to this one."""
     for one in room.glob(f"{FILLER}*"):
         if int(one.name.removeprefix(FILLER)) <= last:

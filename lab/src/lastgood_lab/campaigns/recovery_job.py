@@ -34,7 +34,7 @@ from lastgood_lab.campaigns.recovery_faults import (
     Injector,
     Notes,
     Plan,
-    emptied,
+    empty,
 )
 
 SAMPLES, BATCH, SAVE_STEPS, CHECK_STEPS = 512, 16, 3, 2
@@ -202,7 +202,7 @@ def train(plan: Plan, attempt: Attempt, injector: Injector, notes: Notes) -> Non
                 step += 1
                 loop.step(step, batch)
                 if step == schedule.second + 1 and rank == 0:
-                    emptied(Path(plan.room), notes.attempt)
+                    empty(Path(plan.room), notes.attempt)
                 if step == schedule.last:
                     break
     injector.reach("teardown", (0.0, 0.5))
@@ -246,7 +246,7 @@ def main() -> None:
     notes.note("start", pid=os.getpid())
     room = Path(plan.room)
     if rank == 0:
-        emptied(room, number - 1)  # another rank may have filled the disk in this one
+        empty(room, number - 1)  # another rank may have filled the disk in this one
     mine = [one for one in attempt.faults if one.rank == rank]
     injector = Injector(mine, notes, int(os.environ["MASTER_PORT"]), room)
     injector.reach("start")
