@@ -6,6 +6,7 @@ import contextlib
 import errno
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -130,6 +131,15 @@ def test_a_save_is_due_when_a_multiple_of_the_interval_was_passed(tmp_path, ever
             ckpt.step(n)
             ckpt.wait()
     assert steps(tmp_path) == saved
+
+
+def test_nothing_is_due_at_a_step_that_is_given_again(tmp_path: Path) -> None:
+    """A loop that accumulates gradients gives the number of its last step at each batch. Once enough seconds had
+    passed, it was saved there, with the random numbers and the statistics of half an accumulation."""
+    with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}, cadence=Every(seconds=3600)) as ckpt:
+        ckpt.step(1)
+        ckpt._saver._cadence = ckpt._saver.schedule._cadence = Every(seconds=1e-9)
+        assert ckpt.step(1) is None and ckpt.step(2) is not None
 
 
 def test_a_multiple_that_was_saved_by_hand_or_restored_is_not_due_again(tmp_path: Path) -> None:
@@ -264,6 +274,81 @@ def test_a_save_of_a_step_that_an_optimizer_has_passed_is_reported(tmp_path: Pat
         ckpt.step(2)
         train(state)
         ckpt.step(2)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_loop_that_counts_from_the_step_before_is_reported(tmp_path: Path, resumed: bool) -> None:
+    """`for i in range(start, total): ...; ckpt.step(i)` gave each state the number of the one before, and each restart
+    trained a batch twice, without a word."""
+    state = build()
+    if resumed:
+        lastgood.save(tmp_path, state, step=4)
+    with lastgood.Checkpointer(tmp_path, state) as ckpt:
+        start = ckpt.restore().step
+        with reports(logging.WARNING) as texts:
+            for i in range(start, start + 3):
+                train(state)
+                ckpt.step(i)
+    found = [one for one in texts if f"step({start}): an optimizer has stepped" in one]
+    assert len(found) == 1 and found == [one for one in texts if "an optimizer has stepped" in one]
+
+
+def test_steps_that_are_given_again_are_not_reported(tmp_path: Path) -> None:
+    """The number stays the same while gradients are accumulated, and weights may be loaded before the first save."""
+    state = build()
+    with reports(logging.WARNING) as texts, lastgood.Checkpointer(tmp_path, state) as ckpt:
+        ckpt.restore()
+        state["model"].load_state_dict(build()["model"].state_dict())
+        ckpt.save(0)
+        for n in (1, 2):
+            train(state)
+            ckpt.step(n)
+            ckpt.step(n)
+    assert not texts
+
+
+def normalized() -> dict[str, Any]:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_forward_pass_after_the_last_step_is_reported(tmp_path: Path, by_hand: bool) -> None:
+    """A `break` or Ctrl-C in the next step, within the block, stored the running statistics of that step as those of
+    the last one: what followed a resume was not what would have followed, and nothing was reported."""
+    state = normalized()
+    with (
+        reports(logging.WARNING) as texts,
+        lastgood.Checkpointer(tmp_path, state, cadence=Every(steps=5), save_on_exit=not by_hand) as ckpt,
+    ):
+        ckpt.restore()
+        for n in (1, 2):
+            state["model"](torch.ones(4, 2))
+            ckpt.step(n)
+        state["model"].eval()(torch.ones(4, 2))
+        if by_hand:
+            ckpt.save(2).result()
+            assert not texts, "an evaluation changes none"
+            ckpt.step(3)
+        state["model"].train()(torch.ones(4, 2))
+        if by_hand:
+            ckpt.save(3).result()
+    (text,) = texts
+    assert "is saved with buffers that have changed" in text and "model.1.num_batches_tracked" in text
+
+
+def test_running_statistics_of_a_bad_batch_are_not_good(tmp_path: Path) -> None:
+    """A loop that ends at a loss of NaN had NaN in its running statistics, and the save at its exit was good: each
+    evaluation after a resume gave NaN."""
+    state = normalized()
+    with lastgood.Checkpointer(tmp_path, state, cadence=Every(steps=5)) as ckpt:
+        ckpt.restore()
+        for n in range(1, 8):
+            state["model"](torch.ones(4, 2))
+            ckpt.step(n)
+        with torch.no_grad():
+            assert state["model"](torch.full((4, 2), torch.nan)).isnan().any()
+    assert next(one.step for one in reversed(lastgood.open(tmp_path).generations()) if one.good) == 5
 
 
 class OwnGradients(torch.optim.SGD):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn, optim
+from torch.utils.data import DataLoader, IterableDataset
 
 import lastgood
 from harness import reports
@@ -102,6 +103,128 @@ def test_a_forgotten_optimizer_or_schedule_is_reported(tmp_path: Path, given: st
     texts = reported_in_three_steps(tmp_path, state, lambda: (train(model, optimizer), schedule.step()))
     named = [one.split("the state lacks ")[1].split(",")[0] for one in texts if "the state lacks" in one]
     assert named == missing.split()
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "missing"),
+    [
+        ("second", False, "LinearLR"),
+        ("held", True, ""),
+        ("plateau", False, "ReduceLROnPlateau"),
+        ("plateau", True, ""),
+        ("average", False, "AveragedModel"),
+        ("average", True, ""),
+    ],
+)
+def test_a_second_schedule_and_an_average_are_reported(tmp_path: Path, kind: str, given: bool, missing: str) -> None:
+    """A warm-up beside the schedule of the state, a ReduceLROnPlateau and an AveragedModel began anew after each
+    restart, without a word: the state had a schedule, or the optimizer had no sign of one."""
+    model = made()[0]
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    beside: Any
+    if kind == "average":
+        beside = optim.swa_utils.AveragedModel(model)
+        state |= {"average": beside} if given else {}
+    elif kind == "plateau":
+        beside = optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        state |= {"schedule": beside} if given else {}
+    else:
+        beside, first = optim.lr_scheduler.LinearLR(optimizer), optim.lr_scheduler.StepLR(optimizer, 5)
+        state["schedule"] = optim.lr_scheduler.SequentialLR(optimizer, [beside, first], [2]) if given else first
+
+    def train_step() -> None:
+        train(model, optimizer)
+        if kind == "average":
+            beside.update_parameters(model)
+        elif kind == "plateau":
+            beside.step(1.0)
+        else:
+            beside.step()
+
+    texts = reported_in_three_steps(tmp_path, state, train_step)
+    named = [one.split("the state lacks ")[1].split(",")[0] for one in texts if "the state lacks" in one]
+    assert named == missing.split()
+
+
+class Numbers(IterableDataset[torch.Tensor]):
+    """Counts what was read from it."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while True:
+            self.count += 1
+            yield torch.ones(4)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, data: dict[str, int]) -> None:
+        self.count = data["count"]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_that_worker_processes_advance_is_reported(tmp_path: Path, workers: int) -> None:
+    """They advance their copies of it: each save had its position before the first batch, and a restart trained the
+    first batches again, without a word."""
+    (model, optimizer), numbers = made(), Numbers()
+    loader = DataLoader(numbers, 2, num_workers=workers)
+    state = {"model": model, "optimizer": optimizer, "numbers": numbers}
+    texts = reported_in_three_steps(tmp_path, state, lambda: train(model, optimizer))
+    assert loader.num_workers == sum("numbers, which a DataLoader reads in worker" in one for one in texts)
+
+
+def test_few_calls_with_large_numbers_are_not_reported(tmp_path: Path) -> None:
+    """A loop that counts samples was told after three steps that no parameter had changed: a scaler may still be
+    looking for its scale."""
+    model, optimizer = made()
+    with (
+        reports() as texts,
+        lastgood.Checkpointer(
+            tmp_path, {"model": model, "optimizer": optimizer}, cadence=lastgood.Every(steps=64)
+        ) as ckpt,
+    ):
+        ckpt.restore()
+        for call in range(1, 20):
+            ckpt.step(64 * call)
+        assert not any("no parameter of the state" in one for one in texts)
+        ckpt.step(64 * 20)
+    assert sum("no parameter of the state" in one for one in texts) == 1
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_tensor_that_grows_is_reported(tmp_path: Path, own: bool) -> None:
+    """Each restart was refused (StateMismatch), because the state begins with an empty tensor: nobody learnt of it
+    before the first crash. An object that loads its state itself takes any length."""
+
+    class Record:
+        def __init__(self) -> None:
+            self.losses = torch.zeros(1)
+
+        def state_dict(self) -> dict[str, torch.Tensor]:
+            return {"losses": self.losses}
+
+        def load_state_dict(self, data: dict[str, torch.Tensor]) -> None:
+            self.losses = data["losses"]
+
+    model, optimizer = made()
+    record, state = Record(), {"model": model, "optimizer": optimizer, "losses": torch.zeros(1)}
+    if own:
+        state["losses"] = record
+
+    def train_step() -> None:
+        train(model, optimizer)
+        longer = torch.zeros(len(record.losses) + 1)
+        record.losses = longer
+        if not own:
+            state["losses"] = longer
+
+    texts = reported_in_three_steps(tmp_path, state, train_step)
+    found = [one for one in texts if "another shape" in one]
+    assert len(found) == (not own)
+    assert all("losses has another shape than in the save before: [2] then, [3] now" in one for one in found)
 
 
 class Perturbed(optim.Optimizer):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import lastgood
-from harness import reported
+from harness import reported, reports
 from lastgood import errors
 from lastgood.policy.retention import Keep
 from lastgood.storage.directory import Disk
@@ -135,6 +135,23 @@ def test_a_trained_state_at_step_0_is_reported_before_the_first_save(tmp_path: P
         ckpt.step(1)
         with reported("has found nothing that was saved, .* and the state is that of step 1 or later", logging.ERROR):
             assert ckpt.restore().step == 0
+
+
+def test_a_new_run_of_objects_that_were_trained_is_reported(tmp_path: Path) -> None:
+    """A cell of a notebook that was run again, with another path, began its count of steps at 0 with the objects that
+    the first one had trained, without a word."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for path, count in (("a", 0), ("b", 1)):
+        with (
+            reports(logging.WARNING) as texts,
+            lastgood.Checkpointer(tmp_path / path, {"model": model, "optimizer": optimizer}) as ckpt,
+        ):
+            ckpt.restore()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            ckpt.step(1)
+        assert sum("optimizer of the state has made steps already" in one for one in texts) == count
 
 
 def test_nothing_is_deleted_for_a_rewind_that_is_not_durable(tmp_path: Path) -> None:

@@ -72,6 +72,31 @@ def test_a_number_that_changed_after_the_last_save_is_reported_at_the_exit(tmp_p
         state["epoch"] = 1
 
 
+def test_data_and_buffers_that_changed_after_the_last_save_are_reported(tmp_path: Path) -> None:
+    """save(n) of a step that the cadence had saved dropped them without a word: numbers and schedules were compared,
+    and nothing else. What draws random numbers or is iterated changes meanwhile, and is not reported."""
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
+    best, drawn = {"score": 0.0, "random": torch.Generator()}, torch.Generator()
+    state = {"model": model, "best": best, "curve": [1.0], "mean": torch.zeros(2), "drawn": drawn}
+    with lastgood.Checkpointer(tmp_path, state, cadence=Every(steps=1)) as ckpt:
+        ckpt.step(1)
+        torch.rand(1, generator=drawn)
+        torch.rand(1, generator=best["random"])
+        with reports(logging.WARNING) as texts:
+            ckpt.save(1, metrics={"loss": 1.0})
+        assert not texts
+        best["score"] = 1.0
+        state["curve"].append(2.0)
+        with reported("step 1 was saved before best, curve changed"):
+            ckpt.save(1, milestone=True)
+        best["score"] = 0.0
+        state["curve"].pop()
+        state["mean"].add_(1.0)
+        model(torch.ones(4, 2))
+        with reported("step 1 was saved before mean, model.0.num_batches_tracked, model.0.running_mean and 1 more"):
+            ckpt.save(1, milestone=True)
+
+
 def test_metrics_after_an_evaluation_feed_keep_best(tmp_path: Path) -> None:
     """step() accepted no metrics, so Keep(best=...) had no metric to rank by in a loop with a cadence."""
     options = {"cadence": Every(steps=1), "retention": Keep(last=1, best=("loss", "min", 1))}

@@ -139,6 +139,7 @@ class Ending:
         if last is None or last.step < n or last.failed():
             if self._is_updated(n):
                 return
+            self._progress.report_buffers()
             with contextlib.suppress(NotRestored):  # the state does not continue the run; the closing line reports that
                 save = self._saver.save(n, False, {}, must=True, timeout_seconds=threading.TIMEOUT_MAX)
                 assert save is not None
@@ -155,7 +156,7 @@ class Ending:
             reporting.warning(f"{what}, and what it has changed is not saved: {todo}")
             return
         try:
-            self._saver.compare_values(last)
+            self._saver.compare_values(last, self._progress.changed_buffers())
         except LastgoodError as error:
             self._pipeline.outcomes.put(error)
 

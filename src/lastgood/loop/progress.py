@@ -25,7 +25,8 @@ from ..records import Generation
 from ..run.outcomes import Outcomes
 from ..snapshot.staging import Fence
 from ..state.objects import find_objects, held_by_objects, instances_of
-from ..state.parameter_versions import version
+from ..state.parameter_versions import BufferWatch, stepped, version
+from ..units import shortened
 from .load import LoadRequest
 
 _COUNT = "Count completed optimizer steps."
@@ -45,7 +46,10 @@ class Progress:
         """whether `step()` or `save()` was called"""
         self.restored_generation = False
         """whether the state was restored from a generation"""
-        self._version = version(self._state)
+        self._version, self._buffers = version(self._state), BufferWatch()
+        self._had_stepped = bool(stepped(self._state))
+        """whether an optimizer had stepped before the run was opened or restored"""
+        self._behind_reported = False
         self.samplers = instances_of(self._state, ResumableSampler)
         """those of the state, as of the last step: it may get more"""
         self._longest = sys.maxsize
@@ -77,9 +81,12 @@ class Progress:
             count_step(self.samplers, n, self.step, rank=rank, ranks=ranks, first=first)
             if first and rank == 0:
                 report_uncounted(held_by_objects(self._state, ResumableSampler), n)
+            if first:
+                self._buffers.begin(self._state)
             self.step = self._outcomes.completed = n
             self._note_trained(before)
             self._fence.update_begun = False
+            self._buffers.note()
 
     def _left_out(self) -> dict[str, ResumableSampler]:
         """The samplers of the state that `include` leaves out of saves, by path."""
@@ -88,14 +95,47 @@ class Progress:
         saved = {id(one) for path, one in every.items() if self._included.keeps(join(path, "epoch"))}
         return {path: one for path, one in every.items() if id(one) not in saved}
 
+    def report_behind(self) -> None:
+        """`step` was called with the number of the newest step, or of a later one: report, once and at rank 0, if an
+        optimizer has stepped since the first call with this number."""
+        if self._behind_reported or self._ranks.rank:
+            return
+        first = self.step == self.resumed_step and not self._had_stepped
+        if self.update_begun or (first and stepped(self._state)):  # guard: number-behind-is-reported
+            self._behind_reported = True
+            reporting.warning(
+                f"step({self.step}): an optimizer has stepped, and the number of completed steps is still {self.step}: "
+                "what is saved under this number is a later state, and a resume trains the batches of that update "
+                "again. Give the number of completed optimizer steps: a loop over range(start, total) calls "
+                "step(i + 1), and one that accumulates gradients counts after optimizer.step()"
+            )
+
+    def changed_buffers(self) -> list[str]:
+        """Names of the buffers that have changed since the loop has completed its newest step."""
+        return self._buffers.changed()
+
+    def report_buffers(self) -> None:
+        """The state is saved as that of the newest step: report at rank 0 if buffers have changed since."""
+        changed = self.changed_buffers() if self._ranks.rank == 0 else []
+        if changed:  # guard: forward-after-step-is-reported
+            reporting.warning(
+                f"step {self.step} is saved with buffers that have changed since it was completed: "
+                f"{shortened(changed, 3)}. A forward pass in training mode has begun the next step, or an evaluation "
+                "ran in it: what follows a resume is not exactly what would have followed. Leave the loop right after "
+                "step(), or let the exception leave the with block: then the newest save before it is restored"
+            )
+
     def report_update(self) -> None:
-        """The state is saved as that of the newest step: report at rank 0 if an optimizer has stepped since."""
+        """The state is saved as that of the newest step: report at rank 0 if an optimizer has stepped since, or if
+        buffers have changed."""
         if self.update_begun and self.step > self.resumed_step and self._ranks.rank == 0:
             reporting.warning(
                 f"save({self.step}): an optimizer has stepped since step {self.step} was completed, so a later state "
                 "is saved under this number, and a resume trains the batches of that update again: after each step of "
                 "the optimizer, call step() or save() with the number of completed steps"
             )
+        else:
+            self.report_buffers()
         self._fence.update_begun = False
 
     def _found_samplers(self, first: bool) -> list[ResumableSampler]:
@@ -156,6 +196,7 @@ class Progress:
         """Record that the state is that of `step`, restored from `generation`, or (None) that the loop starts over."""
         self.step = self.resumed_step = step
         self.restored_generation, self._version = generation is not None, version(self._state)
+        self._had_stepped, self._buffers = bool(stepped(self._state)), BufferWatch()
         self._outcomes.restored(step if generation else None)
         self.samplers = instances_of(self._state, ResumableSampler)
         for one in self.samplers:

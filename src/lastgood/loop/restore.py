@@ -42,6 +42,8 @@ from ..run.pipeline import Pipeline
 from ..run.watched import Sources
 from ..run.writer import RunWriter
 from ..state.objects import find_objects, instances_of
+from ..state.parameter_versions import stepped
+from ..units import shortened
 from . import suspects
 from .load import LoadRequest, Restored, load
 from .progress import Progress
@@ -273,6 +275,13 @@ class Restorer:
                 f"{self._pipeline.run.tier.place}: restore() has found nothing that was saved, so it counts as step 0, "
                 f"and the state is that of step {self._progress.step} or later: what follows is no training from the "
                 "beginning. Build the state anew, in a new process or as new objects in a new Checkpointer"
+            )
+        elif found.generation is None and self._ranks.is_coordinator and (before := stepped(self._request.state)):
+            reporting.warning(  # guard: stepped-optimizer-at-step-0-reported
+                f"{self._pipeline.run.tier.place}: restore() has found nothing that was saved, so it counts as step 0, "
+                f"but {shortened(before, 3)} of the state has made steps already. If this process has trained it, as "
+                "in a cell of a notebook that is run again, what follows is no training from the beginning: build the "
+                "state anew. If it was loaded from elsewhere, nothing is wrong"
             )
         return found
 

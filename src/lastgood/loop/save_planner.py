@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from .. import reporting
 from ..coordination.rounds import Topic
 from ..coordination.single_rank import AnyTopic
 from ..engine.arena import Arena
@@ -34,10 +35,11 @@ from ..run.save import Files
 from ..snapshot import overlap, staging, torn_check
 from ..state.capture import Capture, Captured, Origin, finite
 from ..state.exempt import masks, untrained
-from ..state.objects import is_fsdp1, modules_of
+from ..state.objects import find_objects, is_fsdp1, modules_of, tag_of
 from ..state.patterns import Patterns
 from ..state.saved_size import saved_bytes
 from ..state.storable import require_storable
+from ..units import shortened
 from .options import Options
 
 SMALL_BYTES = 4 << 20
@@ -74,6 +76,8 @@ class _Plan:
     """names of the tensors that must be finite"""
     images: list[Image]
     """the files of this rank"""
+    shapes: Mapping[str, torch.Size]
+    """of the tensors of the state, by name"""
     partition: Partition | None = None
     """which tensors this rank writes; None in a world of one"""
     origins: Mapping[str, Origin] | None = None
@@ -107,6 +111,7 @@ class SavePlanner:
         self._exempt: frozenset[str] | None = None
         """parameters that held infinity and no NaN before training (`exempt.masks`); None: not searched for yet"""
         self._arena: Arena | None = None
+        self._reshaped_reported = False
         self._spoiled = False
         """whether a chunk of the arena may be lost: then the next save makes a new arena"""
         self._pin: staging.Pin | None = None
@@ -252,9 +257,31 @@ class SavePlanner:
                 files = lay_out([item.tensor for item in partition.mine], self._replicas.rank)
             else:
                 files = staging.lay_out(captured.tensors, must)
-            plan = self._plan = _Plan(captured.key, must, files, partition)
+            shapes = {name: one.shape for name, one in captured.tensors.items()}
+            if plan is not None:
+                self._report_reshaped(plan.shapes, shapes, state)
+            plan = self._plan = _Plan(captured.key, must, files, shapes, partition)
         plan.origins = captured.origins
         return plan
+
+    def _report_reshaped(
+        self, before: Mapping[str, torch.Size], now: Mapping[str, torch.Size], state: Mapping[str, Any]
+    ) -> None:
+        """Report, once and at rank 0, tensors whose shape has changed between two saves: a state that a restart builds
+        as before does not have it. Objects with their own `load_state_dict` may take any shape."""
+        if self._reshaped_reported or (self._replicas is not None and self._replicas.rank):
+            return
+        found = [name for name, shape in now.items() if before.get(name, shape) != shape]
+        own = tuple(f"{path}." for path, one in find_objects(state).items() if tag_of(one) == "!object")
+        found = [name for name in found if not name.startswith(own)]
+        if found:  # guard: reshaped-tensor-is-reported
+            self._reshaped_reported = True
+            reporting.warning(
+                f"{shortened(found, 3)} has another shape than in the save before: {list(before[found[0]])} then, "
+                f"{list(now[found[0]])} now. restore() refuses it (StateMismatch) where a restart builds it in another "
+                "shape than the saved one. Keep records that grow in a list, which is restored with any length; build "
+                "a resized layer in its new size before restore()"
+            )
 
     def must_be_finite(self, state: Mapping[str, Any], captured: Captured) -> frozenset[str]:
         """Names of the tensors in which NaN or infinity makes a state unfit."""
@@ -317,7 +344,8 @@ class SavePlanner:
         wanted = wanted if self._memory is None else min(self._memory // chunk_bytes * chunk_bytes, wanted)
         arena = self._fitting(wanted, chunk_bytes)
         if arena is None:
-            self._pipeline.wait()  # until every lease of the old arena is released: both would exceed the bound
+            # Until every lease of the old arena is released: both would exceed the bound.
+            self._pipeline.wait_for_saves()  # guard: larger-state-waits-for-no-copy
             self._drop_arena()
             arena = self._arena = Arena(max(wanted, chunk_bytes), chunk_bytes)
         return arena

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from .. import reporting
@@ -36,10 +36,11 @@ from ..records import Generation, GenerationId, Manifest
 from ..run.pipeline import Pipeline
 from ..run.planned_save import PlannedSave
 from ..run.save_handle import Save
-from ..snapshot.unchanged import changed, changed_values, is_same, require_unchanged
+from ..snapshot.unchanged import changed, changed_beside, changed_values, is_same, require_unchanged
 from ..state.capture import Captured
 from ..state.live_check import Numbers
 from ..state.parameter_versions import ParameterWatch
+from ..units import shortened
 from .adaptive_interval import Pace
 from .bounds import Bounds
 from .copy_pace import CopyPace
@@ -248,8 +249,10 @@ class Saver:
 
     def due(self, n: int, now: float) -> bool:
         """Whether to save at step `n`: in the place that is written first, or in one below. Once for each step."""
+        self._watch.steps += 1  # guard: unchanged-steps-are-calls
+        is_new = n > self.schedule.previous_step  # not in the middle of the accumulation of gradients
         below = [one.due(n, now) for one in self._below]
-        return self.schedule.due(n, now) or any(below)
+        return (self.schedule.due(n, now) or any(below)) and is_new  # guard: repeated-step-saves-nothing
 
     def _owe(self, n: int, must: bool) -> list[bool]:
         """A save of step `n` begins: note to which places below it is copied, and return that. `must`: to all."""
@@ -347,9 +350,10 @@ class Saver:
             captured = self._planner.captured(self._request.state)  # all ranks take part
             manifest = commit.read_manifest(self._pipeline.run.tier, save.committed(), self._ranks.rank)
             names = changed(captured, manifest)
+            beside = changed_beside(self._request.state, captured, manifest)  # guard: changed-buffers-reported
         names = topic.agree(names, lambda posts: sorted({name for one in posts for name in one}))
         require_unchanged(save.step, names)
-        self._report_changed_values(save.step, captured, manifest)
+        self._report_changed_values(save.step, captured, manifest, beside)
 
     def _not_added(self, n: int, error: LastgoodError) -> Save:
         """Report why nothing was added to step `n`, which is saved; returns a handle that has ended with that error."""
@@ -359,18 +363,20 @@ class Saver:
         save.note_outcome(None, error)
         return save
 
-    def compare_values(self, save: Save) -> None:
-        """Report numbers, texts and schedules that have changed since `save` stored them. All ranks call it: to read a
-        state may take all of them."""
+    def compare_values(self, save: Save, beside: Sequence[str]) -> None:
+        """Report data and schedules that have changed since `save` stored them, and the tensors `beside`. All ranks
+        call it: to read a state may take all of them."""
         manifest = commit.read_manifest(self._pipeline.run.tier, save.committed(), self._ranks.rank)
-        self._report_changed_values(save.step, self._planner.captured(self._request.state), manifest)
+        self._report_changed_values(save.step, self._planner.captured(self._request.state), manifest, beside)
 
-    def _report_changed_values(self, step: int, captured: Captured, manifest: Manifest) -> None:
-        late = changed_values(self._request.state, captured, manifest) if self._ranks.is_coordinator else []
+    def _report_changed_values(self, step: int, captured: Captured, manifest: Manifest, beside: Sequence[str]) -> None:
+        if not self._ranks.is_coordinator:
+            return
+        late = [*changed_values(self._request.state, captured, manifest), *beside]
         self._changed_late += bool(late)
         if late and reporting.is_reported(self._changed_late):
             reporting.warning(
-                f"step {step} was saved before {', '.join(late)} changed, and what was saved has the "
+                f"step {step} was saved before {shortened(late, 3)} changed, and what was saved has the "
                 "values from before. What is done once an epoch, as a schedule, goes before step()"
             )
 

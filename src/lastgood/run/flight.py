@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 
 from ..coordination.single_rank import AnyTopic
 from ..engine.arena import Arena, FileMemory, Lease
+from ..errors import Cancelled
 from ..format import layout
 from ..io.reused_files import LentFile
 from ..ports import Tier
 from ..storage.directory import Disk
 from .chunk_queue import ChunkQueue
+from .known import KnownRun
 from .node_disks import own_disk
 from .planned_save import PlannedSave
 from .save import SaveRequest
@@ -39,11 +42,22 @@ class Flight:
             if lent is not None:
                 self.memory = FileMemory(lent.memory, self.planned.arena.chunk_bytes)
 
-    def fill(self) -> Iterator[Lease]:
-        """Copy the state, and yield the filled chunks, as `Source.fill`. Raises Cancelled after `cancel`."""
-        with self._copying:
-            # guard: copier-stops-when-unwanted
-            yield from self.planned.source.fill(lambda: self.chunks.cancelled, self.memory)
+    def copy(self, known: KnownRun) -> None:
+        """Copy the live state into chunks. When it returns, the live state may change again."""
+        failed: BaseException | None = None
+        begun = time.monotonic()
+        try:
+            for lease in self._fill():
+                self.chunks.put(lease)
+            known.emit("staged", self.at, time.monotonic() - begun, self.planned.bytes)
+        except Exception as error:  # noqa: BLE001 - raised where the chunks are written, and reported from there
+            failed = error
+        except BaseException:
+            failed = Cancelled("the copy was interrupted", safe="Nothing of it was committed.")
+            raise  # guard: interrupt-in-copy-raised
+        finally:
+            self.handle.note_staged()  # guard: failed-copy-unblocks-loop
+            self.chunks.close(failed)  # guard: failed-copy-fails-save
 
     def end(self) -> None:
         """Release the file that was lent. Called once. A save that Ctrl-C interrupted may still be copied: then this
@@ -62,3 +76,9 @@ class Flight:
         """End the save with `reason` at its next chunk."""
         self.chunks.cancel(reason)
         self.memory.wake()  # guard: memory-waiters-woken
+
+    def _fill(self) -> Iterator[Lease]:
+        """Copy the state, and yield the filled chunks, as `Source.fill`. Raises Cancelled after `cancel`."""
+        with self._copying:
+            # guard: copier-stops-when-unwanted
+            yield from self.planned.source.fill(lambda: self.chunks.cancelled, self.memory)

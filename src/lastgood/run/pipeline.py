@@ -210,11 +210,11 @@ class Pipeline:
             with self._state:
                 self._work = [*(job for job in self._work if not job.done()), writing]
             if planned.overlapped:  # guard: blocking-save-waits-for-copy
-                copying = self._copier.submit(self._copy, flight)
+                copying = self._copier.submit(flight.copy, self.run.known)
                 with self._state:
                     self._work.append(copying)
             else:
-                self._copy(flight)
+                flight.copy(self.run.known)
         except BaseException as error:
             # Ctrl-C may come between any two of these lines. Closing the queue ends the lane, so close() does not hang.
             flight.chunks.close(Cancelled("the save was interrupted", safe="Nothing of it was committed."))
@@ -284,6 +284,11 @@ class Pipeline:
             with self._state:
                 self._closing -= 1
 
+    def wait_for_saves(self) -> None:
+        """Wait until the saves in flight have ended, but not for what follows them: upkeep, and copies below."""
+        for flight in self._in_flight():
+            flight.handle.wait_ended()
+
     def close(self, timeout: float | None = None, survives: bool = False) -> None:
         """Wait until all work is done, then end the threads and release the lock of the run.
 
@@ -297,9 +302,7 @@ class Pipeline:
         try:
             self.wait(timeout)
         except TimedOut:
-            with self._state:
-                flights = list(self._flights)
-            for flight in flights:
+            for flight in self._in_flight():
                 flight.cancel(Cancelled("the save was given up", safe="Nothing of it was committed."))
             self.places.stop()
             self._end_waits(survives)
@@ -319,6 +322,10 @@ class Pipeline:
         self._unreported.detach()
 
     # ---- in the background ---------------------------------------------------------------------------------
+
+    def _in_flight(self) -> list[Flight]:
+        with self._state:
+            return list(self._flights)
 
     def _unfinished(self) -> Future[None] | None:
         with self._state:
@@ -358,23 +365,6 @@ class Pipeline:
             self._storage.close()
         except LastgoodError as error:
             self.outcomes.put(error)
-
-    def _copy(self, flight: Flight) -> None:
-        """Copy the live state into chunks. When it returns, the live state may change again."""
-        failed: BaseException | None = None
-        begun = time.monotonic()
-        try:
-            for lease in flight.fill():
-                flight.chunks.put(lease)
-            self.run.known.emit("staged", flight.at, time.monotonic() - begun, flight.planned.bytes)
-        except Exception as error:  # noqa: BLE001 - raised where the chunks are written, and reported from there
-            failed = error
-        except BaseException:
-            failed = Cancelled("the copy was interrupted", safe="Nothing of it was committed.")
-            raise  # guard: interrupt-in-copy-raised
-        finally:
-            flight.handle.note_staged()  # guard: failed-copy-unblocks-loop
-            flight.chunks.close(failed)  # guard: failed-copy-fails-save
 
     def _save(self, flight: Flight) -> None:
         """On a lane: write and commit one save. The handle receives the outcome, and `outcomes` a failure."""
@@ -419,9 +409,8 @@ class Pipeline:
 
     def _overtake(self, newer: Flight) -> None:
         """Cancel the older saves that are not pinned; this frees their memory and their space on the disk."""
-        with self._state:
-            # guard: older-saves-overtaken
-            older = [one for one in self._flights if one.at < newer.at and not one.pinned]
+        # guard: older-saves-overtaken
+        older = [one for one in self._in_flight() if one.at < newer.at and not one.pinned]
         for one in older:
             one.cancel(Overtaken(f"step {newer.at.step} was committed before step {one.at.step}"))
 

@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..errors import StepTaken
 from ..format.values import component
 from ..records import Manifest, Piece
 from ..state.capture import Captured, Origin
+from ..state.objects import find_objects, tag_of
 from ..units import shortened
 from .staging import content_digest
 
@@ -23,6 +23,8 @@ _LISTED = 3
 """names of changed tensors in the error"""
 _RANDOM = "rng"
 """random number generators: any code between two saves draws from them, so they are not compared"""
+_MOVING = {"!object", "!torch.Generator", "!np.Generator", "!np.RandomState", "!random.Random"}
+"""tags of objects that change without a step of an optimizer"""
 
 
 def changed(captured: Captured, manifest: Manifest) -> list[str]:
@@ -36,14 +38,25 @@ def changed(captured: Captured, manifest: Manifest) -> list[str]:
 
 
 def changed_values(state: Mapping[str, Any], captured: Captured, manifest: Manifest) -> list[str]:
-    """Names of the entries of a state whose values have changed: numbers, texts, schedules, and learning rates.
+    """Names of the entries of a state whose values have changed: data, schedules, and learning rates.
 
-    Not of other objects: a loader, for example, changes when it is iterated.
+    Not of other objects: a loader, for example, changes when it is iterated, and an evaluation draws random numbers.
     """
-    kinds = (int, float, str, Optimizer, LRScheduler)
     before, now = _values(manifest.values), _values(captured.values)
-    names = [component(name) for name, one in state.items() if isinstance(one, kinds)]
-    return [name for name in names if before.get(name) != now.get(name)]
+    names = [component(name) for name, one in state.items() if isinstance(one, LRScheduler)]
+    for values in (before, now):
+        values.update({name: _data(one) for name, one in values.items() if name not in names})
+    return [name for name in map(component, state) if before.get(name) != now.get(name)]
+
+
+def changed_beside(state: Mapping[str, Any], captured: Captured, manifest: Manifest) -> list[str]:
+    """Names of the tensors that `changed` does not compare, buffers and those in containers, whose content has changed;
+    not of those of objects that `changed_values` leaves out."""
+    moving = [path for path, one in find_objects(state).items() if _is_moving(one)]
+    moving = [*moving, _RANDOM]
+    beside = (piece for piece in manifest.pieces if captured.origins.get(piece.name, Origin.OTHER) is Origin.OTHER)
+    kept = (piece for piece in beside if not any(f"{piece.name}.".startswith(f"{path}.") for path in moving))
+    return sorted(piece.name for piece in kept if not _holds(captured, piece, manifest.digest))
 
 
 def require_unchanged(step: int, names: Sequence[str]) -> None:
@@ -74,6 +87,18 @@ def _holds(captured: Captured, piece: Piece, algorithm: str) -> bool:
         first = piece.offsets[0] - (spread.box.offsets[0] if spread else 0)
         held = held[first : first + piece.shape[0]]
     return content_digest(held, algorithm) == piece.digest
+
+
+def _is_moving(obj: Any) -> bool:
+    """Whether this object changes without a step of an optimizer: a loader, or a generator of random numbers."""
+    return tag_of(obj) in _MOVING and not isinstance(obj, LRScheduler)
+
+
+def _data(value: Any) -> Any:
+    """A value as stored, without such objects inside of it."""
+    if isinstance(value, dict):
+        return None if _MOVING & value.keys() else {key: _data(one) for key, one in value.items()}
+    return [*map(_data, value)] if isinstance(value, list) else value
 
 
 def _is_random(name: str) -> bool:

@@ -1,15 +1,15 @@
-"""What a training has and the state lacks: optimizers, schedules, samplers, scalers and parameters. Reads only.
+"""What a training has and the state lacks: optimizers, schedules, samplers, scalers, averages and parameters; and
+datasets of the state that worker processes advance. Reads only.
 
-The whole process is looked through only where the state has signs of one: parameters that are trained and that no
-optimizer of the state has, an optimizer with the learning rates that a schedule begins with, or an optimizer without a
-sampler or a scaler beside it.
+The whole process is looked through only where the state has a sign that this may find something.
 """
 
 from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,8 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, IterableDataset
 
 from ..data.sampler import ResumableSampler
 from ..format.values import only_numbers
@@ -28,15 +30,16 @@ from .wrappers import Wrappers
 
 _PACKAGES = {"torch", "torchdata", "lastgood"}
 """whose objects hold no optimizer or schedule in their `state_dict()`, but those that are optimizers or schedules"""
-_KINDS = (Optimizer, LRScheduler, ResumableSampler, GradScaler)
+_KINDS = (Optimizer, LRScheduler, ResumableSampler, GradScaler, AveragedModel)
 
 
 def forgotten(state: Mapping[str, Any]) -> list[str]:
     """The classes of optimizers that keep something of parameters of the state, and of schedules of its optimizers,
     that live in this process and are not in the state. So are optimizers inside of those of the state, of which their
-    `state_dict()` has nothing; and, if the state has an optimizer, a ResumableSampler from which batches are read and a
-    GradScaler that has scaled a loss, if it has none of that class. Empty if the state has objects of the user or of
-    another package, or modules with a state of their own, whose `state_dict()` may have them.
+    `state_dict()` has nothing; and, if the state has an optimizer, a ResumableSampler from which batches are read, a
+    GradScaler that has scaled a loss, and an AveragedModel that has averaged, if it has none of that class. Empty if
+    the state has objects of the user or of another package, or modules with a state of their own, whose `state_dict()`
+    may have them.
     """
     unwrapped = Wrappers().unwrapped
     objects = [unwrapped(one) for one in find_objects(state).values()]  # guard: wrapped-optimizer-has-schedule
@@ -50,12 +53,22 @@ def forgotten(state: Mapping[str, Any]) -> list[str]:
     keeping = [one for one in optimizers if getattr(one, "state", None) and trained & _parameters_of(one)]
     schedules = [one for one in live if isinstance(one, LRScheduler) and _optimizer_of(one, unwrapped) in begun]
     names = [type(one).__name__ for one in (*inner, *keeping, *schedules)]
-    used = _used(live, beside)
+    used = [*_used(live, beside), *_schedules_beside(live, objects, unwrapped)]
     if used:  # by an earlier training, it may be, whose objects are not collected yet
         del live, optimizers, keeping, schedules
         gc.collect()  # guard: garbage-is-not-in-use
-        used = _used(_live(), beside)
+        live = _live()
+        used = [*_used(live, beside), *_schedules_beside(live, objects, unwrapped)]
     return [*dict.fromkeys([*names, *used])]
+
+
+def read_by_workers(state: Mapping[str, Any]) -> list[str]:
+    """The paths of the datasets of a state that a DataLoader of this process reads in worker processes: these advance
+    copies of them. torchdata's StatefulDataLoader asks its workers for their positions."""
+    datasets = {id(one): path for path, one in find_objects(state).items() if isinstance(one, IterableDataset)}
+    loaders = _live((DataLoader,)) if datasets else []
+    loaders = [one for one in loaders if one.num_workers and not hasattr(one, "state_dict")]
+    return [path for key, path in datasets.items() if any(id(one.dataset) == key for one in loaders)]
 
 
 def unstored(state: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -150,8 +163,27 @@ def _kinds_beside(objects: list[Any]) -> tuple[type, ...]:
     if not any(isinstance(one, Optimizer) for one in objects):
         return ()
     others = [one for one in objects if not isinstance(one, Optimizer | LRScheduler)]
-    samplers: tuple[type, ...] = () if any(tag_of(one) == "!object" for one in others) else (ResumableSampler,)
-    return samplers if any(isinstance(one, GradScaler) for one in others) else (*samplers, GradScaler)
+    kinds: list[type] = [] if any(tag_of(one) == "!object" for one in others) else [ResumableSampler]
+    parts = [part for one in others if isinstance(one, nn.Module) for part in one.modules()]
+    return (*kinds, *(kind for kind in (GradScaler, AveragedModel) if not _has(kind, (*others, *parts))))
+
+
+def _has(kind: type, objects: Iterable[Any]) -> bool:
+    return any(isinstance(one, kind) for one in objects)
+
+
+def _schedules_beside(live: list[Any], objects: list[Any], unwrapped: Callable[[Any], Any]) -> list[str]:
+    """The classes of the schedules that have stepped with an optimizer of the state, and that are neither in the state
+    nor held by a schedule that is."""
+    optimizers = {id(one) for one in objects if isinstance(one, Optimizer)}
+    known = [one for one in objects if isinstance(one, LRScheduler)]
+    for one in known:  # grows meanwhile
+        held = chain.from_iterable(part if isinstance(part, list | tuple) else [part] for part in vars(one).values())
+        known += [part for part in held if isinstance(part, LRScheduler) and not any(part is other for other in known)]
+    saved = {*map(id, known)}
+    found = [one for one in live if isinstance(one, LRScheduler) and id(one) not in saved]
+    found = [one for one in found if _optimizer_of(one, unwrapped) in optimizers]
+    return [type(one).__name__ for one in found if getattr(one, "last_epoch", 0) > 0]  # guard: second-schedule-reported
 
 
 def _used(live: list[Any], kinds: tuple[type, ...]) -> list[str]:
@@ -162,6 +194,8 @@ def _used(live: list[Any], kinds: tuple[type, ...]) -> list[str]:
             continue
         if isinstance(one, ResumableSampler):
             in_use = getattr(one, "is_read_uncounted", False)  # guard: forgotten-sampler-reported
+        elif isinstance(one, AveragedModel):
+            in_use = bool(one.n_averaged)  # guard: forgotten-average-reported
         else:
             in_use = getattr(one, "_scale", None) is not None  # guard: forgotten-scaler-reported
         used += [type(one).__name__] if in_use else []
@@ -200,10 +234,10 @@ def _optimizer_of(schedule: LRScheduler, unwrapped: Callable[[Any], Any]) -> int
     return id(unwrapped(getattr(schedule, "optimizer", None)))
 
 
-def _live() -> list[Any]:
-    """The objects of this process of the classes that may be forgotten. Classes come first: `isinstance` would run code
-    of proxies, and a process may have millions of objects."""
+def _live(wanted: tuple[type, ...] = _KINDS) -> list[Any]:
+    """The objects of this process of these classes; by default of those that may be forgotten. Classes come first:
+    `isinstance` would run code of proxies, and a process may have millions of objects."""
     objects = gc.get_objects()
     classes = {id(one): one for one in map(type, objects)}
-    kinds = {key for key, one in classes.items() if issubclass(one, _KINDS)}
+    kinds = {key for key, one in classes.items() if issubclass(one, wanted)}
     return [one for one in objects if id(type(one)) in kinds]

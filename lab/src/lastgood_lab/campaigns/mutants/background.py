@@ -40,7 +40,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "a failed copy leaves the training loop blocked",
             "failed-copy-unblocks-loop",
-            Swap("flight.handle", "if failed is None: flight.handle"),
+            Swap("self.handle", "if failed is None: self.handle"),
         ),
         ("the commit does not wait for the end of the copier", "copier-finished-before-commit", Remove()),
         ("the failure of a save is not raised in the training loop", "save-failure-raised-in-loop", Remove()),
