@@ -518,10 +518,10 @@ def test_a_full_place_below_makes_room_for_the_next_copy(tmp_path, caplog):
 def test_a_larger_state_does_not_wait_for_copies(places, monkeypatch):
     """A save that had outgrown its memory waited until the places below had all that was saved before: while a bucket
     was down, the loop stood still."""
-    copied, complete = threading.Event(), lower_place.copying.complete
+    saved, awaited, complete = threading.Event(), list[bool](), lower_place.copying.complete
 
     def slow(*arguments: object) -> object:
-        copied.wait(60)
+        awaited.append(not saved.wait(20))
         return complete(*arguments)
 
     monkeypatch.setattr(lower_place.copying, "complete", slow)
@@ -530,8 +530,8 @@ def test_a_larger_state_does_not_wait_for_copies(places, monkeypatch):
         ckpt.step(1).committed()
         places.training.state["more"] = torch.zeros(1 << 20)
         ckpt.step(2).committed()
-        copied.set()
-    assert steps(places.last) == [1, 2]
+        saved.set()
+    assert steps(places.last) == [1, 2] and not any(awaited)
 
 
 def test_copies_that_were_given_up_leave_nothing_behind(places, monkeypatch):
