@@ -221,7 +221,7 @@ def test_a_tensor_that_grows_is_reported(tmp_path: Path, own: bool) -> None:
     texts = reported_in_three_steps(tmp_path, state, train_step)
     found = [one for one in texts if "another shape" in one]
     assert len(found) == (not own)
-    assert all("losses has another shape than in the save before: [2] then, [3] now" in one for one in found)
+    assert all("another shape than in the save before: losses [2], now [3]." in one for one in found)
 
 
 class Perturbed(optim.Optimizer):

@@ -97,6 +97,18 @@ def test_data_and_buffers_that_changed_after_the_last_save_are_reported(tmp_path
             ckpt.save(1, milestone=True)
 
 
+def test_a_save_after_a_list_of_tensors_was_emptied_is_reported(tmp_path: Path) -> None:
+    """A list of tensors that was emptied between step(1) and save(1) ended the training with a KeyError."""
+    model = torch.nn.Linear(2, 2)
+    state = {"model": model, "recent": [torch.zeros(2)], "best": {"w": torch.zeros(2, 2)}}
+    with lastgood.Checkpointer(tmp_path, state, cadence=Every(steps=1)) as ckpt:
+        ckpt.step(1)
+        state["recent"].clear()
+        state["best"]["w"] = model.weight
+        with reported("step 1 was saved before recent, best, best.w and 1 more changed"):
+            ckpt.save(1, milestone=True).result()
+
+
 def test_metrics_after_an_evaluation_feed_keep_best(tmp_path: Path) -> None:
     """step() accepted no metrics, so Keep(best=...) had no metric to rank by in a loop with a cadence."""
     options = {"cadence": Every(steps=1), "retention": Keep(last=1, best=("loss", "min", 1))}

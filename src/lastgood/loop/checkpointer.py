@@ -72,8 +72,8 @@ class Checkpointer:
     lost and are rebuilt; default None: no parity. `scrub`: Scrub(...) reads old generations again from time to time, in
     all places of the run; default None: never.
     `finite_also`, `finite_except`: name patterns of further tensors that must not hold NaN or infinity, and of those
-    that may; default (). Parameters of modules, `running_mean` and `running_var`, and the state of optimizers whose
-    step can be hooked must not: a generation whose tensors do is restored only if its step is asked for.
+    that may; default (). Parameters of modules and the state of optimizers whose step can be hooked must not: a
+    generation whose tensors do is restored only if its step is asked for.
     `preemption`: Preemption(...): after a signal, `step()` makes a last save and raises Preempted; default None: no
     signal is handled.
     `sentinel`: Sentinel(...): `step()` raises TrainingDiverged, on all ranks at the same step, when a metric is not

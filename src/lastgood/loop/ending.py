@@ -19,6 +19,7 @@ from ..run import paths
 from ..run.follower import Follower
 from ..run.pipeline import Pipeline
 from ..run.save_handle import Save
+from ..units import shortened
 from .beat import Beat
 from .preemption import EndRequest, Preempted
 from .progress import Progress
@@ -87,6 +88,7 @@ class Ending:
                 self._divergence.finish()  # guard: last-steps-compared-before-the-end
                 last = self._saver.last
                 if (last is None or last.step < n or last.failed()) and self._in_time(last, request.left_seconds):
+                    self._progress.report_buffers()
                     last = self._saver.save(n, False, {}, must=True, timeout_seconds=request.left_seconds) or last
                 if last is not None:
                     last.committed(request.left_seconds)
@@ -156,22 +158,26 @@ class Ending:
             reporting.warning(f"{what}, and what it has changed is not saved: {todo}")
             return
         try:
-            self._saver.compare_values(last, self._progress.changed_buffers())
+            self._saver.compare_values(last, self._progress.buffers.changed())
         except LastgoodError as error:
             self._pipeline.outcomes.put(error)
 
     def _is_updated(self, n: int) -> bool:
-        """Whether an optimizer has begun a step on any rank since the loop has completed step `n`: then the state is
-        that of no step, or of a later one, and the save of `n` fails. All ranks agree, and fail if one does not come.
+        """Whether an optimizer has begun a step on any rank since the loop has completed step `n`, or a forward pass
+        has brought NaN into a buffer: then the state is that of no step, or of a later one, and the save of `n` fails.
+        All ranks agree, and fail if one does not come.
         """
         try:
-            updated = self._ranks.agree("updated at the end", self._progress.update_begun, any)
-            if updated:  # guard: updated-state-not-saved-on-exit
+            what = "an optimizer has stepped" if self._progress.update_begun else ""
+            if not what and (spoiled := self._progress.buffers.spoiled()):  # guard: nan-of-next-step-not-saved
+                what = f"a forward pass has brought NaN into {shortened(spoiled, 3)}"
+            what = self._ranks.agree("updated at the end", what, lambda posts: next(filter(None, posts), ""))
+            if what:  # guard: updated-state-not-saved-on-exit
                 raise Refused(
-                    f"an optimizer has stepped since step {n} was completed, so this is not the state of step {n}",
+                    f"{what} since step {n} was completed, so this is not the state of step {n}",
                     safe="The saves of earlier steps are untouched.",
                     todo="Start again: the newest of them is restored, and what followed it is trained again. "
-                    "Call step() after each step of the optimizer, after the last one too.",
+                    "Call step() after each step of the optimizer, after the last one too, and leave the loop there.",
                 )
         except LastgoodError as error:
             self._pipeline.outcomes.put(error, n)

@@ -24,6 +24,7 @@ from ..policy.arguments import is_whole, require
 from ..records import Generation
 from ..run.outcomes import Outcomes
 from ..snapshot.staging import Fence
+from ..state.capture import wanted
 from ..state.objects import find_objects, held_by_objects, instances_of
 from ..state.parameter_versions import BufferWatch, stepped, version
 from ..units import shortened
@@ -37,7 +38,7 @@ class Progress:
 
     def __init__(self, request: LoadRequest, ranks: AnyRanks, outcomes: Outcomes, fence: Fence) -> None:
         self._state, self._ranks, self._outcomes, self._fence = request.state, ranks, outcomes, fence
-        self._included = Filter(request.include)
+        self._included, self._saved = Filter(request.include), wanted(request.include, request.exclude)
         self.step = 0
         """the newest step that the loop has completed"""
         self.resumed_step = 0
@@ -46,10 +47,10 @@ class Progress:
         """whether `step()` or `save()` was called"""
         self.restored_generation = False
         """whether the state was restored from a generation"""
-        self._version, self._buffers = version(self._state), BufferWatch()
+        self._version, self.buffers = version(self._state), BufferWatch()
         self._had_stepped = bool(stepped(self._state))
         """whether an optimizer had stepped before the run was opened or restored"""
-        self._behind_reported = False
+        self._behind_reported = self._buffers_reported = False
         self.samplers = instances_of(self._state, ResumableSampler)
         """those of the state, as of the last step: it may get more"""
         self._longest = sys.maxsize
@@ -82,11 +83,11 @@ class Progress:
             if first and rank == 0:
                 report_uncounted(held_by_objects(self._state, ResumableSampler), n)
             if first:
-                self._buffers.begin(self._state)
+                self.buffers.begin(self._state, self._saved)
             self.step = self._outcomes.completed = n
             self._note_trained(before)
             self._fence.update_begun = False
-            self._buffers.note()
+            self.buffers.note()
 
     def _left_out(self) -> dict[str, ResumableSampler]:
         """The samplers of the state that `include` leaves out of saves, by path."""
@@ -110,20 +111,19 @@ class Progress:
                 "step(i + 1), and one that accumulates gradients counts after optimizer.step()"
             )
 
-    def changed_buffers(self) -> list[str]:
-        """Names of the buffers that have changed since the loop has completed its newest step."""
-        return self._buffers.changed()
-
     def report_buffers(self) -> None:
-        """The state is saved as that of the newest step: report at rank 0 if buffers have changed since."""
-        changed = self.changed_buffers() if self._ranks.rank == 0 else []
+        """The state is saved as that of the newest step: report, once and at rank 0, if buffers have changed since."""
+        changed = [] if self._buffers_reported or self._ranks.rank else self.buffers.changed()
         if changed:  # guard: forward-after-step-is-reported
+            self._buffers_reported = True
             reporting.warning(
                 f"step {self.step} is saved with buffers that have changed since it was completed: "
-                f"{shortened(changed, 3)}. A forward pass in training mode has begun the next step, or an evaluation "
-                "ran in it: what follows a resume is not exactly what would have followed. Leave the loop right after "
-                "step(), or let the exception leave the with block: then the newest save before it is restored"
+                f"{shortened(changed, 3)}. If a forward pass of the next step has changed them, as before a break, "
+                "what follows a resume is not exactly what would have followed: leave the loop right after step(), or "
+                "let an exception leave the with block, after which the newest save before it is restored. If an "
+                "average or an evaluation has changed them, nothing is wrong"
             )
+        self.buffers.note()
 
     def report_update(self) -> None:
         """The state is saved as that of the newest step: report at rank 0 if an optimizer has stepped since, or if
@@ -196,7 +196,7 @@ class Progress:
         """Record that the state is that of `step`, restored from `generation`, or (None) that the loop starts over."""
         self.step = self.resumed_step = step
         self.restored_generation, self._version = generation is not None, version(self._state)
-        self._had_stepped, self._buffers = bool(stepped(self._state)), BufferWatch()
+        self._had_stepped, self.buffers = bool(stepped(self._state)), BufferWatch()
         self._outcomes.restored(step if generation else None)
         self.samplers = instances_of(self._state, ResumableSampler)
         for one in self.samplers:

@@ -269,7 +269,7 @@ class Restorer:
         except NoSuchStep:
             if request.step != 0 or not is_whole(request.step, 0):
                 raise
-            return self.start_over()
+            found = self.start_over()
         if found.generation is None and self._has_moved_on():  # guard: trained-state-at-step-0-reported
             reporting.threat(
                 f"{self._pipeline.run.tier.place}: restore() has found nothing that was saved, so it counts as step 0, "
@@ -279,9 +279,9 @@ class Restorer:
         elif found.generation is None and self._ranks.is_coordinator and (before := stepped(self._request.state)):
             reporting.warning(  # guard: stepped-optimizer-at-step-0-reported
                 f"{self._pipeline.run.tier.place}: restore() has found nothing that was saved, so it counts as step 0, "
-                f"but {shortened(before, 3)} of the state has made steps already. If this process has trained it, as "
-                "in a cell of a notebook that is run again, what follows is no training from the beginning: build the "
-                "state anew. If it was loaded from elsewhere, nothing is wrong"
+                f"but the state has optimizers that have made steps: {shortened(before, 3)}. If this process has "
+                "trained it, as in a cell of a notebook that is run again, what follows is no training from the "
+                "beginning: build the state anew. If it was loaded from elsewhere, nothing is wrong"
             )
         return found
 
@@ -423,6 +423,7 @@ class Restorer:
         self._planner.exempt(state, found.not_demanded if generation else None)
         # The state of optimizers exists once it was restored, or after the first step.
         self._saver.examined = False
+        self._planner.watch_updates(state)  # guard: updates-seen-from-restore-on
         if several and generation is not None:
             self._saver.examine_state()
         if generation is not None and not generation.verified:

@@ -35,10 +35,11 @@ from ..run.save import Files
 from ..snapshot import overlap, staging, torn_check
 from ..state.capture import Capture, Captured, Origin, finite
 from ..state.exempt import masks, untrained
-from ..state.objects import find_objects, is_fsdp1, modules_of, tag_of
+from ..state.objects import can_be_hooked, find_objects, is_fsdp1, modules_of
 from ..state.patterns import Patterns
 from ..state.saved_size import saved_bytes
 from ..state.storable import require_storable
+from ..state.wrappers import Wrappers
 from ..units import shortened
 from .options import Options
 
@@ -205,6 +206,11 @@ class SavePlanner:
             self.fence.hook(captured.optimizers)
             self._replicas.start_exchange(topic, captured, patterns.unmatched(state), beside, report)
 
+    def watch_updates(self, state: Mapping[str, Any]) -> None:
+        """Hook the optimizers of a state now, before its first save, so that `fence.update_begun` shows their steps."""
+        objects = {id(one): one for one in map(Wrappers().unwrapped, find_objects(state).values())}
+        self.fence.hook([one for one in objects.values() if can_be_hooked(one)])
+
     def captured(self, state: Mapping[str, Any]) -> Captured:
         """The live tensors and values of the state, as a save would store them."""
         return self._capture.take(state)
@@ -267,20 +273,20 @@ class SavePlanner:
     def _report_reshaped(
         self, before: Mapping[str, torch.Size], now: Mapping[str, torch.Size], state: Mapping[str, Any]
     ) -> None:
-        """Report, once and at rank 0, tensors whose shape has changed between two saves: a state that a restart builds
-        as before does not have it. Objects with their own `load_state_dict` may take any shape."""
+        """Report, once and at rank 0, tensors in plain containers whose shape has changed between two saves: a restart
+        that builds them as before cannot restore them. Modules and other objects may change theirs in a load."""
         if self._reshaped_reported or (self._replicas is not None and self._replicas.rank):
             return
         found = [name for name, shape in now.items() if before.get(name, shape) != shape]
-        own = tuple(f"{path}." for path, one in find_objects(state).items() if tag_of(one) == "!object")
-        found = [name for name in found if not name.startswith(own)]
+        objects = tuple(f"{path}." for path in find_objects(state)) if found else ()
+        found = [name for name in found if not name.startswith(objects)]
         if found:  # guard: reshaped-tensor-is-reported
             self._reshaped_reported = True
+            listed = shortened([f"{name} {list(before[name])}, now {list(now[name])}" for name in found], 3)
             reporting.warning(
-                f"{shortened(found, 3)} has another shape than in the save before: {list(before[found[0]])} then, "
-                f"{list(now[found[0]])} now. restore() refuses it (StateMismatch) where a restart builds it in another "
-                "shape than the saved one. Keep records that grow in a list, which is restored with any length; build "
-                "a resized layer in its new size before restore()"
+                f"a tensor has another shape than in the save before: {listed}. restore() refuses it (StateMismatch) "
+                "where a restart builds it in another shape than the saved one. Keep records that grow in a list, "
+                "which is restored with any length"
             )
 
     def must_be_finite(self, state: Mapping[str, Any], captured: Captured) -> frozenset[str]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from .. import reporting
@@ -350,10 +350,9 @@ class Saver:
             captured = self._planner.captured(self._request.state)  # all ranks take part
             manifest = commit.read_manifest(self._pipeline.run.tier, save.committed(), self._ranks.rank)
             names = changed(captured, manifest)
-            beside = changed_beside(self._request.state, captured, manifest)  # guard: changed-buffers-reported
         names = topic.agree(names, lambda posts: sorted({name for one in posts for name in one}))
         require_unchanged(save.step, names)
-        self._report_changed_values(save.step, captured, manifest, beside)
+        self._report_changed_values(save.step, captured, manifest)
 
     def _not_added(self, n: int, error: LastgoodError) -> Save:
         """Report why nothing was added to step `n`, which is saved; returns a handle that has ended with that error."""
@@ -363,16 +362,21 @@ class Saver:
         save.note_outcome(None, error)
         return save
 
-    def compare_values(self, save: Save, beside: Sequence[str]) -> None:
-        """Report data and schedules that have changed since `save` stored them, and the tensors `beside`. All ranks
-        call it: to read a state may take all of them."""
+    def compare_values(self, save: Save, buffers: Collection[str]) -> None:
+        """Report data and schedules that have changed since `save` stored them, and those of these `buffers` that have.
+        All ranks call it: to read a state may take all of them."""
         manifest = commit.read_manifest(self._pipeline.run.tier, save.committed(), self._ranks.rank)
-        self._report_changed_values(save.step, self._planner.captured(self._request.state), manifest, beside)
+        self._report_changed_values(save.step, self._planner.captured(self._request.state), manifest, buffers)
 
-    def _report_changed_values(self, step: int, captured: Captured, manifest: Manifest, beside: Sequence[str]) -> None:
+    def _report_changed_values(
+        self, step: int, captured: Captured, manifest: Manifest, among: Collection[str] | None = None
+    ) -> None:
+        """`among`: the buffers and tensors in containers to compare; default None: all of them."""
         if not self._ranks.is_coordinator:
             return
-        late = [*changed_values(self._request.state, captured, manifest), *beside]
+        late = changed_values(self._request.state, captured, manifest)
+        # guard: changed-buffers-reported
+        late += changed_beside(self._request.state, captured, manifest, among)
         self._changed_late += bool(late)
         if late and reporting.is_reported(self._changed_late):
             reporting.warning(

@@ -5,7 +5,7 @@ All bytes are read and digested, because version counters miss the changes of fu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -49,14 +49,22 @@ def changed_values(state: Mapping[str, Any], captured: Captured, manifest: Manif
     return [name for name in map(component, state) if before.get(name) != now.get(name)]
 
 
-def changed_beside(state: Mapping[str, Any], captured: Captured, manifest: Manifest) -> list[str]:
-    """Names of the tensors that `changed` does not compare, buffers and those in containers, whose content has changed;
-    not of those of objects that `changed_values` leaves out."""
+def changed_beside(
+    state: Mapping[str, Any], captured: Captured, manifest: Manifest, among: Collection[str] | None = None
+) -> list[str]:
+    """Names of the tensors that `changed` does not compare, buffers and those in containers, whose content has changed,
+    or that are gone; not of those of objects that `changed_values` leaves out. `among`: the names to compare; default
+    None: all of them."""
     moving = [path for path, one in find_objects(state).items() if _is_moving(one)]
     moving = [*moving, _RANDOM]
     beside = (piece for piece in manifest.pieces if captured.origins.get(piece.name, Origin.OTHER) is Origin.OTHER)
     kept = (piece for piece in beside if not any(f"{piece.name}.".startswith(f"{path}.") for path in moving))
-    return sorted(piece.name for piece in kept if not _holds(captured, piece, manifest.digest))
+    compared = (piece for piece in kept if among is None or piece.name in among)
+    return sorted(
+        piece.name
+        for piece in compared
+        if piece.name not in captured.tensors or not _holds(captured, piece, manifest.digest)
+    )
 
 
 def require_unchanged(step: int, names: Sequence[str]) -> None:

@@ -26,9 +26,6 @@ from .wrappers import Wrappers
 
 __all__ = ["Capture", "Captured", "Origin", "capture", "finite", "require_keys", "visit", "wanted"]
 
-_STATISTICS = ("running_mean", "running_var")
-"""the buffers of normalization layers, which take in NaN from a single batch and keep it"""
-
 
 @dataclass(frozen=True)
 class Captured:
@@ -134,24 +131,18 @@ def finite(
 ) -> frozenset[str]:
     """Stored names of the tensors in which NaN or infinity makes a state unfit.
 
-    These are the parameters of modules, the state of the optimizers whose step can be hooked, the running statistics of
-    normalization layers, and the names that match `also`; never those that match `but`, nor tensors of integers.
-    `exempt`: stored names that count only if `also` matches them. `also` and `but` are patterns as in `capture`.
+    These are the parameters of modules, the state of the optimizers whose step can be hooked, and the names that match
+    `also`; never those that match `but`, nor tensors of integers. `exempt`: stored names that count only if `also`
+    matches them. `also` and `but` are patterns as in `capture`.
     """
     named, left = Filter(also, ()), Filter((), but)
     return frozenset(
         name
         for name, tensor in captured.tensors.items()
         if (tensor.is_floating_point() or tensor.is_complex())
-        and ((_is_trained(name, captured) and name not in exempt) or (also and named.keeps(name)))
+        and ((captured.origins[name] is not Origin.OTHER and name not in exempt) or (also and named.keeps(name)))
         and left.keeps(name)
     )
-
-
-def _is_trained(name: str, captured: Captured) -> bool:
-    """Running statistics count: where a loop ends at a loss of NaN, they have NaN, and nothing else has."""
-    # guard: bad-statistics-make-unfit
-    return captured.origins[name] is not Origin.OTHER or name.rpartition(".")[2] in _STATISTICS
 
 
 def wanted(include: Sequence[str], exclude: Sequence[str]) -> Filter:

@@ -48,7 +48,7 @@ def forgotten(state: Mapping[str, Any]) -> list[str]:
     trained, begun = _without_optimizer(objects), _without_schedule(objects, unwrapped)
     inner = [one for outer in objects if isinstance(outer, Optimizer) for one in _left_out_by(outer, objects)]
     beside = _kinds_beside(objects)
-    live = _live() if trained or begun or beside else []
+    live = _live() if trained or any(isinstance(one, Optimizer) for one in objects) else []
     optimizers = [one for one in live if isinstance(one, Optimizer)]
     keeping = [one for one in optimizers if getattr(one, "state", None) and trained & _parameters_of(one)]
     schedules = [one for one in live if isinstance(one, LRScheduler) and _optimizer_of(one, unwrapped) in begun]
@@ -67,7 +67,7 @@ def read_by_workers(state: Mapping[str, Any]) -> list[str]:
     copies of them. torchdata's StatefulDataLoader asks its workers for their positions."""
     datasets = {id(one): path for path, one in find_objects(state).items() if isinstance(one, IterableDataset)}
     loaders = _live((DataLoader,)) if datasets else []
-    loaders = [one for one in loaders if one.num_workers and not hasattr(one, "state_dict")]
+    loaders = [one for one in loaders if getattr(one, "num_workers", 0) and not hasattr(one, "state_dict")]
     return [path for key, path in datasets.items() if any(id(one.dataset) == key for one in loaders)]
 
 
@@ -195,7 +195,7 @@ def _used(live: list[Any], kinds: tuple[type, ...]) -> list[str]:
         if isinstance(one, ResumableSampler):
             in_use = getattr(one, "is_read_uncounted", False)  # guard: forgotten-sampler-reported
         elif isinstance(one, AveragedModel):
-            in_use = bool(one.n_averaged)  # guard: forgotten-average-reported
+            in_use = bool(getattr(one, "n_averaged", 0))  # guard: forgotten-average-reported
         else:
             in_use = getattr(one, "_scale", None) is not None  # guard: forgotten-scaler-reported
         used += [type(one).__name__] if in_use else []

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import reporting
+from ..format.values import Filter
 from ..units import plural, shortened
 from .forgotten import forgotten, read_by_workers, unstored
 from .objects import find_objects, modules_of, plain_name
@@ -33,7 +34,7 @@ def version(state: Mapping[str, Any]) -> tuple[int, int]:
     increase the counters of parameters, but optimizers with fused kernels count their steps in a tensor. The one case
     that is missed is fused SGD without momentum.
     """
-    tensors = [one for one in _trained(state) if not nn.parameter.is_lazy(one) and not one.is_inference()]
+    tensors = [one for one in _trained(state) if _has_version(one)]
     return len(tensors), sum(one._version for one in tensors)
 
 
@@ -62,32 +63,55 @@ def _has_stepped(entry: Any) -> bool:
 
 
 class BufferWatch:
-    """Finds buffers of modules that have changed in place since a step of the loop, as in a forward pass in training
-    mode. Only buffers that are saved are watched."""
+    """Finds buffers of modules that have changed in place, or were replaced, since a step of the loop, as in a forward
+    pass in training mode."""
 
     def __init__(self) -> None:
-        self._buffers, self._versions = dict[str, torch.Tensor](), list[int]()
+        self._places = dict[str, tuple[nn.Module, str]]()
+        """name -> the module that has the buffer, and its name there"""
+        self._noted = dict[str, tuple[torch.Tensor, int]]()
+        """name -> the buffer, and its version"""
 
-    def begin(self, state: Mapping[str, Any]) -> None:
-        """Watch the buffers that the modules of a state have now."""
-        self._buffers = dict(_buffers(state))
+    def begin(self, state: Mapping[str, Any], saved: Filter) -> None:
+        """Watch the buffers that the modules of a state have now, and of which `saved` keeps the names."""
+        self._places = {name: place for name, place in _buffers(state) if saved.keeps(name)}
 
     def note(self) -> None:
-        """The loop has completed a step."""
-        self._versions = [one._version for one in self._buffers.values()]
+        """The present values are those of the newest step."""
+        self._noted = {name: (one, one._version) for name, one in self._now().items()}
 
     def changed(self) -> list[str]:
         """The names of the buffers that have changed since `note`."""
-        pairs = zip(self._buffers.items(), self._versions, strict=True)
-        return [name for (name, one), version in pairs if one._version != version]
+        noted = {name: (id(one), version) for name, (one, version) in self._noted.items()}
+        return [name for name, one in self._now().items() if noted.get(name) != (id(one), one._version)]
+
+    def spoiled(self) -> list[str]:
+        """The names of the buffers that hold NaN, if any has changed since `note`: batch normalization counts its
+        batches, and does not raise the version of its statistics."""
+        return [name for name, one in self._now().items() if _holds_nan(one)] if self.changed() else []
+
+    def _now(self) -> dict[str, torch.Tensor]:
+        found = {name: getattr(module, of, None) for name, (module, of) in self._places.items()}
+        return {name: one for name, one in found.items() if isinstance(one, torch.Tensor) and _has_version(one)}
 
 
-def _buffers(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+def _buffers(state: Mapping[str, Any]) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
+    """The persistent buffers of the modules: name in a save -> the module that has it, and its name there."""
     for path, module in modules_of(state).items():
         for prefix, part in module.named_modules():
-            for name, one in part._buffers.items():
-                if one is not None and name not in part._non_persistent_buffers_set and not one.is_inference():
-                    yield ".".join(filter(None, (path, plain_name(prefix), name))), one
+            others = getattr(part, "_non_persistent_buffers_set", ())
+            for name in [name for name, _ in part.named_buffers(recurse=False) if name not in others]:
+                yield f"{path}.{plain_name(f'{prefix}.{name}' if prefix else name)}", (part, name)
+
+
+def _has_version(tensor: torch.Tensor) -> bool:
+    return not nn.parameter.is_lazy(tensor) and not tensor.is_inference()
+
+
+def _holds_nan(tensor: torch.Tensor) -> bool:
+    """Whether a tensor, or this rank's part of it, holds NaN. False for a subclass, which need not support that."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    return type(local) is torch.Tensor and local.is_floating_point() and bool(local.isnan().any())
 
 
 class ParameterWatch:
