@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -55,6 +56,16 @@ class Run:
         return steps(self.memory)[-1] == step and bool((found.tensor("weights", step) == step).all())
 
 
+    def descriptors(self) -> list[str]:
+        """The paths of the files in memory that this process has open. Others may be closed at any time, as those of
+        objects of earlier tests."""
+        found = list[str]()
+        for one in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                found.append(os.readlink(one))
+        return [one for one in found if one.startswith(f"{self.memory}/")]
+
+
 @pytest.fixture
 def run(tmp_path: Path, memory: Path) -> Run:
     return Run(tmp_path / "home")
@@ -79,12 +90,12 @@ def test_the_state_is_copied_into_the_memory_of_a_deleted_save(run: Run, filled:
     with run.opened(staging=how) as ckpt:
         ckpt.restore()
         run.train(ckpt, 1, 2, 3, 4)
-        before = len(os.listdir("/proc/self/fd"))
+        before = len(run.descriptors())
         for n in range(5, 11):
             run.train(ckpt, n)
             assert run.holds(n)
         assert all(isinstance(one, FileMemory) for one in filled[4:])
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert len(run.descriptors()) == before
     assert steps(run.home) == [10]
 
 
