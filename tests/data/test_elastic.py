@@ -140,6 +140,8 @@ def test_lengths_and_what_remains_are_counted_in_batches() -> None:
 def test_evaluation_needs_neither_weights_nor_steps() -> None:
     one = sampler(largest=4)
     assert sum(len(ids) for _, ids in one.loader(Noisy())) == 52 and one.counted == (1, 0)
+    one.advance_to(1)  # of a training beside it: it was refused, as one that had not read the weights of its batches
+    assert one.counted == (1, 0)
 
 
 # ---- histories of worlds --------------------------------------------------------------------------------------------

@@ -140,6 +140,43 @@ def saved_by(rank: int, size: int, root: Path) -> list[str]:
     return texts
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sampler_keeps_its_position_beside_its_stateful_loader(tmp_path: Path, workers: int) -> None:
+    """torchdata's loader has a copy of the state of its sampler, and loaded it at its next iteration: with workers,
+    each resume trained the last batches again, and batches that a Sentinel had left out were trained."""
+    options = {"num_workers": workers, "generator": torch.Generator()}
+    trained = list[list[int]]()
+    for life in range(2):
+        sampler = make()
+        loader = StatefulDataLoader(DATA, batch_sampler=sampler, **options)
+        with lastgood.Checkpointer(tmp_path, {"sampler": sampler, "loader": loader}) as ckpt:
+            n = ckpt.restore().step
+            if life:
+                sampler.skip(0, 3, 1)
+            for batch in loader:
+                trained.append(batch.tolist())
+                n += 1
+                ckpt.step(n)
+                if n == 3:
+                    break
+    order = make().order(0).tolist()
+    assert trained == order[:3] + order[4:]
+
+
+def test_a_sampler_that_only_its_stateful_loader_has_is_reported(tmp_path: Path) -> None:
+    """Nothing counted its steps, so each resume began its epoch again, and each epoch had the order of the first."""
+    loader = StatefulDataLoader(DATA, batch_sampler=make(), generator=torch.Generator())
+    with reports(logging.WARNING) as texts, lastgood.Checkpointer(tmp_path, {"loader": loader}) as ckpt:
+        ckpt.restore()
+        batches = iter(loader)
+        for n in (1, 2):
+            next(batches)
+            ckpt.step(n)
+    assert (
+        sum("loader.batch_sampler is a ResumableSampler that an object of the state holds" in one for one in texts) == 1
+    )
+
+
 def test_a_loader_whose_position_is_that_of_another_world_is_reported(tmp_path: Path) -> None:
     """After a change of the number of ranks the position of a StatefulDataLoader, which is that of one of them in its
     part of the data, was restored without a word: samples came twice or never."""

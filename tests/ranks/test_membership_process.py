@@ -131,6 +131,7 @@ def test_a_supervisor_that_imports_for_long_keeps_its_membership(monkeypatch: py
     ours, theirs = socket.socketpair()
     monkeypatch.setattr(membership, "Member", Member)
     monkeypatch.setattr(processes, "die_with", lambda parent: None)
+    monkeypatch.setattr(processes, "outlive_signals", lambda: None)  # this is a thread of the test
     monkeypatch.setattr(program, "forget_current_folder", lambda: None)
     monkeypatch.setattr(sys, "argv", ["", str(theirs.detach()), str(os.getpid())])
     process = threading.Thread(target=membership.main)

@@ -55,7 +55,6 @@ class Run:
         found = lastgood.open(self.memory)
         return steps(self.memory)[-1] == step and bool((found.tensor("weights", step) == step).all())
 
-
     def descriptors(self) -> list[str]:
         """The paths of the files in memory that this process has open. Others may be closed at any time, as those of
         objects of earlier tests."""

@@ -161,3 +161,14 @@ def test_each_sample_is_trained_once_when_nodes_of_the_store_are_lost(tmp_path: 
     for what, name, at in zip(causes, "ab", (1, 2), strict=True):  # on a busy machine its silence may be noticed first
         lost = f"lost with the store of the nodes, which is at {re.escape(nodes.endpoints[at])} now"
         assert re.search(rf"\({name}\): (?:{lost}|no sign of life)", what), causes
+
+
+@pytest.mark.parametrize("nodes", ["2"], indirect=True)
+def test_a_signal_to_all_processes_leaves_the_stores_to_the_ranks(nodes: Nodes) -> None:
+    """The store died of it, and the ranks that were saving were killed: their nodes had to find another store."""
+    nodes.silent_seconds = 30
+    started = [nodes.start(one, "--nproc-per-node", "1") for one in "ab"]
+    nodes.seen(0, 2)
+    for one in "ab":
+        nodes.send(one, signal.SIGTERM)
+    assert [one.wait(60) for one in started] == [PREEMPTED, PREEMPTED]

@@ -450,6 +450,12 @@ def test_several_nodes_use_the_store_of_rank_0_or_of_an_endpoint(script: str) ->
     static = parsed(["--nnodes", "2", "--node-rank", "1", "--master-addr", "head", script], {}).rendezvous
     assert static is not None and static.settings.endpoint == "head:29500" and static.node_rank == 1
     assert static.node_timeout_seconds == 10.0
+    # The name or address of a node does not always show that the store is there, and another job may have the port.
+    for number, is_host in ((0, "true"), (1, "false")):
+        found = parsed(
+            ["--nnodes", "2", "--node-rank", str(number), "--master-addr", "10.0.0.1", script], {}
+        ).rendezvous
+        assert found is not None and found.settings.configuration["is_host"] == is_host
     elastic = ["--nnodes", "2:4", "--rdzv-backend", "c10d", "--rdzv-endpoint", "head:1", "--rdzv-conf"]
     c10d = parsed([*elastic, "keep_alive_interval=3", script], {}).rendezvous
     assert c10d is not None and (c10d.settings.least, c10d.settings.most, c10d.node_rank) == (2, 4, None)

@@ -139,6 +139,18 @@ def test_a_job_that_was_asked_to_end_on_one_node_is_given_up_on_none(nodes: Node
     assert "the job was asked to end, on another node" in nodes.log("b")
 
 
+@pytest.mark.parametrize("nodes", ["2"], indirect=True)
+def test_a_signal_to_all_processes_of_a_job_lets_it_save(nodes: Nodes) -> None:
+    """systemd, and a machine that shuts down, send it to all of them. The membership of each node died of it at once,
+    and the supervisor killed the ranks that were saving, as those of a job whose rendezvous is gone."""
+    nodes.silent_seconds = 30
+    started = [nodes.start(one, "--nproc-per-node", "1") for one in "ab"]
+    nodes.seen(0, 2)
+    for one in "ab":
+        nodes.send(one, signal.SIGTERM)
+    assert [one.wait(60) for one in started] == [PREEMPTED, PREEMPTED]
+
+
 @pytest.mark.parametrize("nodes", ["1:2"], indirect=True)
 def test_a_node_that_leaves_without_a_save_does_not_end_as_saved(nodes: Nodes) -> None:
     """It ended with 75, although its ranks had saved nothing; a job of one node ended with 143, and said so."""
@@ -184,11 +196,15 @@ def test_two_nodes_with_one_number_are_refused_with_their_names(tmp_path: Path) 
     (tmp_path / "rank.py").touch()
     port = free_port("127.0.0.1")
     arguments = ["--nnodes", "2", "--node-rank", "0", "--master-port", str(port), "rank.py"]
+    hosts = {"a": "true", "b": "false"}  # as on another machine, which has that port too
     started = [
         subprocess.Popen(
-            [*COMMAND, *arguments], cwd=tmp_path, env={**os.environ, "LASTGOOD_NODE": name}, stderr=subprocess.PIPE
+            [*COMMAND, "--rdzv-conf", f"is_host={is_host}", *arguments],
+            cwd=tmp_path,
+            env={**os.environ, "LASTGOOD_NODE": name},
+            stderr=subprocess.PIPE,
         )
-        for name in "ab"
+        for name, is_host in hosts.items()
     ]
     for one in started:
         assert b"several nodes have --node-rank 0" in one.communicate(timeout=60)[1]

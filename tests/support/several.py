@@ -35,7 +35,11 @@ RANK = f"""
 import json, os, signal, sys, time
 attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
 code = int(open("unsaved").read() or 1) if os.path.exists("unsaved") else {PREEMPTED}
-signal.signal(signal.SIGTERM, lambda *_: (open(f"over-{{attempt}}", "w"), sys.exit(code)))
+def over(*_):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the supervisor may pass on what all processes have received
+    open(f"over-{{attempt}}", "w")
+    sys.exit(code)
+signal.signal(signal.SIGTERM, over)
 seen = {{name: os.environ[name] for name in {NAMES!r}}} | {{"node": os.environ["LASTGOOD_NODE"]}}
 with open(f"attempt-{{attempt}}-{{rank}}.new", "w") as file:
     json.dump(seen, file)

@@ -221,10 +221,8 @@ class ResumableSampler(Sampler[list[int]]):
         self._step = step
 
     def is_unread_at(self, step: int) -> bool:
-        """Whether `advance_to(step)` would count a step although this process has read nothing of the order.
-
-        A call of `order` counts as reading, as well as an iteration.
-        """
+        """Whether `advance_to(step)` would count a step although this process has read nothing of the order. A call of
+        `order` counts as reading, as well as an iteration."""
         return self._cached is None and step != self._step  # guard: counted-step-needs-no-read
 
     @property
@@ -249,7 +247,8 @@ class ResumableSampler(Sampler[list[int]]):
         if at is None:
             self._move(*self._after(steps))
         elif at.counts_yielded and not at.stale:
-            at.require_step_due()
+            if self._counts_inside or not at.ended:  # guard: evaluation-makes-no-step
+                at.require_step_due()
             at.note_step(self._place(at.epoch, at.next_step)[0] > at.epoch)
             self._counts_inside |= not at.ended
             self._move(at.epoch, at.next_step)
@@ -263,7 +262,8 @@ class ResumableSampler(Sampler[list[int]]):
                     f"{self.steps_per_epoch} batches, and {at.next_step - at.first_step} were fetched since",
                     safe="The cursor is where the last step was counted.",
                     todo="Let n in step(n) count completed optimizer steps, each of one batch (or batches_per_step), "
-                    "and call step(n) at the end of each epoch too; or take the batches from sampler.loader(dataset).",
+                    "and call step(n) at the end of each epoch too; or take the batches from sampler.loader(dataset), "
+                    "and the sampler out of the state once the loop trains with another one.",
                 )
             at.note_step(place[0] > at.epoch)
             self._move(*place)
@@ -283,9 +283,8 @@ class ResumableSampler(Sampler[list[int]]):
         self._last_yielded = None
 
     def _end(self, at: Iteration) -> None:
-        # The loader has yielded every batch, and was asked for the next one. Where steps are counted inside of
-        # iterations, the batches since the last step belong to the next one. Other iterations are those of an
-        # evaluation, or of a loop that counts no steps: they count as a whole.
+        # Where steps are counted inside of iterations, the batches since the last step belong to the next one. Other
+        # iterations, as those of an evaluation, count as a whole.
         at.ended = True
         if at.counts_yielded:  # guard: prefetch-not-counted-at-epoch-end
             move = self._go_on_from if self._counts_inside else self._move  # guard: last-step-of-epoch-not-presumed

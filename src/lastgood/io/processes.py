@@ -65,6 +65,13 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
+def outlive_signals() -> None:
+    """Ignore the signals that ask for the end of a job: what a machine that shuts down, or systemd, sends to all of its
+    processes. For a process that its parent needs until the ranks have ended, and that dies with it."""
+    for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(one, signal.SIG_IGN)
+
+
 def end_group(process: subprocess.Popen[bytes]) -> None:
     """Kill a process that leads a group of its own, and all of the group, and wait for it. Does nothing if it ended."""
     if process.poll() is None:  # guard: number-of-ended-group-reused

@@ -266,7 +266,8 @@ class DivergenceCheck:
         again, back = "Start the process again: it begins at step 0", "restore() goes back to before step"
         where = again if from_start else f"{back} {first}"
         if not skips:
-            why = "the state does not hold exactly one ResumableSampler"
+            unknown = "it is not known with which batches these steps were trained"
+            why = unknown if alone else "the state does not hold exactly one ResumableSampler"
             remedy = f"{where}, and trains the same batches again, because {why}: look at the data."
             return remedy, False, is_new
         return f"{where}, and leaves its batches out: `lastgood run` calls for it.", True, is_new

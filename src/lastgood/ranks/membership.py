@@ -207,6 +207,7 @@ def main() -> None:
     """Answer requests until the supervisor ends or closes the connection."""
     program.forget_current_folder()
     processes.die_with(int(sys.argv[2]))
+    processes.outlive_signals()  # guard: membership-outlives-signals
     connection, member = socket.socket(fileno=int(sys.argv[1])), None
     failed: Failed | None = None
     answering = threading.Lock()

@@ -21,6 +21,7 @@ def main() -> None:
     """Serve until the supervisor ends."""
     program.forget_current_folder()
     processes.die_with(int(sys.argv[2]))
+    processes.outlive_signals()  # guard: store-outlives-signals
     listening = socket.socket(fileno=int(sys.argv[1]))
     port = int(listening.getsockname()[1])
     from torch.distributed import TCPStore

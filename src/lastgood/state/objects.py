@@ -109,8 +109,10 @@ class Kind:
         return one.state_dict()
 
     def load(self, one: Any, data: Any) -> None:
-        """Restore the object from its data."""
-        one.load_state_dict(data)
+        """Restore the object from its data. A StatefulDataLoader over a ResumableSampler begins anew: its copy of the
+        state of the sampler lags behind by what was fetched ahead, and would replace that of the sampler."""
+        replaces = has_exact_sampler(one) and not hasattr(getattr(one, "dataset", None), "load_state_dict")
+        one.load_state_dict({} if replaces else data)  # guard: sampler-keeps-its-position
 
     def differs(self, one: Any, data: Any) -> str:
         """Why this data cannot be loaded into this object; empty if it can, as far as it is known before the load.
@@ -407,16 +409,12 @@ def instances_of(state: Mapping[str, Any], kind: type[T], longest: int = sys.max
 
 
 def held_by_objects(state: Mapping[str, Any], kind: type[T]) -> dict[str, T]:
-    """The objects of a class that are attributes of the objects of a state, and not in it themselves, by path.
-
-    Those of a DataLoader are left out: torchdata's, which has a state, counts the batches of its sampler itself.
-    """
+    """The objects of a class that are attributes of the objects of a state, and not in it themselves, by path."""
     found = find_objects(state)
     known = {id(one) for one in found.values()}
     return {
         join(path, name): part
         for path, one in found.items()
-        if not isinstance(one, DataLoader)
         for name, part in getattr(one, "__dict__", {}).items()
         if isinstance(part, kind) and id(part) not in known
     }
@@ -425,6 +423,13 @@ def held_by_objects(state: Mapping[str, Any], kind: type[T]) -> dict[str, T]:
 def modules_of(state: Mapping[str, Any]) -> dict[str, nn.Module]:
     """The modules of a state, by path."""
     return {path: one for path, one in find_objects(state).items() if isinstance(one, nn.Module)}
+
+
+def has_exact_sampler(loader: Any) -> bool:
+    """Whether this is a StatefulDataLoader of torchdata whose position is that of its ResumableSampler."""
+    if type(loader).__name__ != "StatefulDataLoader":
+        return False
+    return any(isinstance(getattr(loader, name, None), ResumableSampler) for name in ("sampler", "batch_sampler"))
 
 
 def is_fsdp1(module: nn.Module) -> bool:

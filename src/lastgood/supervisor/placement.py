@@ -101,6 +101,7 @@ class OneNode:
     def begin(self, number: int) -> Placement:
         """The place in an attempt."""
         address, port = self._master
+        address = address.removeprefix("[").removesuffix("]")  # as torchrun writes an IPv6 address
         return Placement(0, 1, 0, self.world, address, port or free_port(address))
 
     def notice(self, now: float, signs: Sequence[Signs]) -> None:

@@ -98,6 +98,8 @@ def rendezvous(given: Options) -> Rendezvous | None:
     if static:
         address, port = given.master
         endpoint = endpoint or f"{address}:{port or STATIC_PORT}"
+        if not stores:  # by its number, as torchrun does it: names and addresses of a node do not always show it
+            configuration.setdefault("is_host", str(given.node_rank == 0).lower())  # guard: node-0-holds-static-store
     interval, attempts = (_whole(name, configuration[name]) for name in KEEP_ALIVE)
     settings = Settings(
         endpoint=stores[0] if stores else endpoint or f"localhost:{ENDPOINT_PORT}",

@@ -68,6 +68,23 @@ MUTANTS: tuple[Mutant, ...] = (
         ("saves in slots do not count", "saves-in-slots-are-counted", Instead("there = tier")),
     ),
     *table(
+        "supervisor",
+        ("several_nodes", "moved_store", "run_arguments"),
+        ("a signal to all processes ends the membership", "membership-outlives-signals", Remove()),
+        ("a signal to all processes ends the store", "store-outlives-signals", Remove()),
+        ("the name of a node says whether the store is there", "node-0-holds-static-store", Remove()),
+    ),
+    *table(
+        "data",
+        ("sampler_loop", "elastic"),
+        (
+            "a loader replaces the position of its sampler",
+            "sampler-keeps-its-position",
+            Swap("if replaces", "if False"),
+        ),
+        ("an evaluation has to read weights", "evaluation-makes-no-step", Always()),
+    ),
+    *table(
         "adaptive interval",
         ("agreeing",),
         (
