@@ -161,6 +161,32 @@ def a_rank(pid: int, folder: Path) -> RankProcess:
     return RankProcess(0, pid, os.pidfd_open(pid), folder, folder / "page", shown)
 
 
+REMOVES = """
+import os, sys
+from lastgood.io import heartbeat
+path = os.environ[heartbeat.VARIABLE]
+heartbeat.Heartbeat(path).begin()
+os.unlink(path)
+sys.exit(1)
+"""
+
+
+def test_the_page_of_a_rank_is_read_after_it_was_removed(tmp_path: Path) -> None:
+    """systemd removes the files of a user in /dev/shm at the last logout (RemoveIPC). No hang was found any more then,
+    and an exception after days of training counted as one before a state was restored, which ends the job."""
+    (tmp_path / "script.py").write_text(REMOVES)
+    job = arguments.parsed(["--spawn", "--nproc-per-node", "1", str(tmp_path / "script.py")], {})
+    opened = os.listdir("/proc/self/fd")
+    with signals.handled(job.signals) as received:
+        nodes = OneNode(NodeInfo(host="", ranks=1, node_rank=None, address=""), ("[::1]", 29500))
+        place = nodes.begin(0)
+        one = Attempt(job, 0, tmp_path, received, None, place, nodes)  # type: ignore[arg-type]
+        lived = one.run(HostSigns([], 0.0, ""), AttemptRecords(), StackReader(None))
+    assert [one.code for one in lived.ended] == [1] and lived.progress[0].begun is not None
+    assert not {*os.listdir("/proc/self/fd")} - {*opened}
+    assert (place.address, place.port) == ("::1", 29500), "as torchrun takes it"
+
+
 ABORTS = """
 import os, resource, sys, time
 rank, folder = os.environ["RANK"], sys.argv[1]

@@ -174,7 +174,7 @@ class Attempt:
                 self._read(lived)
                 _note_out_of_memory(lived, killed_before)
                 for one in self._ranks:
-                    os.close(one.descriptor)
+                    one.close()
         return lived
 
     # ---- start ---------------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ class Attempt:
 
     def _note_failures(self, lived: Lived) -> None:
         for one in self._ranks:
-            one.shown = heartbeat.read(str(one.page))
+            one.shown = one.read()
         for one in self._ranks:
             if not one.failed and _has_failed(one):
                 one.failed = True
@@ -396,7 +396,7 @@ class Attempt:
 
     def _read(self, lived: Lived) -> None:
         for one in self._ranks:
-            lived.progress.append(heartbeat.read(str(one.page))._replace(rank=one.rank))
+            lived.progress.append(one.read()._replace(rank=one.rank))
             assert one.ended is not None
             error, stack, at = error_files.left_by(one)
             lived.stacks[one.rank] = stack

@@ -59,11 +59,13 @@ class RankStart:
                 outputs = self._outputs(local, folder, files)
                 pid = self._started(local, environment, *outputs)
             try:
-                descriptor = os.pidfd_open(pid)
+                descriptor, page_descriptor = os.pidfd_open(pid), os.open(page, os.O_RDONLY)
             except OSError:
                 os.kill(pid, signal.SIGKILL)  # nobody has waited for it yet, so the number is still its own
                 raise
-        return RankProcess(rank, pid, descriptor, folder, page, heartbeat.read(str(page)))
+        one = RankProcess(rank, pid, descriptor, folder, page, heartbeat.read(str(page)))
+        one.page_descriptor = page_descriptor  # guard: removed-page-is-read
+        return one
 
     def fork_ahead(self) -> None:
         """Fork the processes that become ranks of the next attempt, once, if the job wants that (--warm-ranks)."""

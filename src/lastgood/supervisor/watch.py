@@ -43,6 +43,19 @@ class RankProcess:
     """whether this supervisor has ended it"""
     failed: bool = False
     """whether it has ended with a failure, or has shown that an exception has ended its program"""
+    page_descriptor: int | None = None
+    """through which its page is read: others may remove the file, as systemd does when the user logs out (RemoveIPC)"""
+
+    def read(self) -> heartbeat.Progress:
+        """What its page shows now."""
+        opened = self.page_descriptor
+        return heartbeat.read(str(self.page) if opened is None else f"/proc/self/fd/{opened}")
+
+    def close(self) -> None:
+        """Close its descriptors."""
+        os.close(self.descriptor)
+        if self.page_descriptor is not None:
+            os.close(self.page_descriptor)
 
 
 def signs(rank: int, shown: heartbeat.Progress, ended: bool = False) -> Signs:

@@ -75,6 +75,11 @@ MUTANTS: tuple[Mutant, ...] = (
         ("the name of a node says whether the store is there", "node-0-holds-static-store", Remove()),
     ),
     *table(
+        "supervisor",
+        ("attempt",),
+        ("a page that was removed shows nothing", "removed-page-is-read", Remove()),
+    ),
+    *table(
         "data",
         ("sampler_loop", "elastic"),
         (
