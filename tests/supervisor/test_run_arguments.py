@@ -152,7 +152,10 @@ def test_another_python_starts_the_script_as_under_torchrun(script: str) -> None
     assert job.spawn and job.program == Program(kind="command", name="true", arguments=["-u", script, "--lr", "1"])
     assert parsed(["-m", "json.tool"], environ).program.arguments == ["-u", "-m", "json.tool"]
     assert parsed(["--no-python", "echo", "1"], environ).program.name == "echo"
-    for same in (parsed(["--run-path", script], environ), parsed([script], {"PYTHON_EXEC": sys.executable})):
+    other_name = Path(sys.executable).with_name("python3" if sys.executable.endswith("python") else "python")
+    assert other_name.exists()
+    executables = [{"PYTHON_EXEC": str(one)} for one in (sys.executable, other_name)]
+    for same in (parsed(["--run-path", script], environ), *(parsed([script], one) for one in executables)):
         assert same.program.kind == "script" and not same.spawn
     with pytest.raises(Refused, match="PYTHON_EXEC: there is no command no-such-python"):
         parsed([script], {"PYTHON_EXEC": "no-such-python"})

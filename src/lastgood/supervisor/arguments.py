@@ -228,7 +228,12 @@ def _python(environ: Mapping[str, str]) -> str:
     if name and path is None:
         todo = f"Correct or unset {PYTHON_VARIABLE}."
         raise Refused(f"{PYTHON_VARIABLE}: there is no command {name}", safe="Nothing was started.", todo=todo)
-    return "" if path is None or os.path.abspath(path) == sys.executable else name
+    if path is None:
+        return ""
+    # The same program may have several names in its folder: python, python3. In another folder it is another venv.
+    path, own = os.path.abspath(path), sys.executable
+    same = os.path.dirname(path) == os.path.dirname(own) and os.path.realpath(path) == os.path.realpath(own)
+    return "" if same else name
 
 
 def _refuse(args: argparse.Namespace, python: str) -> None:
