@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from agents import until
+from lastgood.policy.recovery import PREEMPTED
 from lastgood.supervisor import signals
 
 
@@ -47,3 +48,47 @@ def test_a_job_that_ends_without_a_last_save_is_reported(tmp_path: Path, trap: s
     assert job.returncode == 128 + signal.SIGTERM
     assert f"asked to end by SIGTERM: {text}" in errors and "exit code 143" in errors
     assert "preemption=lastgood.Preemption()" in errors
+
+
+TRAINS = f"""
+import os, signal, subprocess, sys, time
+from lastgood.io import heartbeat
+
+page = heartbeat.Heartbeat(os.environ[heartbeat.VARIABLE])
+page.begin()
+assert page.taken()
+page.opened("/run")
+worker = subprocess.Popen(["sleep", "1000"])  # as one of a DataLoader
+
+
+def save(*_):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for _ in range(20):
+        time.sleep(0.05)
+    open("saved.new", "w").write(str(worker.poll()))
+    os.rename("saved.new", "saved")
+    worker.kill()
+    sys.exit({PREEMPTED})
+
+
+signal.signal(signal.SIGTERM, save)
+open("ready", "w").close()
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [("{0} trains.py; exit $?", PREEMPTED), ("{0} trains.py; touch next; exec sleep 1000", 128 + signal.SIGTERM)],
+)
+def test_a_command_saves_before_its_shell_and_its_workers_end(tmp_path: Path, line: str, code: int) -> None:
+    """The signal went to all processes of the command at once. Its shell ended, and so the rank: what it had started
+    was killed while it made its last save. Without a shell the workers of the DataLoader ended, and the loop raised
+    before that save. What follows in a script has the signal a second after the training has ended."""
+    (tmp_path / "trains.py").write_text(TRAINS)
+    command = [str(Path(sys.executable).with_name("lastgood")), "run", "--no-python", "sh", "-c"]
+    with subprocess.Popen([*command, line.format(sys.executable)], cwd=tmp_path, stderr=subprocess.PIPE) as job:
+        until((tmp_path / "ready").exists)
+        job.send_signal(signal.SIGTERM)
+        job.communicate(timeout=25)  # less than --shutdown-timeout
+    assert (tmp_path / "saved").read_text() == "None" and job.returncode == code

@@ -65,6 +65,13 @@ class _Field(IntEnum):
     NAMESPACE = 23
 
 
+class Owner(NamedTuple):
+    """A process. `started_ticks`: as of processes.started_ticks; another process may have its number later."""
+
+    pid: int
+    started_ticks: int
+
+
 class Position(NamedTuple):
     """Where a sampler stands: the epoch, the first window that is not trained, and the windows of the last step."""
 
@@ -299,13 +306,27 @@ def create(path: str) -> None:
         file.write(bytes(PAGE_BYTES))
 
 
-def read(path: str) -> Progress:
-    """What is on a page. One that is gone, because somebody has removed it, shows nothing."""
+def owner(path: str) -> Owner | None:
+    """The process that has a run open and writes this page, if it lives and is shown here; else None."""
+    numbers = memoryview(_page(path)).cast("q")
+    found = Owner(-numbers[_Field.OWNER], numbers[_Field.STARTED])
+    here = numbers[_Field.NAMESPACE] == processes.namespace()
+    lives = found.pid > 0 and here and processes.started_ticks(found.pid) == found.started_ticks != 0
+    return found if lives else None
+
+
+def _page(path: str) -> bytes:
+    """One that is gone, because somebody has removed it, shows nothing."""
     try:
         with open(path, "rb") as file:
-            page = file.read(PAGE_BYTES).ljust(PAGE_BYTES, b"\0")
+            return file.read(PAGE_BYTES).ljust(PAGE_BYTES, b"\0")
     except OSError:
-        page = bytes(PAGE_BYTES)
+        return bytes(PAGE_BYTES)
+
+
+def read(path: str) -> Progress:
+    """What is on a page. One that is gone shows nothing."""
+    page = _page(path)
     numbers = memoryview(page).cast("q")
 
     def seconds(field: _Field) -> float | None:

@@ -30,6 +30,7 @@ from . import error_files, leftovers
 from .arguments import Job
 from .attempt_log import Slow
 from .attempt_records import AttemptRecords
+from .command_signals import CommandSignals
 from .host_signs import HostSigns
 from .membership import StoreLost
 from .outputs import Console
@@ -41,7 +42,7 @@ from .signals import PASSED_ON, Signals
 from .slow_watch import SlowWatch
 from .stack_reader import StackReader
 from .survivors import Left, is_complete, left_by
-from .watch import RankProcess, heeds, just_in_time_seconds, processor_seconds, stacks, stuck, warn_groups
+from .watch import RankProcess, heeds, just_in_time_seconds, processor_seconds, stacks, stuck
 from .zygote import Zygote
 
 MEMORY = "/dev/shm"
@@ -57,8 +58,6 @@ OUTPUT_BYTES = 4096
 """what is written after a failure to see whether there is room for output"""
 POLL_SECONDS = 0.1
 """how often the pages of the ranks are read"""
-SEARCH_SECONDS = 1.0
-"""how often all processes are searched for those of a command that a signal would not end"""
 
 
 @dataclass(frozen=True)
@@ -141,8 +140,7 @@ class Attempt:
             self._console = Console(job.outputs, folder)
         self._unwarned = dict[int, list[RankProcess]]()
         """signal that others have been sent -> ranks that had no handler for it yet"""
-        self._searched_at = dict[int, float]()
-        """signal -> when those processes of a command were searched for that have a handler for it"""
+        self._commands = CommandSignals()
         self._written = set[int]()
         """ranks that have written what they hold, after another one has failed"""
         self._seen = dict[int, tuple[float, heartbeat.Progress, float]]()
@@ -215,6 +213,7 @@ class Attempt:
                 )
                 self._signals.ask_to_end()
             self._pass_on_what_came(lived)
+            self._commands.settle([*self._live.values()], time.monotonic())
             if self._signals.end is not None:
                 lived.asked_by = lived.asked_by or (self._signals.end if lived.failed is None else 0)
                 self._ask_to_end(had_failed)
@@ -362,16 +361,13 @@ class Attempt:
             ready = [one for one in ranks if heeds(one.pid, number)]  # guard: warning-ends-no-rank
             self._pass_on(number, ready)
             return ready
-        if (now := time.monotonic()) < self._searched_at.get(number, 0.0) + SEARCH_SECONDS:
-            return []
-        self._searched_at[number] = now
-        return warn_groups(ranks, number)
+        return self._commands.warn(ranks, number)
 
     def _pass_on(self, number: int, to: Sequence[RankProcess]) -> None:
-        """Send a signal to ranks that have not ended. A command may be a shell: what it has started gets it too."""
+        """Send a signal to ranks that have not ended. A command may be a shell: what it has started gets it."""
         for one in to:
             if self._job.program.kind == "command":
-                os.killpg(one.pid, number)
+                self._commands.send(one, number)
             else:
                 signal.pidfd_send_signal(one.descriptor, number)
 

@@ -48,8 +48,14 @@ class RankProcess:
 
     def read(self) -> heartbeat.Progress:
         """What its page shows now."""
-        opened = self.page_descriptor
-        return heartbeat.read(str(self.page) if opened is None else f"/proc/self/fd/{opened}")
+        return heartbeat.read(self._opened_page())
+
+    def owner(self) -> heartbeat.Owner | None:
+        """The process whose run is open now, as `heartbeat.owner`."""
+        return heartbeat.owner(self._opened_page())
+
+    def _opened_page(self) -> str:
+        return str(self.page) if self.page_descriptor is None else f"/proc/self/fd/{self.page_descriptor}"
 
     def close(self) -> None:
         """Close its descriptors."""

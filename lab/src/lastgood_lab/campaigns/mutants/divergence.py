@@ -80,6 +80,12 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a page that was removed shows nothing", "removed-page-is-read", Remove()),
     ),
     *table(
+        "supervisor",
+        ("run_signals",),
+        ("a signal ends the shell of a command first", "owner-of-run-is-asked-first", Instead("owner = None")),
+        ("what follows in a command is not asked", "rest-of-command-is-asked-too", Remove()),
+    ),
+    *table(
         "data",
         ("sampler_loop", "elastic"),
         (
