@@ -192,6 +192,38 @@ def test_a_job_that_too_few_nodes_join_is_no_store_that_is_silent(tmp_path: Path
     assert "does not answer" not in done.stderr
 
 
+def test_a_node_that_waited_in_the_job_of_others_has_not_succeeded(tmp_path: Path) -> None:
+    """Two jobs had one --master-port. A node of the second one waited in the first, and ended with 0 when that did."""
+    (tmp_path / "rank.py").write_text("import os, time\nwhile not os.path.exists('done'):\n    time.sleep(0.05)\n")
+    port = free_port("127.0.0.1")
+
+    def started(node_rank: str, name: str) -> subprocess.Popen[bytes]:
+        arguments = ["--nnodes", "2", "--node-rank", node_rank, "--master-port", str(port), "rank.py"]
+        environ = {**os.environ, "LASTGOOD_NODE": name}
+        with open(tmp_path / f"{name}.log", "wb") as log:
+            return subprocess.Popen([*COMMAND, *arguments], cwd=tmp_path, env=environ, stderr=log)
+
+    def says(name: str, text: str) -> None:
+        until(lambda: text in (tmp_path / f"{name}.log").read_text())
+
+    processes = [started("0", "a"), started("1", "b")]
+    try:
+        says("a", "takes part, as one of 2 nodes")
+        processes.append(started("1", "other"))
+        says("other", "waits until 2 nodes have joined")
+        second = started("0", "others-first")
+        processes.append(second)
+        assert second.wait(60) == 5
+        says("others-first", "address already in use")
+        (tmp_path / "done").touch()
+        assert [one.wait(60) for one in processes[:3]] == [0, 0, 5]
+        says("other", f"another job was at 127.0.0.1:{port}, with all its nodes")
+    finally:
+        for one in processes:
+            one.kill()
+            one.wait()
+
+
 def test_two_nodes_with_one_number_are_refused_with_their_names(tmp_path: Path) -> None:
     (tmp_path / "rank.py").touch()
     port = free_port("127.0.0.1")

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..errors import Cancelled
+from ..errors import Cancelled, TierDown
 from ..format import layout
 from ..io import os_errors, processes
 from ..io.machine import given_name
@@ -83,6 +83,7 @@ class Supervisor:
                         return PREEMPTED
                     return self._attempts(folder, received, nodes, health, held)
             except Over:
+                self._require_own_job()
                 self._report("the job is over: this node is not needed")
                 return 0
             except Cancelled:
@@ -91,6 +92,20 @@ class Supervisor:
                 return 128 + received.end
 
     # ---- steps ---------------------------------------------------------------------------------------------
+
+    def _require_own_job(self) -> None:
+        """Raise TierDown if the job that is over cannot have been that of this node: it had all its nodes without the
+        number of this one."""
+        own = self._job.rendezvous
+        if own is None or own.node_rank is None or own.spares or self._outcomes:
+            return
+        if own.settings.least == own.settings.most:  # guard: other-job-is-no-own-end
+            raise TierDown(
+                f"another job was at {own.settings.endpoint}, with all its nodes, and had no place for this one: it is "
+                "over now",
+                safe="No rank was started on this node.",
+                todo="Give each job its own --master-port.",
+            )
 
     def _attempts(
         self, folder: Path, received: Signals, nodes: Nodes, health: HostSigns, held: contextlib.ExitStack

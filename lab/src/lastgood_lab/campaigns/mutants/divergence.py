@@ -73,6 +73,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a signal to all processes ends the membership", "membership-outlives-signals", Remove()),
         ("a signal to all processes ends the store", "store-outlives-signals", Remove()),
         ("the name of a node says whether the store is there", "node-0-holds-static-store", Remove()),
+        ("a node that another job did not need has succeeded", "other-job-is-no-own-end", Never()),
     ),
     *table(
         "supervisor",
