@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 
 from agents import until
+from lastgood.io import heartbeat
 from lastgood.policy.recovery import PREEMPTED
 from lastgood.supervisor import signals
+from lastgood.supervisor.command_signals import CommandSignals
+from lastgood.supervisor.watch import RankProcess
 
 
 def test_a_job_under_nohup_outlives_its_terminal() -> None:
@@ -92,3 +95,23 @@ def test_a_command_saves_before_its_shell_and_its_workers_end(tmp_path: Path, li
         job.send_signal(signal.SIGTERM)
         job.communicate(timeout=25)  # less than --shutdown-timeout
     assert (tmp_path / "saved").read_text() == "None" and job.returncode == code
+
+
+def test_a_command_of_another_user_has_the_signal_in_its_group(tmp_path: Path, monkeypatch) -> None:
+    """`sudo -u somebody python train.py`: its process cannot be signalled, and its `sudo` passes signals on."""
+    page = tmp_path / "page"
+    heartbeat.create(str(page))
+    shown = heartbeat.Heartbeat(str(page))
+    shown.begin()
+    assert shown.taken()
+    sent = list[tuple[int, int]]()
+
+    def denied(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(signal, "pidfd_send_signal", denied)
+    monkeypatch.setattr(os, "killpg", lambda pid, number: sent.append((pid, number)))
+    rank = RankProcess(0, 12, -1, tmp_path, page, heartbeat.read(str(page)))
+    assert rank.owner() is not None
+    CommandSignals().send(rank, signal.SIGTERM)
+    assert sent == [(12, signal.SIGTERM)]

@@ -45,17 +45,10 @@ class CommandSignals:
     def send(self, one: RankProcess, number: int) -> None:
         """Send a signal to a rank that has not ended: to the process whose run is open, or, without one, to all."""
         owner = one.owner()  # guard: owner-of-run-is-asked-first
-        if owner is None:
+        if owner is None or not _reached(owner, number):
             os.killpg(one.pid, number)
-            return
-        with contextlib.suppress(ProcessLookupError):  # it has just ended: the others get it a little later
-            descriptor = os.pidfd_open(owner.pid)
-            try:
-                if processes.started_ticks(owner.pid) == owner.started_ticks:
-                    signal.pidfd_send_signal(descriptor, number)
-            finally:
-                os.close(descriptor)
-        self._owed.append(_Owed(one, number, owner))
+        else:
+            self._owed.append(_Owed(one, number, owner))
 
     def settle(self, live: Sequence[RankProcess], now: float) -> None:
         """Send what is left of each of these ranks the signals that the owner of its run had, once that has ended."""
@@ -77,3 +70,18 @@ class CommandSignals:
             return []
         self._searched_at[number] = now
         return warn_groups(ranks, number)
+
+
+def _reached(owner: Owner, number: int) -> bool:
+    """Send a signal to a process. Returns False where it belongs to another user (sudo). One that has just ended counts
+    as reached: the rest of its command has a little time to end by itself."""
+    with contextlib.suppress(ProcessLookupError):
+        descriptor = os.pidfd_open(owner.pid)
+        try:
+            if processes.started_ticks(owner.pid) == owner.started_ticks:
+                signal.pidfd_send_signal(descriptor, number)
+        except PermissionError:
+            return False
+        finally:
+            os.close(descriptor)
+    return True
