@@ -31,6 +31,31 @@ def ran(folder: Path, script: str, *options: str, **settings: object) -> subproc
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=60, **settings)  # type: ignore[call-overload, no-any-return]
 
 
+def test_a_failed_attempt_leaves_no_named_memory_behind(tmp_path: Path) -> None:
+    """Python's resource tracker removes what a program has left, also when that was killed. It was killed with the
+    ranks, so that each attempt ended with FileExistsError."""
+    script = f"""
+        import os, signal, subprocess
+        from multiprocessing.shared_memory import SharedMemory
+        made = SharedMemory(name="lastgood-test-{os.getpid()}", create=True, size=4096)
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            subprocess.Popen(["sleep", "1000"], close_fds=False)
+            os.kill(os.getpid(), signal.SIGKILL)
+        made.close()
+        made.unlink()
+    """
+    left = Path(f"/dev/shm/lastgood-test-{os.getpid()}")
+    try:
+        (tmp_path / "train.py").write_text(textwrap.dedent(script))
+        found = subprocess.run(
+            [*COMMAND, "--spawn", "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        )
+        assert found.returncode == 0, found.stderr
+        assert found.stderr.count("failed first: SIGKILL") == 1 and not left.exists()
+    finally:
+        left.unlink(missing_ok=True)
+
+
 @pytest.mark.parametrize("end", ["raise ValueError('no display')", "sys.exit('nothing to clean')"])
 @pytest.mark.parametrize("start", [[*COMMAND, "--spawn"], FORKED], ids=["new process", "forked"])
 def test_a_failure_of_a_forked_child_is_none_of_its_rank(tmp_path: Path, end: str, start: list[str]) -> None:

@@ -18,6 +18,7 @@ from lastgood.policy.recovery import GAVE_UP, PREEMPTED
 from lastgood.records import PlaceList
 from lastgood.run import memory_place
 from lastgood.supervisor.placement import free_port
+from lastgood_lab import namespaces
 from several import COMMAND, Nodes
 
 pytestmark = pytest.mark.slow
@@ -222,6 +223,28 @@ def test_a_node_that_waited_in_the_job_of_others_has_not_succeeded(tmp_path: Pat
         for one in processes:
             one.kill()
             one.wait()
+
+
+def test_a_node_that_names_itself_localhost_is_reached_by_the_others(tmp_path: Path) -> None:
+    """Node 0 was started with --master-addr localhost, and each node with the name of node 0 beside it, as torchrun
+    permits. All ranks had localhost as MASTER_ADDR, and those of the other nodes found nobody there."""
+    if lacks := namespaces.missing():
+        pytest.skip(lacks)
+    with namespaces.Network(2) as network:
+        nodes = Nodes(tmp_path, "2", network=network)
+        seen_by_others = nodes.endpoints
+        try:
+            options = ["--nproc-per-node", "1", "--rdzv-backend", "static", "--node-rank"]
+            nodes.endpoints = ["localhost:29400"]
+            started = [nodes.start("a", *options, "0")]
+            nodes.endpoints = seen_by_others
+            started.append(nodes.start("b", *options, "1"))
+            addresses = {one["node"]: one["MASTER_ADDR"] for one in nodes.seen(0, 2)}
+            nodes.touch("done")
+            assert [one.wait(60) for one in started] == [0, 0]
+        finally:
+            nodes.end()
+        assert addresses == {"a": "127.0.0.1", "b": network.address(0)}
 
 
 def test_two_nodes_with_one_number_are_refused_with_their_names(tmp_path: Path) -> None:

@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from agents import until
 from lastgood.errors import TierDown
+from lastgood.io import processes
 from lastgood.supervisor import zygote
 from lastgood.supervisor.program import Program
 from lastgood.supervisor.signals import Signals
+from several import FORKED
 
 
 def test_a_node_shows_signs_of_life_while_its_ranks_are_imported(
@@ -31,6 +34,33 @@ def test_a_node_shows_signs_of_life_while_its_ranks_are_imported(
     finally:
         one.close()
         signals.close()
+
+
+SLOW = """
+import os, time
+open("importing", "w").write(str(os.getpid()))
+while not os.path.exists("over"):
+    time.sleep(0.02)
+"""
+SHOWS = "import signal; print(*signal.pthread_sigmask(signal.SIG_BLOCK, []), signal.getsignal(signal.SIGINT).__name__)"
+
+
+def test_a_zygote_outlives_signals_to_all_processes(tmp_path: Path) -> None:
+    """systemd sent SIGTERM to all processes of a job that imported torch. The job ended with 5, as if its process had
+    failed, where it ends with 143 once its supervisor was asked to end."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    (tmp_path / "rank.py").write_text(SHOWS)
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    command = [*FORKED, "--preload=slow", "rank.py"]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as job:
+        try:
+            until(lambda: (tmp_path / "importing").exists() and (tmp_path / "importing").read_text())
+            for number in processes.JOB_ENDS:
+                os.kill(int((tmp_path / "importing").read_text()), number)
+        finally:
+            (tmp_path / "over").touch()
+        assert job.communicate(timeout=60)[0] == "default_int_handler\n", "its ranks receive these signals"
+    assert job.returncode == 0
 
 
 def test_collections_of_a_rank_skip_what_the_zygote_has_imported(tmp_path: Path) -> None:

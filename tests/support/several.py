@@ -30,7 +30,8 @@ sys.exit(app.main())
 """
 FORKED = [sys.executable, "-c", _WITHOUT_TORCH, "run", "--preload=json"]
 """forks the ranks from a process that has not imported torch, which takes seconds"""
-NAMES = ["RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_PORT"]
+NAMES = ["RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"]
+NAMES += ["MASTER_ADDR", "MASTER_PORT"]
 RANK = f"""
 import json, os, signal, sys, time
 attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]

@@ -21,7 +21,8 @@ from .machine import boot_id
 _DIES_WITH_PARENT, _ADOPTS_ORPHANS, _READABLE_BY = 1, 36, 0x59616D61
 """PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_PTRACER"""
 
-
+JOB_ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""The signals that ask for the end of a job: a machine that shuts down, or systemd, sends them to all processes."""
 SAFE_PATH = ["-P"] if sys.version_info >= (3, 11) else []
 """the option with which Python imports nothing from the current folder"""
 
@@ -66,9 +67,9 @@ def die_with(parent: int) -> None:
 
 
 def outlive_signals() -> None:
-    """Ignore the signals that ask for the end of a job: what a machine that shuts down, or systemd, sends to all of its
-    processes. For a process that its parent needs until the ranks have ended, and that dies with it."""
-    for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+    """Ignore the signals of JOB_ENDS. For a process that its parent needs until the ranks have ended, and that dies
+    with it."""
+    for one in JOB_ENDS:
         signal.signal(one, signal.SIG_IGN)
 
 

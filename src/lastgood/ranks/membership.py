@@ -7,7 +7,6 @@ and the store behind it. torch keeps the membership alive in a thread of its own
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 import select
 import socket
@@ -40,6 +39,7 @@ from ..supervisor.membership import (
     Waiting,
     Where,
 )
+from ..supervisor.placement import is_loopback
 from . import store_list
 
 os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # torch reads it; the ranks have a store of their own
@@ -177,15 +177,7 @@ class Member:
         with socket.socket(family, socket.SOCK_DGRAM) as one:
             one.connect(place)  # sends nothing
             found = str(one.getsockname()[0])
-        return host if _is_loopback(found) and not _is_loopback(host) else found  # guard: address-is-no-loopback
-
-
-def _is_loopback(host: str) -> bool:
-    """Whether a name or an address means the machine that uses it, on every machine."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+        return host if is_loopback(found) and not is_loopback(host) else found  # guard: address-is-no-loopback
 
 
 def _failed(error: Exception) -> Failed:

@@ -39,7 +39,7 @@ from ..records import Record
 from . import long_values
 from .membership import Joined, Membership, StoreLost
 from .moves import Carried, Moves, lost_text
-from .placement import NodeInfo, Notice, Placement, free_port, order
+from .placement import NodeInfo, Notice, Placement, free_port, order, reached
 from .signals import Signals
 
 POLL_SECONDS = 0.25
@@ -211,7 +211,7 @@ class SeveralNodes:
             found = self._membership.read([f"{number}/master"])[0]
             if found is not None:
                 address, _, text = found.rpartition(" ")
-                return self._placement(address, int(text))
+                return self._placement(reached(address, self.infos[0], self._membership.endpoint), int(text))
             notice = self.notice(time.monotonic(), [])
             if notice is not None:
                 return notice

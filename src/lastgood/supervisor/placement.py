@@ -5,6 +5,7 @@ SeveralNodes (nodes.py) is the other implementation. Decides nothing.
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple, Protocol
@@ -158,6 +159,24 @@ def order(infos: Sequence[NodeInfo]) -> list[int]:
             "is given none has 0), or use --rdzv-backend c10d, which needs none.",
         )
     return sorted(range(len(infos)), key=lambda one: (infos[one].node_rank is None, infos[one].node_rank or 0, one))
+
+
+def reached(published: str, first: NodeInfo, endpoint: str) -> str:
+    """The address at which this node reaches node 0, which has published one. `first`: node 0. `endpoint`: where this
+    node finds the store. A node 0 that was started with --master-addr localhost knows no address for others: then it
+    is the host of the endpoint, because it holds the store there."""
+    if not first.holds_store or not is_loopback(published):
+        return published
+    host = endpoint.rpartition(":")[0].strip("[]") or endpoint
+    return published if is_loopback(host) else host  # guard: master-is-reached-from-other-nodes
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address means the machine that uses it, on every machine."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def free_port(address: str) -> int:

@@ -11,6 +11,7 @@ import select
 import signal
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from .. import reporting
 from ..policy.blame import Ended
@@ -24,6 +25,11 @@ REPORT_SECONDS = 30.0
 LIFE_SECONDS = 120.0
 """So long this node shows life meanwhile: to free the memory of a large rank takes a while. A process that waits for a
 device may never end, and the other nodes go on without this one then."""
+TRACKER = b"from multiprocessing.resource_tracker import main"
+"""in the command line of the process that Python starts with the first named shared memory (or semaphore) of a program:
+it removes what the program has left behind, once all processes of the program have ended"""
+TRACKERS_SECONDS = 1.0
+"""how long those may take"""
 
 
 class _Wait:
@@ -70,6 +76,7 @@ def end_all(ranks: Sequence[RankProcess], touch: Callable[[], None]) -> None:
     `touch`: shows that this node lives; is called now and then while processes do not end. Raises what it raises.
     """
     # No rank was reaped yet, so no other process has its number.
+    _await_trackers([one.pid for one in ranks])  # guard: named-memory-is-removed
     for one in ranks:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(one.pid, signal.SIGKILL)
@@ -87,6 +94,39 @@ def end_all(ranks: Sequence[RankProcess], touch: Callable[[], None]) -> None:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(one.pid, 0)
             _await_group(one, waits)  # guard: processes-of-ranks-awaited
+
+
+def _await_trackers(groups: Sequence[int]) -> None:
+    """Kill what is in these process groups, except resource trackers, and let those end by themselves. Returns at once
+    where there are none. With SIGKILL to all, the next attempt would find the named memory of this one."""
+    until, pause = time.monotonic() + TRACKERS_SECONDS, SHORTEST_SECONDS
+    while (found := _members(groups)) and any(found.values()) and time.monotonic() < until:
+        for pid, is_tracker in found.items():
+            if not is_tracker:
+                _kill(pid, groups)
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_SECONDS)
+
+
+def _members(groups: Sequence[int]) -> dict[int, bool]:
+    """The processes of these groups, each with whether it is a resource tracker that has not ended."""
+    found = dict[int, bool]()
+    for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
+        with contextlib.suppress(OSError):  # it has ended
+            if os.getpgid(pid) in groups:
+                found[pid] = TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return found
+
+
+def _kill(pid: int, groups: Sequence[int]) -> None:
+    """Kill a process, if the number is still that of a process in these groups."""
+    with contextlib.suppress(OSError):  # it has ended, or belongs to another user (sudo)
+        descriptor = os.pidfd_open(pid)
+        try:
+            if os.getpgid(pid) in groups:
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        finally:
+            os.close(descriptor)
 
 
 def _await_group(one: RankProcess, waits: _Wait) -> None:

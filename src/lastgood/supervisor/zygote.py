@@ -17,6 +17,7 @@ import importlib
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -246,6 +247,8 @@ def _become(start: Fork, descriptors: Sequence[int]) -> None:
 def main() -> None:
     """Import the modules, then fork ranks until the supervisor ends."""
     program.forget_current_folder()
+    # Blocked and not ignored, so that the ranks are forked with the handlers that Python has set.
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, processes.JOB_ENDS)  # guard: zygote-outlives-signals
     connection, failed = socket.socket(fileno=int(sys.argv[1])), dict[str, str]()
     for name in sys.argv[2:]:
         try:
@@ -256,6 +259,7 @@ def main() -> None:
     framed.send(connection, msgspec.json.encode(Ready(failed=failed)))
     start = _serve(connection)
     if start is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)  # guard: ranks-receive-signals
         program.run(start.program)
 
 

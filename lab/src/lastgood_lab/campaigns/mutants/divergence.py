@@ -74,6 +74,14 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a signal to all processes ends the store", "store-outlives-signals", Remove()),
         ("the name of a node says whether the store is there", "node-0-holds-static-store", Remove()),
         ("a node that another job did not need has succeeded", "other-job-is-no-own-end", Never()),
+        ("ranks look for node 0 on their own node", "master-is-reached-from-other-nodes", Instead("return published")),
+    ),
+    *table(
+        "supervisor",
+        ("rank_programs", "zygote"),
+        ("named memory of a failed attempt stays", "named-memory-is-removed", Remove()),
+        ("a signal to all processes ends the zygote", "zygote-outlives-signals", Swap("processes.JOB_ENDS", "[]")),
+        ("ranks do not receive signals", "ranks-receive-signals", Remove()),
     ),
     *table(
         "supervisor",
