@@ -5,6 +5,7 @@ Loops that only look wrong are tested too: none of them is refused.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 from collections import deque
@@ -127,6 +128,29 @@ def test_a_sampler_that_counted_this_step_already_leaves_others_idle(caplog) -> 
     count_step([counted, idle], 5, 4, first=True)
     assert place(counted) == (0, 1) and place(idle) == (0, 0)
     assert "no batch was read" not in caplog.text
+
+
+def test_steps_with_the_batches_of_an_earlier_pass_are_reported(caplog) -> None:
+    """`itertools.cycle(loader)` repeats the batches of its first pass. The cursor stood at the next epoch meanwhile, so
+    a resume went on with other samples than the run without it."""
+    sampler = make()
+    for n, _ in zip(range(1, 15), itertools.cycle(sampler.loader(DATA)), strict=False):
+        count_step([sampler], n, n - 1)
+    assert [one.partition(":")[0] for one in caplog.messages] == ["step 12"]
+
+
+@pytest.mark.parametrize("ends", ["one step more", "a second loader goes on"])
+def test_steps_after_the_end_of_a_loader_may_be_right(caplog, ends: str) -> None:
+    sampler, other = make(), make(seed=8)
+    longer = itertools.repeat(0) if ends == "one step more" else iter(other.loader(DATA))
+    for n, _ in enumerate(sampler.loader(DATA), start=1):
+        if n == 5:
+            next(longer)
+        count_step([sampler, other], n, n - 1)
+    for n in range(11, 12 if ends == "one step more" else 15):
+        next(longer)
+        count_step([sampler, other], n, n - 1)
+    assert caplog.messages == []
 
 
 def saved_by(rank: int, size: int, root: Path) -> list[str]:

@@ -36,8 +36,7 @@ from .skips import Skips
 from .stored_state import SKIPPED, differences, stored_state
 from .worker_seeding import SeededDataset, Window, WorkerInit, unchanged
 
-# Options that decide which samples come, and in which order. With `in_order=False` batches come in any order, so the
-# number of batches trained would not say which ones these were.
+# Options that decide the order of the samples; with `in_order=False` no number says which batches were trained.
 _RESERVED = {"batch_sampler", "batch_size", "drop_last", "generator", "in_order", "sampler", "shuffle"}
 
 
@@ -86,9 +85,8 @@ class ResumableSampler(Sampler[list[int]]):
     required under frameworks that fetch ahead (Lightning, Transformers, Accelerate).
 
     A save at the last step of an epoch resumes in the next: do the work of the end of an epoch before it, where
-    `loader.completes_epoch` is true.
-    `len()` is the number of batches of a whole epoch, `remaining` that of the rest of the current one. In a DataLoader
-    of your own without `generator=` torch draws the base seed from the global generator, so dropout does not resume.
+    `loader.completes_epoch` is true. In a DataLoader of your own without `generator=` torch draws the base seed from
+    the global generator, so dropout does not resume.
 
     Memory: 8 bytes for each sample of the permutation. Raises Refused for arguments outside of these ranges. See
     docs/data.md.
@@ -221,8 +219,7 @@ class ResumableSampler(Sampler[list[int]]):
         self._step = step
 
     def is_unread_at(self, step: int) -> bool:
-        """Whether `advance_to(step)` would count a step although this process has read nothing of the order. A call of
-        `order` counts as reading, as well as an iteration."""
+        """Whether `advance_to(step)` would count a step although nothing of the order was read here, nor by `order`."""
         return self._cached is None and step != self._step  # guard: counted-step-needs-no-read
 
     @property
@@ -230,6 +227,11 @@ class ResumableSampler(Sampler[list[int]]):
         """Whether an iteration is under way, and no step was counted in it."""
         at = self._iteration
         return at is not None and at.batches > 0 and not (at.counted or at.stale or at.ended or at.fetched_all)
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether several steps were counted after the end of an iteration in which steps are counted."""
+        return self._counts_inside and self._iteration is not None and self._iteration.without_batch > 1
 
     @property
     def counted(self) -> tuple[int, int]:
@@ -375,9 +377,8 @@ class ResumableSampler(Sampler[list[int]]):
         must seed that itself.
 
         Each iteration runs from the cursor to the end of the epoch. A step counts as trained on all batches that were
-        yielded before it, so code around the loader must not fetch ahead of the step. (`prefetch_factor` and
-        `pin_memory` fetch ahead inside of the loader, which is safe.) If a framework fetches ahead, give the sampler
-        `batches_per_step`: then steps are counted instead of yielded batches.
+        yielded before it, so code around the loader must not fetch ahead of the step, unless the sampler has
+        `batches_per_step`. (`prefetch_factor` and `pin_memory` fetch ahead inside of the loader, which is safe.)
         """
         if reserved := sorted(_RESERVED & set(dataloader_options)):
             raise Refused(

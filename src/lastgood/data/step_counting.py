@@ -12,6 +12,12 @@ _UNREAD = (
     "resume continues at a position in the data that has no meaning: iterate the sampler that is in the state, as "
     "sampler.loader(dataset) or DataLoader(dataset, batch_sampler=sampler), or leave it out of the state"
 )
+_EXHAUSTED = (
+    "all batches of the epoch were trained before the step before this one, and the loader was not iterated anew. If "
+    "the loop trains them again, as itertools.cycle(loader) repeats those of its first pass, a resume goes on with "
+    "other ones: iterate the loader anew in each epoch. If it trains on another loader now, take the sampler of this "
+    "one out of the state"
+)
 
 
 def count_step(
@@ -39,9 +45,13 @@ def count_step(
     read = [one for one in samplers if not one.is_unread_at(step)]
     if samplers and not read and first and rank == 0:  # guard: unread-sampler-reported
         reporting.threat(f"step {step}: {_UNREAD}")
+    exhausted_before = any(one.is_exhausted for one in samplers)
     for one in samplers:
         if not read or one in read or one.world_size < ranks:  # guard: idle-sampler-stands-still
             one.advance_to(step, previous)
+    exhausted = bool(read) and all(one.is_exhausted for one in read)
+    if exhausted and not exhausted_before and rank == 0:  # guard: steps-without-batches-are-reported
+        reporting.threat(f"step {step}: {_EXHAUSTED}")
 
 
 def report_left_out(samplers: Mapping[str, ResumableSampler], step: int) -> None:

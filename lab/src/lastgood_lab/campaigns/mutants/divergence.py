@@ -103,6 +103,7 @@ MUTANTS: tuple[Mutant, ...] = (
             Swap("if replaces", "if False"),
         ),
         ("an evaluation has to read weights", "evaluation-makes-no-step", Always()),
+        ("steps with batches of an earlier pass look right", "steps-without-batches-are-reported", Never()),
     ),
     *table(
         "adaptive interval",
