@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import lastgood
 from harness import reported, reports, steps
@@ -339,6 +340,29 @@ def test_a_forward_pass_after_the_last_step_is_reported(tmp_path: Path, by_hand:
     (text,) = texts
     assert text.startswith(f"step {2 + by_hand} is saved with")
     assert "is saved with buffers that have changed" in text and "model.1.num_batches_tracked" in text
+
+
+@pytest.mark.parametrize(
+    ("leaves", "reports_it"), [("before a step", True), ("after a step", False), ("at its end", False)]
+)
+def test_a_batch_that_no_step_has_trained_is_reported(tmp_path: Path, leaves: str, reports_it: bool) -> None:
+    """`if n == total: break` at the begin of the loop's body came after the loader had yielded one batch more. The save
+    at the exit counted it as trained, and a longer training that went on from there never had it."""
+    loader, evaluated = (StatefulDataLoader(torch.arange(12), batch_size=2) for _ in range(2))
+    state = {"w": torch.zeros(3), "loader": loader, "evaluated": evaluated}
+    with (
+        reports(logging.WARNING) as texts,
+        lastgood.Checkpointer(tmp_path, state, cadence=Every(steps=100)) as ckpt,
+    ):
+        ckpt.restore()
+        for n, _ in enumerate(loader, start=1):
+            if n == 5 and leaves == "before a step":
+                break
+            ckpt.step(n)
+            if n == 4 and leaves == "after a step":
+                break
+        assert len([*evaluated]) == 6
+    assert [one.partition(" has")[0] for one in texts] == ["step 4 is saved after loader"] * reports_it
 
 
 def test_running_statistics_of_a_bad_batch_are_not_saved_at_the_exit(tmp_path: Path) -> None:

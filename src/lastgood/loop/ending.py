@@ -88,7 +88,7 @@ class Ending:
                 self._divergence.finish()  # guard: last-steps-compared-before-the-end
                 last = self._saver.last
                 if (last is None or last.step < n or last.failed()) and self._in_time(last, request.left_seconds):
-                    self._progress.report_buffers()
+                    self._progress.report_begun_step()
                     last = self._saver.save(n, False, {}, must=True, timeout_seconds=request.left_seconds) or last
                 if last is not None:
                     last.committed(request.left_seconds)
@@ -141,7 +141,7 @@ class Ending:
         if last is None or last.step < n or last.failed():
             if self._is_updated(n):
                 return
-            self._progress.report_buffers()
+            self._progress.report_begun_step()
             with contextlib.suppress(NotRestored):  # the state does not continue the run; the closing line reports that
                 save = self._saver.save(n, False, {}, must=True, timeout_seconds=threading.TIMEOUT_MAX)
                 assert save is not None

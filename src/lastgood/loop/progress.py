@@ -25,6 +25,7 @@ from ..records import Generation
 from ..run.outcomes import Outcomes
 from ..snapshot.staging import Fence
 from ..state.capture import wanted
+from ..state.loader_positions import LoaderWatch
 from ..state.objects import find_objects, held_by_objects, instances_of
 from ..state.parameter_versions import BufferWatch, stepped, version
 from ..units import shortened
@@ -47,10 +48,10 @@ class Progress:
         """whether `step()` or `save()` was called"""
         self.restored_generation = False
         """whether the state was restored from a generation"""
-        self._version, self.buffers = version(self._state), BufferWatch()
+        self._version, self.buffers, self._loaders = version(self._state), BufferWatch(), LoaderWatch()
         self._had_stepped = bool(stepped(self._state))
         """whether an optimizer had stepped before the run was opened or restored"""
-        self._behind_reported = self._buffers_reported = False
+        self._behind_reported = self._buffers_reported = self._ahead_reported = False
         self.samplers = instances_of(self._state, ResumableSampler)
         """those of the state, as of the last step: it may get more"""
         self._longest = sys.maxsize
@@ -84,10 +85,12 @@ class Progress:
                 report_uncounted(held_by_objects(self._state, ResumableSampler), n)
             if first:
                 self.buffers.begin(self._state, self._saved)
+                self._loaders.begin(self._state, self._saved)
             self.step = self._outcomes.completed = n
             self._note_trained(before)
             self._fence.update_begun = False
             self.buffers.note()
+            self._loaders.note()
 
     def _left_out(self) -> dict[str, ResumableSampler]:
         """The samplers of the state that `include` leaves out of saves, by path."""
@@ -111,8 +114,17 @@ class Progress:
                 "step(i + 1), and one that accumulates gradients counts after optimizer.step()"
             )
 
-    def report_buffers(self) -> None:
-        """The state is saved as that of the newest step: report, once and at rank 0, if buffers have changed since."""
+    def report_begun_step(self) -> None:
+        """The state is saved as that of the newest step: report, once and at rank 0, what shows that the loop has begun
+        the next one: buffers that have changed since, and loaders that have yielded a batch."""
+        ahead = [] if self._ahead_reported or self._ranks.rank else self._loaders.ahead()
+        if ahead:  # guard: batch-without-step-is-reported
+            self._ahead_reported = True
+            reporting.warning(
+                f"step {self.step} is saved after {shortened(ahead, 3)} has yielded a batch that no completed step has "
+                "trained: a resume leaves this batch out. Leave the loop right after step(), before the loader yields "
+                "the next batch; or give the loader a ResumableSampler, whose position is that of the last step"
+            )
         changed = [] if self._buffers_reported or self._ranks.rank else self.buffers.changed()
         if changed:  # guard: forward-after-step-is-reported
             self._buffers_reported = True
@@ -126,8 +138,8 @@ class Progress:
         self.buffers.note()
 
     def report_update(self) -> None:
-        """The state is saved as that of the newest step: report at rank 0 if an optimizer has stepped since, or if
-        buffers have changed."""
+        """The state is saved as that of the newest step: report at rank 0 if an optimizer has stepped since, or what
+        shows that the next step has begun."""
         if self.update_begun and self.step > self.resumed_step and self._ranks.rank == 0:
             reporting.warning(
                 f"save({self.step}): an optimizer has stepped since step {self.step} was completed, so a later state "
@@ -135,7 +147,7 @@ class Progress:
                 "the optimizer, call step() or save() with the number of completed steps"
             )
         else:
-            self.report_buffers()
+            self.report_begun_step()
         self._fence.update_begun = False
 
     def _found_samplers(self, first: bool) -> list[ResumableSampler]:
@@ -197,6 +209,7 @@ class Progress:
         self.step = self.resumed_step = step
         self.restored_generation, self._version = generation is not None, version(self._state)
         self._had_stepped, self.buffers = bool(stepped(self._state)), BufferWatch()
+        self._loaders = LoaderWatch()
         self._outcomes.restored(step if generation else None)
         self.samplers = instances_of(self._state, ResumableSampler)
         for one in self.samplers:

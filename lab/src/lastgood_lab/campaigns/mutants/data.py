@@ -116,6 +116,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("exit", "saved_twice", "rewind", "places"),
         ("the number of the step before is not reported", "number-behind-is-reported", Never()),
         ("buffers of the next step are not reported", "forward-after-step-is-reported", Never()),
+        ("a batch that no step has trained is not reported", "batch-without-step-is-reported", Never()),
         ("NaN of the next step is saved at the exit", "nan-of-next-step-not-saved", Never()),
         ("buffers that have changed are not reported", "changed-buffers-reported", Remove()),
         ("steps before the first save are not seen", "updates-seen-from-restore-on", Remove()),
