@@ -38,7 +38,7 @@ class Board:
 class Member:
     """The membership of one node: the calls of `Membership`, on a board."""
 
-    moves, join_seconds = False, 60.0
+    moves, join_seconds, endpoint = False, 60.0, "127.0.0.1:29400"
 
     def __init__(self, board: Board, node: int) -> None:
         self._board, self._node = board, node
