@@ -139,6 +139,16 @@ def test_steps_with_the_batches_of_an_earlier_pass_are_reported(caplog) -> None:
     assert [one.partition(":")[0] for one in caplog.messages] == ["step 12"]
 
 
+def test_steps_with_batches_that_were_fetched_ahead_are_right(caplog) -> None:
+    """A resume in the middle of an epoch, with two batches fetched ahead of each step, was reported in each epoch."""
+    sampler = make(batches_per_step=1)
+    sampler.load_state_dict(make().state_dict() | {"cursor_step": 4, "step": 4})
+    ahead = list(sampler.loader(DATA))
+    for n in range(5, 5 + len(ahead)):
+        count_step([sampler], n, n - 1)
+    assert len(ahead) == 6 and caplog.messages == []
+
+
 @pytest.mark.parametrize("ends", ["one step more", "a second loader goes on"])
 def test_steps_after_the_end_of_a_loader_may_be_right(caplog, ends: str) -> None:
     sampler, other = make(), make(seed=8)
@@ -185,6 +195,24 @@ def test_a_sampler_keeps_its_position_beside_its_stateful_loader(tmp_path: Path,
                     break
     order = make().order(0).tolist()
     assert trained == order[:3] + order[4:]
+
+
+def test_a_loader_restores_a_sampler_that_is_in_no_entry_of_the_state(tmp_path: Path) -> None:
+    """The loop counted its steps by `consumed()`, and only the loader held the position. A restore began at epoch 0."""
+    trained = list[list[int]]()
+    for _ in range(2):
+        sampler = make()
+        loader = StatefulDataLoader(DATA, batch_sampler=sampler, generator=torch.Generator())
+        with lastgood.Checkpointer(tmp_path, {"loader": loader}) as ckpt:
+            n = ckpt.restore().step
+            for batch in loader:
+                trained.append(batch.tolist())
+                sampler.consumed()
+                n += 1
+                ckpt.step(n)
+                if n == 3:
+                    break
+    assert trained == make().order(0).tolist()
 
 
 def test_a_sampler_that_only_its_stateful_loader_has_is_reported(tmp_path: Path) -> None:

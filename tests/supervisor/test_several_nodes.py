@@ -218,7 +218,7 @@ def test_a_node_that_waited_in_the_job_of_others_has_not_succeeded(tmp_path: Pat
         says("others-first", "address already in use")
         (tmp_path / "done").touch()
         assert [one.wait(60) for one in processes[:3]] == [0, 0, 5]
-        says("other", f"another job was at 127.0.0.1:{port}, with all its nodes")
+        says("other", f"the job at 127.0.0.1:{port} is over, and had no place for this node")
     finally:
         for one in processes:
             one.kill()

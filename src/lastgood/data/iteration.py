@@ -44,9 +44,10 @@ class Iteration:
     fetched_all: bool = False
     """whether a DataLoader of the user's own has fetched every batch and has asked for the next one"""
     at_last_step: int = 0
-    """how many batches had been yielded or fetched when the last step was counted"""
+    """how many batches had been yielded when the last step was counted"""
     without_batch: int = 0
-    """how many steps were counted after the end that had no batch since the one before"""
+    """how many steps were counted after the end that had no batch since the one before; 0 if it `counts_yielded` not:
+    there batches may be fetched ahead"""
     counted: list[int] = field(default_factory=list)
     """numbers of batches yielded before the first counted step, and between the first and the second"""
 
@@ -102,7 +103,7 @@ class Iteration:
         equally many batches for each step, or reports every k-th step, does this at the end of an epoch only.
         """
         self.earlier_counted = True
-        self.without_batch += self.ended and self.batches == self.at_last_step
+        self.without_batch += self.counts_yielded and self.ended and self.batches == self.at_last_step
         self.at_last_step = self.batches
         if len(self.counted) == 2:
             return

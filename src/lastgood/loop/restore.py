@@ -41,7 +41,7 @@ from ..run.peers import READING, VERIFIED_BY_CALLER
 from ..run.pipeline import Pipeline
 from ..run.watched import Sources
 from ..run.writer import RunWriter
-from ..state.objects import find_objects, has_exact_sampler, instances_of
+from ..state.objects import exact_sampler, find_objects, instances_of
 from ..state.parameter_versions import stepped
 from ..units import shortened
 from . import suspects
@@ -397,7 +397,7 @@ class Restorer:
         found = {} if then == now or self._ranks.rank else find_objects(self._request.state)
         saved = Filter(self._request.include, self._request.exclude)
         for path, one in found.items():
-            if type(one).__name__ != "StatefulDataLoader" or has_exact_sampler(one):
+            if type(one).__name__ != "StatefulDataLoader" or exact_sampler(one) is not None:
                 continue
             if saved.keeps(join(path, "_snapshot")):  # guard: loader-of-another-world-is-reported
                 reporting.threat(

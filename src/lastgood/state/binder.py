@@ -21,7 +21,7 @@ from .binding import ABSENT, Placement, Put
 from .decode import ArrayRef, SavedFlattened, SavedInstance, SavedObject, Stored, TensorRef
 from .differences import Differences
 from .module_binder import ModuleBinder
-from .objects import KINDS, Parameters, holds_objects, tag_of
+from .objects import KINDS, Parameters, exact_sampler, holds_objects, tag_of
 from .optimizer_binder import OptimizerBinder
 from .own_loading import OwnLoading, calling
 from .puts import empty, formed, kind_of, refill, refill_sequence, stays
@@ -54,6 +54,8 @@ class Binder:
         self.modules = ModuleBinder(self, of_modules, rename, own_loading)
         self._optimizers = OptimizerBinder(self, Parameters(modules), rename, own_loading)
         self._wrappers = Wrappers()
+        self._restored = set[int]()
+        """the ids of the objects that are restored from their own data"""
 
     def bind(self, live: Any, saved: Any, path: str, placement: Placement | None = None) -> Put:
         """Plan how `saved` goes to where `live` is. Where they differ that is recorded, and the live object stays.
@@ -247,12 +249,17 @@ class Binder:
         elif why := KINDS[saved.tag].differs(live, saved.data):
             self.differences.differs(path, why)
         else:
+            self._restored.add(id(live))
             data = self.bind(ABSENT, saved.data, path, self._sharding(live, saved.tag, path))
             return partial(self._loaded, live, saved.tag, data, path)
         return stays(live)
 
     def _loaded(self, live: Any, tag: str, data: Put, path: str) -> Any:
         content = data()
+        # The copy of the state of its sampler that such a loader has lags behind by what was fetched ahead. Where the
+        # sampler is restored by itself it would be replaced at the next iteration: so the loader begins anew there.
+        if id(exact_sampler(live)) in self._restored and not hasattr(live.dataset, "load_state_dict"):
+            content = {}  # guard: sampler-keeps-its-position
         with calling(live, path, self.stored.step):
             KINDS[tag].load(live, content)
         return live

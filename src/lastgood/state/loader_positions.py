@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..format.values import Filter, join
-from .objects import find_objects, has_exact_sampler
+from .objects import exact_sampler, find_objects
 
 
 class LoaderWatch:
@@ -24,7 +24,7 @@ class LoaderWatch:
             path: one
             for path, one in find_objects(state).items()
             if type(one).__name__ == "StatefulDataLoader"
-            and not has_exact_sampler(one)
+            and exact_sampler(one) is None
             and saved.keeps(join(path, "_snapshot"))
         }
 

@@ -109,10 +109,8 @@ class Kind:
         return one.state_dict()
 
     def load(self, one: Any, data: Any) -> None:
-        """Restore the object from its data. A StatefulDataLoader over a ResumableSampler begins anew: its copy of the
-        state of the sampler lags behind by what was fetched ahead, and would replace that of the sampler."""
-        replaces = has_exact_sampler(one) and not hasattr(getattr(one, "dataset", None), "load_state_dict")
-        one.load_state_dict({} if replaces else data)  # guard: sampler-keeps-its-position
+        """Restore the object from its data."""
+        one.load_state_dict(data)
 
     def differs(self, one: Any, data: Any) -> str:
         """Why this data cannot be loaded into this object; empty if it can, as far as it is known before the load.
@@ -425,11 +423,12 @@ def modules_of(state: Mapping[str, Any]) -> dict[str, nn.Module]:
     return {path: one for path, one in find_objects(state).items() if isinstance(one, nn.Module)}
 
 
-def has_exact_sampler(loader: Any) -> bool:
-    """Whether this is a StatefulDataLoader of torchdata whose position is that of its ResumableSampler."""
+def exact_sampler(loader: Any) -> ResumableSampler | None:
+    """The ResumableSampler of a StatefulDataLoader of torchdata; None: it has none, or is another object."""
     if type(loader).__name__ != "StatefulDataLoader":
-        return False
-    return any(isinstance(getattr(loader, name, None), ResumableSampler) for name in ("sampler", "batch_sampler"))
+        return None
+    found = (getattr(loader, name, None) for name in ("sampler", "batch_sampler"))
+    return next((one for one in found if isinstance(one, ResumableSampler)), None)
 
 
 def is_fsdp1(module: nn.Module) -> bool:

@@ -94,17 +94,16 @@ class Supervisor:
     # ---- steps ---------------------------------------------------------------------------------------------
 
     def _require_own_job(self) -> None:
-        """Raise TierDown if the job that is over cannot have been that of this node: it had all its nodes without the
-        number of this one."""
+        """Raise TierDown if this node had no part in the job that is over, and was one of those that its own job needs:
+        then it was another job, or has ended without this node."""
         own = self._job.rendezvous
-        if own is None or own.node_rank is None or own.spares or self._outcomes:
+        if own is None or own.node_rank is None or own.spares or self._outcomes or self._undecided:
             return
         if own.settings.least == own.settings.most:  # guard: other-job-is-no-own-end
             raise TierDown(
-                f"another job was at {own.settings.endpoint}, with all its nodes, and had no place for this one: it is "
-                "over now",
-                safe="No rank was started on this node.",
-                todo="Give each job its own --master-port.",
+                f"the job at {own.settings.endpoint} is over, and had no place for this node, which has waited for one",
+                safe="This start of the node has run no rank.",
+                todo="If that was another job, give each its own --master-port. Otherwise look at what node 0 reports.",
             )
 
     def _attempts(
