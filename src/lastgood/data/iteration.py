@@ -46,8 +46,8 @@ class Iteration:
     at_last_step: int = 0
     """how many batches had been yielded when the last step was counted"""
     without_batch: int = 0
-    """how many steps were counted after the end that had no batch since the one before; 0 if it `counts_yielded` not:
-    there batches may be fetched ahead"""
+    """how many steps were counted after the end that had no batch since the one before; 0 without `counts_yielded`,
+    because batches may be fetched ahead of their steps there"""
     counted: list[int] = field(default_factory=list)
     """numbers of batches yielded before the first counted step, and between the first and the second"""
 

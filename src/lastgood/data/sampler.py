@@ -230,7 +230,7 @@ class ResumableSampler(Sampler[list[int]]):
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether several steps were counted after the end of the iteration of a loop that counts in iterations."""
+        """Whether a loop that counts steps within iterations has counted several after the end of this one."""
         return self._counts_inside and self._iteration is not None and self._iteration.without_batch > 1
 
     @property

@@ -26,7 +26,7 @@ from ..engine.finite import not_finite_error
 from ..errors import HalfLoaded, LastgoodError, NoSuchStep, NothingGood, NotWritable, Unavailable
 from ..format import commit, layout
 from ..format.commit import Survey
-from ..format.values import Filter, join
+from ..format.values import Filter
 from ..policy.arguments import is_whole, require
 from ..ports import Tier
 from ..records import Finding, Generation, GenerationId, Record
@@ -41,7 +41,8 @@ from ..run.peers import READING, VERIFIED_BY_CALLER
 from ..run.pipeline import Pipeline
 from ..run.watched import Sources
 from ..run.writer import RunWriter
-from ..state.objects import exact_sampler, find_objects, instances_of
+from ..state.loader_positions import counting_loaders
+from ..state.objects import find_objects, instances_of
 from ..state.parameter_versions import stepped
 from ..units import shortened
 from . import suspects
@@ -394,12 +395,8 @@ class Restorer:
         """Report, at rank 0, each loader of torchdata in a state that another number of ranks has saved: its position
         is that of one rank, in a part of the data that no rank has now."""
         then, now = generation.commit.world.ranks, self._ranks.size
-        found = {} if then == now or self._ranks.rank else find_objects(self._request.state)
-        saved = Filter(self._request.include, self._request.exclude)
-        for path, one in found.items():
-            if type(one).__name__ != "StatefulDataLoader" or exact_sampler(one) is not None:
-                continue
-            if saved.keeps(join(path, "_snapshot")):  # guard: loader-of-another-world-is-reported
+        if then != now and self._ranks.rank == 0:  # guard: loader-of-another-world-is-reported
+            for path in counting_loaders(self._request.state, Filter(self._request.include, self._request.exclude)):
                 reporting.threat(
                     f"step {generation.step}: {path} is a StatefulDataLoader, whose position is that of one of {then} "
                     f"ranks; now there are {now}, so the rest of an epoch has samples twice or never. Go on with {then}"

@@ -10,6 +10,18 @@ from ..format.values import Filter, join
 from .objects import exact_sampler, find_objects
 
 
+def counting_loaders(state: Mapping[str, Any], saved: Filter) -> dict[str, Any]:
+    """The StatefulDataLoaders of a state that count their batches themselves, and whose position `saved` keeps, by
+    path. The position of one over a ResumableSampler is that of its sampler."""
+    return {
+        path: one
+        for path, one in find_objects(state).items()
+        if type(one).__name__ == "StatefulDataLoader"
+        and exact_sampler(one) is None
+        and saved.keeps(join(path, "_snapshot"))
+    }
+
+
 class LoaderWatch:
     """Finds loaders that have yielded batches since a step of the loop."""
 
@@ -20,13 +32,7 @@ class LoaderWatch:
 
     def begin(self, state: Mapping[str, Any], saved: Filter) -> None:
         """Watch the loaders that a state has now, and whose position `saved` keeps."""
-        self._loaders = {
-            path: one
-            for path, one in find_objects(state).items()
-            if type(one).__name__ == "StatefulDataLoader"
-            and exact_sampler(one) is None
-            and saved.keeps(join(path, "_snapshot"))
-        }
+        self._loaders = counting_loaders(state, saved)
 
     def note(self) -> None:
         """What was yielded until now was trained by the newest step, or by one before."""

@@ -97,11 +97,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *table(
         "data",
         ("sampler_loop", "elastic"),
-        (
-            "a loader replaces the position of its sampler",
-            "sampler-keeps-its-position",
-            Instead("pass"),
-        ),
+        ("a loader replaces the position of its sampler", "sampler-keeps-its-position", Instead("pass")),
         ("an evaluation has to read weights", "evaluation-makes-no-step", Always()),
         ("steps with batches of an earlier pass look right", "steps-without-batches-are-reported", Never()),
     ),
